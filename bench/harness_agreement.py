@@ -26,6 +26,7 @@ from typing import Any
 
 import yaml
 
+# From lm-eval's own gsm8k task: the regular expression of its filter, and what its metric ignores.
 GSM8K_REGEX = r"(-?[$0-9.,]{2,})|(-?[0-9]+)"
 IGNORED = [",", r"\$", "(?s).*#### ", r"\.$"]
 MATCH = {"metric": "exact_match", "regexes_to_ignore": IGNORED, "ignore_case": True, "ignore_punctuation": False}
@@ -54,9 +55,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_suites(folder, args)
-        for part in (part for part in PARTS if part in args.parts.split(",")):
-            results[part] = compare_verdicts(args) if part == "verdicts" else compare(part, args, folder)
-            write(results, args)  # after each part, because one may take long
+        # In the order of PARTS, whatever the order on the command line: the page has that order.
+        for part in PARTS:
+            if part not in args.parts.split(","):
+                continue
+            if part == "verdicts":
+                results[part] = compare_verdicts(args)
+            else:
+                results[part] = compare(part, args, folder)
+            # After each part, because one may take long.
+            write(results, args)
     print((args.out / "README.md").read_text())
 
 
@@ -78,24 +86,13 @@ def write_suites(folder: Path, args: argparse.Namespace) -> None:
 
 def ours(suite: str, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Scores and records of `kl-comedy evaluate`."""
-    command = [
-        sys.executable,
-        "-m",
-        "kl_comedy.cli",
-        "evaluate",
-        args.model,
-        "--suite",
-        str(folder / f"{suite}.yaml"),
-        "--data-root",
-        str(args.data_root.resolve()),
-        "--limit",
-        str(getattr(args, PARTS[suite])),
-        "--out",
-        str(folder / "ours"),
-        "--format",
-        "json",
-        "tracking.uri=none",
-    ]
+    limit = getattr(args, PARTS[suite])
+    command = [sys.executable, "-m", "kl_comedy.cli", "evaluate", args.model]
+    command += ["--suite", str(folder / f"{suite}.yaml")]
+    command += ["--data-root", str(args.data_root.resolve())]
+    command += ["--limit", str(limit)]
+    command += ["--out", str(folder / "ours")]
+    command += ["--format", "json", "tracking.uri=none"]
     completed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     (row,) = json.loads(completed.stdout)
     lines = (Path(row["records"]) / "items.jsonl").read_text().splitlines()
@@ -109,32 +106,57 @@ def theirs(suite: str, rows: Sequence[Mapping[str, Any]], args: argparse.Namespa
 
     data = folder / f"{suite}.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in documents(suite, rows, args)))
-    task = {"task": f"custom_{suite}", "dataset_path": "json", "test_split": "test", "num_fewshot": 0}
-    task["dataset_kwargs"] = {"data_files": {"test": str(data)}}
-    task |= generative(args) if suite == "gsm8k" else multiple_choice(suite)
-    return lm_eval.simple_evaluate(
+    task: dict[str, Any] = {
+        "task": f"custom_{suite}",
+        "dataset_path": "json",
+        "test_split": "test",
+        "num_fewshot": 0,
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+    }
+    if suite == "gsm8k":
+        task |= generative(args)
+    else:
+        task |= multiple_choice(suite)
+    results: dict[str, Any] = lm_eval.simple_evaluate(
         model="hf",
         model_args={"pretrained": args.model, "dtype": "float32"},
         tasks=[task],
         batch_size=8,
         device="cpu",
+        # No resampling for intervals: the page has those of kl_comedy.
         bootstrap_iters=0,
         log_samples=True,
         apply_chat_template=suite == "gsm8k",
+        # None of its own tasks is used, and listing them takes long.
         task_manager=TaskManager(include_defaults=False),
     )
+    return results
 
 
 def documents(suite: str, rows: Sequence[Mapping[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
     """The data file's entries of the evaluated items, in the same order."""
     name = "gsm8k_test.jsonl" if suite == "gsm8k" else "mmlu_stem_test.jsonl"
-    lines = (args.data_root / name).read_text(encoding="utf-8").split("\n")
-    by_id = {item["id"]: item for item in map(json.loads, filter(None, lines))}
-    keep = ("id", "problem", "answer", "choices", "subject")
-    return [{key: by_id[row["id"]][key] for key in keep if key in by_id[row["id"]]} for row in rows]
+    items_by_id = {item["id"]: item for item in json_lines(args.data_root / name)}
+    # What the tasks below read.
+    columns = ("id", "problem", "answer", "choices", "subject")
+    entries = []
+    for row in rows:
+        item = items_by_id[row["id"]]
+        entries.append({column: item[column] for column in columns if column in item})
+    return entries
+
+
+def json_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSON Lines file.
+
+    Split at newlines only: ``splitlines`` would also split at separators that JSON allows inside a string.
+    """
+    lines = file.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines if line]
 
 
 def generative(args: argparse.Namespace) -> dict[str, Any]:
+    """The part of lm-eval's task that asks for a completion and judges it as its gsm8k task does."""
     ask = "Please reason step by step, and put your final answer within \\boxed{}."
     return {
         "output_type": "generate_until",
@@ -147,7 +169,8 @@ def generative(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def multiple_choice(suite: str) -> dict[str, Any]:
-    metrics = [{"metric": m, "aggregation": "mean", "higher_is_better": True} for m in ("acc", "acc_norm")]
+    """The part of lm-eval's task that scores letters or texts of options. ``{{ }}`` is Jinja."""
+    metrics = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")]
     task = {"output_type": "multiple_choice", "doc_to_target": f"{{{{'{LETTERS}'.index(answer)}}}}"}
     if suite == "mmlu_texts":
         return {
@@ -168,33 +191,41 @@ def multiple_choice(suite: str) -> dict[str, Any]:
 
 # --- compare -----------------------------------------------------------------------------------------------------
 def compare(suite: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    row, rows = ours(suite, args, folder)
-    result = theirs(suite, rows, args, folder)
+    """Evaluate one suite with both, and compare them item by item."""
+    row, items = ours(suite, args, folder)
+    result = theirs(suite, items, args, folder)
+    # lm-eval's samples are not in the order of the file.
     samples = sorted(result["samples"][f"custom_{suite}"], key=lambda sample: sample["doc_id"])
-    assert [sample["doc"]["id"] for sample in samples] == [item["id"] for item in rows]
-    prompts = sum(sample["arguments"][0][0] == item["prompt"] for sample, item in zip(samples, rows, strict=True))
-    pairs = list(zip(rows, samples, strict=True))
-    results = _completions_agreement(pairs) if suite == "gsm8k" else _choices_agreement(pairs)
+    assert [sample["doc"]["id"] for sample in samples] == [item["id"] for item in items]
+
+    pairs = list(zip(items, samples, strict=True))
+    prompts_equal = sum(sample["arguments"][0][0] == item["prompt"] for item, sample in pairs)
+    if suite == "gsm8k":
+        agreement = _completions_agreement(pairs)
+    else:
+        agreement = _choices_agreement(pairs)
     interval = [row["accuracy_low"], row["accuracy_high"]]
     return {
         "asked": getattr(args, PARTS[suite]),
-        "items": len(rows),
-        "prompts_equal": prompts,
+        "items": len(items),
+        "prompts_equal": prompts_equal,
         "ours": {"accuracy": row["accuracy"], "interval_95": interval},
-        **results,
+        **agreement,
     }
 
 
 def _completions_agreement(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
-    items = [
-        {
-            "id": item["id"],
-            "completion_equal": sample["resps"][0][0] == item["completion"],
-            "ours": bool(item["correct"]),
-            "theirs": bool(sample["exact_match"]),
-        }
-        for item, sample in pairs
-    ]
+    """Counts over pairs of kl_comedy's record and lm-eval's sample of the same item."""
+    items = []
+    for item, sample in pairs:
+        items.append(
+            {
+                "id": item["id"],
+                "completion_equal": sample["resps"][0][0] == item["completion"],
+                "ours": bool(item["correct"]),
+                "theirs": bool(sample["exact_match"]),
+            }
+        )
     return {
         "theirs": {"accuracy": sum(item["theirs"] for item in items) / len(items)},
         "completions_equal": sum(item["completion_equal"] for item in items),
@@ -204,14 +235,17 @@ def _completions_agreement(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str,
 
 
 def _choices_agreement(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, Any]:
+    """Counts over pairs of kl_comedy's record and lm-eval's sample of the same item; log-probs in nats."""
     items = []
     for item, sample in pairs:
         logps = [float(response[0][0]) for response in sample["resps"]]
+        # The first of equal ones.
+        likeliest = logps.index(max(logps))
         items.append(
             {
                 "id": item["id"],
                 "ours": item["picked"],
-                "theirs": LETTERS[max(range(len(logps)), key=logps.__getitem__)],
+                "theirs": LETTERS[likeliest],
                 "correct": [bool(item["correct"]), bool(sample["acc"])],
                 "correct_norm": [bool(item["correct_norm"]), bool(sample["acc_norm"])],
                 "logp_gap": max(abs(a - b) for a, b in zip(item["logps"], logps, strict=True)),
@@ -236,10 +270,11 @@ def compare_verdicts(args: argparse.Namespace) -> dict[str, Any]:
 
     from kl_comedy.rewards import score
 
-    lines = (args.data_root / "verify_gsm8k_openai.jsonl").read_text(encoding="utf-8").split("\n")
-    rows = [json.loads(line) for line in lines if line]
-    rows = rows[:: max(len(rows) // args.recorded, 1)]
-    rewards = score("math_verify", completions=[r["answer"] for r in rows], answers=[r["gold"] for r in rows])
+    all_rows = json_lines(args.data_root / "verify_gsm8k_openai.jsonl")
+    # Spread over the file, which is in the order of the problems.
+    rows = all_rows[:: max(len(all_rows) // args.recorded, 1)]
+    answers = [row["answer"] for row in rows]
+    rewards = score("math_verify", completions=answers, answers=[row["gold"] for row in rows])
     regex_filter = RegexFilter(regex_pattern=GSM8K_REGEX, group_select=-1)
     options = {key: value for key, value in MATCH.items() if key != "metric"}
     items = []
@@ -273,13 +308,16 @@ def previous_results(args: argparse.Namespace) -> dict[str, Any]:
     file = args.out / "agreement.json"
     if not file.exists():
         return {}
-    previous, now = json.loads(file.read_text()), identity(args)
-    if {key: previous.get(key) for key in now} != now:
+    previous = json.loads(file.read_text())
+    now = identity(args)
+    same_identity = all(previous.get(key) == value for key, value in now.items())
+    if not same_identity:
         sys.exit(f"{file} has another model, other packages or another --tokens; choose another --out")
     return dict(previous["suites"])
 
 
 def write(results: Mapping[str, Any], args: argparse.Namespace) -> None:
+    """Write the JSON file and the page."""
     now = identity(args)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "agreement.json").write_text(json.dumps(now | {"suites": results}, indent=1) + "\n")
@@ -287,14 +325,18 @@ def write(results: Mapping[str, Any], args: argparse.Namespace) -> None:
 
 
 def page(results: Mapping[str, Any], versions: Mapping[str, str], args: argparse.Namespace) -> str:
+    """The content of results/harness/README.md."""
     names = ", ".join(f"{name} {number}" for name, number in versions.items())
-    counts = " ".join(f"--{option} {results[part]['asked']}" for part, option in PARTS.items() if part in results)
+    counts = []
+    for part, option in PARTS.items():
+        if part in results:
+            counts.append(f"--{option} {results[part]['asked']}")
     lines = [
         "# Agreement with lm-eval",
         "",
         "<!-- python research/scripts/stored_tables.py harness -->",
         "",
-        f"`python bench/harness_agreement.py --data-root DATA --tokens {args.tokens} {counts}`, "
+        f"`python bench/harness_agreement.py --data-root DATA --tokens {args.tokens} {' '.join(counts)}`, "
         f"{Path(args.model).name}, float32, CPU; {names}.",
         "",
         "The same items, prompts (as text, and so as tokens of the one tokenizer) and weights through both; greedy. "
@@ -303,8 +345,11 @@ def page(results: Mapping[str, Any], versions: Mapping[str, str], args: argparse
         "| suite | items | prompts equal | ours [95%] | lm-eval | verdicts equal | further |",
         "|---|---:|---:|---|---:|---:|---|",
     ]
-    lines += [_line(name, results[name]) for name in PARTS if name in results and name != "verdicts"]
-    lines += _verdict_lines(results["verdicts"]) if "verdicts" in results else []
+    for name in PARTS:
+        if name in results and name != "verdicts":
+            lines.append(_line(name, results[name]))
+    if "verdicts" in results:
+        lines += _verdict_lines(results["verdicts"])
     return "\n".join([*lines, "", *REMARKS]) + "\n"
 
 
@@ -328,6 +373,8 @@ REMARKS = [
 
 def _line(name: str, row: Mapping[str, Any]) -> str:
     low, high = row["ours"]["interval_95"]
+    # A suite without items has no interval, and its row would say nothing.
+    assert math.isfinite(low) and math.isfinite(high)
     if "completions_equal" in row:
         further = f"completions equal: {row['completions_equal']}"
     else:
@@ -335,7 +382,6 @@ def _line(name: str, row: Mapping[str, Any]) -> str:
             f"picks equal: {row['picks_equal']}; norm: {row['accuracy_norm'][0]:.3f}, {row['accuracy_norm'][1]:.3f}; "
             f"largest gap of a log-prob: {row['largest_logp_gap_nats']:.1e} nats"
         )
-    assert math.isfinite(low) and math.isfinite(high)
     return (
         f"| {name} | {row['items']} | {row['prompts_equal']} | {row['ours']['accuracy']:.3f} [{low:.3f}, {high:.3f}] | "
         f"{row['theirs']['accuracy']:.3f} | {row['verdicts_equal']} | {further} |"

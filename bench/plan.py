@@ -1,7 +1,7 @@
 """Compare the planned memory with the measured memory of runs on the CPU; writes tables to results/plan.
 
     python bench/plan.py                   run all cells (some minutes)
-    python bench/plan.py --cells pocket    run some cells and replace their rows
+    python bench/plan.py --cells pocket    run these cells only and replace their rows
     python bench/plan.py --replan          run nothing; compare the current plan with the recorded measurements
 
 Each cell runs in its own process. Measured: the peak resident memory over two updates minus the resident memory before
@@ -22,6 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 HERE = Path(__file__).resolve().parent
+# First on the path, and only once, however this file was started: `speed` and `pocket_run` are folders and files here.
 sys.path = [str(HERE), *(p for p in sys.path if Path(p or ".").resolve() != HERE)]
 
 from pocket_run import SETTINGS  # noqa: E402
@@ -80,19 +81,22 @@ def measure(name: str) -> dict[str, Any]:
     from kl_comedy.training.run import train
 
     totals = {"loaded": 0, "peak": 0, "rows": 0, "prompt": 0, "completion": 0}
-    draw = ExperienceStream.__next__
+    original_next = ExperienceStream.__next__
 
     def counted_next(self: Any) -> Any:
-        if not totals["loaded"]:
+        # The first batch is requested when all models are loaded and nothing has been computed.
+        if totals["loaded"] == 0:
             memory.reset_peak()
             totals["loaded"] = memory.resident()
-        batch = draw(self)
+        batch = original_next(self)
         totals["rows"] += len(batch.rows)
-        totals["prompt"] += sum(len(row.rollout.prompt.token_ids) for row in batch.rows)
-        totals["completion"] += sum(len(row.rollout.completion_ids) for row in batch.rows)
+        for row in batch.rows:
+            totals["prompt"] += len(row.rollout.prompt.token_ids)
+            totals["completion"] += len(row.rollout.completion_ids)
         return batch
 
     def record_peak(self: Any) -> None:
+        # Here and not after train(): what closes the run is not planned.
         totals["peak"] = memory.peak()
 
     with (
@@ -102,42 +106,47 @@ def measure(name: str) -> dict[str, Any]:
     ):
         config = load_config(None, [*CELLS[name], f"output={folder}"])
         train(config, console=Console(quiet=True), command="bench/plan.py")
-    prompt, completion = (round(totals[name] / totals["rows"]) for name in ("prompt", "completion"))
+    commit = provenance_tags()["git.commit"][:12]
+    if has_changes():
+        commit += ", with changes"
     return {
         "cell": name,
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
+        "prompt_tokens": round(totals["prompt"] / totals["rows"]),
+        "completion_tokens": round(totals["completion"] / totals["rows"]),
         "measured_bytes": totals["peak"] - totals["loaded"],
-        "commit": provenance_tags()["git.commit"][:12] + (", with changes" if has_changes() else ""),
+        "commit": commit,
     }
 
 
 def has_changes() -> bool:
-    """Whether any file except the results of this benchmark differs from the commit."""
+    """Whether any file differs from the commit; the results of this benchmark do not count, as it writes them."""
     command = ["git", "status", "--porcelain", "--", ".", f":(exclude){OUT.relative_to(ROOT)}"]
     return bool(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
 
 
 def planned(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with the planned memory for its cell and lengths."""
+    """The row, with the memory that is planned for its cell and its measured lengths."""
     from kl_comedy.config import load_config
     from kl_comedy.lab.planning.plan import Plan
     from kl_comedy.lab.planning.sizes import GPUS
 
     config = load_config(None, CELLS[row["cell"]])
-    cpu = dataclasses.replace(GPUS["h100-80"], name="cpu", kind="cpu")  # memory does not depend on rates
+    # Memory does not depend on a device's rates, so that any device serves: timing this machine would take long.
+    cpu = dataclasses.replace(GPUS["h100-80"], name="cpu", kind="cpu")
     plan = Plan(config, cpu, prompt=row["prompt_tokens"], completion=row["completion_tokens"])
-    added = plan.peak_bytes - sum(item.bytes for item in plan.components if item.name in LOADED)
+    loaded_bytes = sum(item.bytes for item in plan.components if item.name in LOADED)
+    planned_bytes = plan.peak_bytes - loaded_bytes
     return {
         **row,
         "microbatch_tokens": plan.load.micro_tokens,
-        "planned_bytes": added,
-        "planned_over_measured": added / row["measured_bytes"],
+        "planned_bytes": planned_bytes,
+        "planned_over_measured": planned_bytes / row["measured_bytes"],
         "components": {f"{item.name}, {item.phase}": item.bytes for item in plan.components},
     }
 
 
 def measure_in_subprocess(name: str) -> dict[str, Any]:
+    """Measure a cell in a new process: one that has trained before has memory of its allocator left."""
     completed = subprocess.run(
         [sys.executable, __file__, "--measure", name],
         env={**os.environ, **ENVIRONMENT},
@@ -146,6 +155,7 @@ def measure_in_subprocess(name: str) -> dict[str, Any]:
         text=True,
         check=True,
     )
+    # Libraries may print before it.
     measurement: dict[str, Any] = json.loads(completed.stdout.splitlines()[-1])
     return measurement
 
@@ -192,14 +202,22 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(options.measure)))
         return
-    rows_by_cell = {row["cell"]: row for row in json.loads(FILE.read_text())} if FILE.exists() else {}
-    for name in () if options.replan else options.cells or CELLS:
-        rows_by_cell[name] = measure_in_subprocess(name)
-        write([planned(rows_by_cell[name]) for name in CELLS if name in rows_by_cell])
-    write([planned(rows_by_cell[name]) for name in CELLS if name in rows_by_cell])
+
+    rows_by_cell: dict[str, dict[str, Any]] = {}
+    if FILE.exists():
+        for row in json.loads(FILE.read_text()):
+            rows_by_cell[row["cell"]] = row
+    if not options.replan:
+        for name in options.cells or CELLS:
+            rows_by_cell[name] = measure_in_subprocess(name)
+            # After each cell, so that an interrupted run keeps what it measured.
+            write(rows_by_cell)
+    write(rows_by_cell)
 
 
-def write(rows: list[dict[str, Any]]) -> None:
+def write(rows_by_cell: dict[str, dict[str, Any]]) -> None:
+    """Plan every recorded cell and write the JSON file and the page, in the order of :data:`CELLS`."""
+    rows = [planned(rows_by_cell[name]) for name in CELLS if name in rows_by_cell]
     OUT.mkdir(parents=True, exist_ok=True)
     FILE.write_text(json.dumps(rows, indent=1) + "\n")
     (OUT / "README.md").write_text(page(rows))

@@ -34,22 +34,24 @@ SURVIVED = "**survived**"
 
 
 ALSO_TESTED_IN = {
-    "kl": "exact training/test_loss.py training/test_padding.py",
-    "objective": "exact/test_policy_certificates.py training/test_padding.py",
-    "lab": "exact/test_peers_readings.py",
-    "statistics": "evaluation/test_scores.py tracking/test_tables.py",
-    "tracking": "cli/test_results.py cli/test_results_export.py",
+    "kl": ["exact", "training/test_loss.py", "training/test_padding.py"],
+    "objective": ["exact/test_policy_certificates.py", "training/test_padding.py"],
+    "lab": ["exact/test_peers_readings.py"],
+    "statistics": ["evaluation/test_scores.py", "tracking/test_tables.py"],
+    "tracking": ["cli/test_results.py", "cli/test_results_export.py"],
 }
 """Tests below tests/ of a package or module, beside those of its own folder or file."""
 
 
 def place_of(mutant: Mutant) -> Place:
     """Where the mutant is planted. Raises ValueError where it fits no place, or more than one."""
-    found = list(places(mutant.old, SRC, mutant.inside))
-    if len(found) != 1:
-        shown = ", ".join(str(place.file.relative_to(SRC)) for place in found) or "none"
-        raise ValueError(f"{mutant.name}: {mutant.old!r} must fit one place of the package; it fits {shown}")
-    return found[0]
+    candidates = list(places(mutant.old, SRC, mutant.inside))
+    if len(candidates) == 1:
+        return candidates[0]
+    files = ", ".join(str(place.file.relative_to(SRC)) for place in candidates)
+    if not candidates:
+        files = "none"
+    raise ValueError(f"{mutant.name}: {mutant.old!r} must fit one place of the package; it fits {files}")
 
 
 def tests_of(mutant: Mutant, file: Path) -> list[str]:
@@ -57,45 +59,63 @@ def tests_of(mutant: Mutant, file: Path) -> list[str]:
     if mutant.tests:
         return mutant.tests.split()
     name = file.relative_to(SRC).parts[0]
-    own = f"tests/{name}"
     if name.endswith(".py"):
-        own = f"tests/test_{name}"
-    others = ALSO_TESTED_IN.get(name.removesuffix(".py"), "").split()
-    return [own, *(f"tests/{other}" for other in others)]
+        mirrored = f"tests/test_{name}"
+    else:
+        mirrored = f"tests/{name}"
+    others = ALSO_TESTED_IN.get(name.removesuffix(".py"), [])
+    return [mirrored, *[f"tests/{other}" for other in others]]
 
 
 def first_failure(mutant: Mutant) -> tuple[Path, str | None]:
     """The file that ``mutant`` is planted in, and the first test that fails then; None where it survives."""
     place = place_of(mutant)
+    # A test that is named may be slow; of a whole package only the fast ones are run.
+    selected = "not slow and not gpu"
+    if "::" in mutant.tests:
+        selected = "not gpu"
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", selected]
+    command += tests_of(mutant, place.file)
     with tempfile.TemporaryDirectory(prefix="kl_comedy_mutant_") as folder:
         copy = Path(folder) / "kl_comedy"
         shutil.copytree(SRC, copy, ignore=shutil.ignore_patterns("__pycache__"))
         (copy / place.file.relative_to(SRC)).write_text(replaced(place, mutant.new))
-        chosen = "not gpu" if "::" in mutant.tests else "not slow and not gpu"  # a test that is named may be slow
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", chosen]
         environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
-        words = tests_of(mutant, place.file)
-        done = subprocess.run([*command, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode == 0:
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if result.returncode == 0:
         return place.file, None
-    if done.returncode not in (1, 2):  # 2: a test file that cannot be imported
-        raise RuntimeError(f"{mutant.name}: pytest ended with {done.returncode}\n{done.stdout[-1000:]}{done.stderr}")
-    match = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, flags=re.MULTILINE)
-    return place.file, match[1] if match else "(a test)"
+    if result.returncode not in (1, 2):  # 2: a test file that cannot be imported
+        output = f"{result.stdout[-1000:]}{result.stderr}"
+        raise RuntimeError(f"{mutant.name}: pytest ended with {result.returncode}\n{output}")
+    match = re.search(r"^(?:FAILED|ERROR) (\S+)", result.stdout, flags=re.MULTILINE)
+    if match is None:
+        return place.file, "(a test)"
+    return place.file, match[1]
 
 
 def update_table(file: Path, name: str, row: str) -> None:
     """Write the table in ``file`` with the new ``row`` of one mutant; rows of mutants that are gone are dropped."""
-    lines = file.read_text().splitlines() if file.is_file() else []
-    rows = {line.split(" | ")[0].removeprefix("| "): line for line in lines} | {name: row}
+    rows = {}
+    if file.is_file():
+        for line in file.read_text().splitlines():
+            rows[line.split(" | ")[0].removeprefix("| ")] = line
+    rows[name] = row
     table = [rows[mutant.name] for mutant in MUTANTS if mutant.name in rows]
     killed = sum(SURVIVED not in line for line in table)
-    count = f"{killed} of {len(table)} found, each in its last run."
-    if len(table) < len(MUTANTS):
-        count += f" {len(MUTANTS) - len(table)} more rules of tests/mutants.py have no row: they have not been run."
-    head = f"`python tests/mutation.py --markdown results/mutation/README.md`: {count}"
-    title = ["# Planted bugs and the tests that find them", "", head, "", "<!-- unchecked: rerun -->", ""]
-    file.write_text("\n".join([*title, "| bug | file | first test that fails |", "|---|---|---|", *table]) + "\n")
+    summary = f"`python tests/mutation.py --markdown results/mutation/README.md`: {killed} of {len(table)} found, "
+    summary += "each in its last run."
+    missing = len(MUTANTS) - len(table)
+    if missing:
+        summary += f" {missing} more rules of tests/mutants.py have no row: they have not been run."
+    head = ["# Planted bugs and the tests that find them", "", summary, "", "<!-- unchecked: rerun -->", ""]
+    columns = ["| bug | file | first test that fails |", "|---|---|---|"]
+    file.write_text("\n".join([*head, *columns, *table]) + "\n")
+
+
+def selected_mutants(words: list[str]) -> list[Mutant]:
+    if not words:
+        return list(MUTANTS)
+    return [mutant for mutant in MUTANTS if any(word in mutant.name for word in words)]
 
 
 def main() -> int:
@@ -105,23 +125,26 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="mutants at a time")
     parser.add_argument("--markdown", type=Path, help="file for the table")
     options = parser.parse_args()
-    chosen = [m for m in MUTANTS if not options.words or any(word in m.name for word in options.words)]
+    mutants = selected_mutants(options.words)
     if options.check:
-        for mutant in chosen:
+        for mutant in mutants:
             replaced(place_of(mutant), mutant.new)
         return 0
     # A command in the background of a script ignores interrupts, and so would the tests, some of which interrupt a run.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    outcomes = ThreadPoolExecutor(options.jobs).map(first_failure, mutants)
     survivors = 0
-    for mutant, (file, failure) in zip(
-        chosen, ThreadPoolExecutor(options.jobs).map(first_failure, chosen), strict=True
-    ):
-        survivors += failure is None
-        row = f"| {mutant.name} | `{file.relative_to(SRC)}` | {f'`{failure}`' if failure else SURVIVED} |"
+    for mutant, (file, failure) in zip(mutants, outcomes, strict=True):
+        if failure is None:
+            survivors += 1
+            outcome = SURVIVED
+        else:
+            outcome = f"`{failure}`"
+        row = f"| {mutant.name} | `{file.relative_to(SRC)}` | {outcome} |"
         print(row, flush=True)
         if options.markdown:
             update_table(options.markdown, mutant.name, row)
-    print(f"{len(chosen) - survivors} of {len(chosen)} mutants found")
+    print(f"{len(mutants) - survivors} of {len(mutants)} mutants found")
     return min(survivors, 1)
 
 

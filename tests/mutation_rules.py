@@ -51,17 +51,19 @@ def parse(pattern: str) -> ast.AST:
         return statement
 
 
-def matches(pattern: ast.AST, node: ast.AST, source: str, bindings: Bindings) -> bool:
+def matches(pattern: ast.AST, node: ast.AST, bindings: Bindings) -> bool:
     """Whether ``node`` is what the pattern says; extends ``bindings``."""
     if isinstance(pattern, ast.Name) and pattern.id.startswith(META) and isinstance(node, ast.expr):
         return bind(pattern.id, ast.unparse(node), bindings)
     if type(pattern) is not type(node):
         return False
-    return all(
-        _fields_match(getattr(pattern, name), getattr(node, name, None), source, bindings)
-        for name in pattern._fields
-        if name not in ("ctx", "type_comment", "kind")
-    )
+    for name in pattern._fields:
+        # Whether a name is read or written, and how a string was quoted, is no part of a pattern.
+        if name in ("ctx", "type_comment", "kind"):
+            continue
+        if not _fields_match(getattr(pattern, name), getattr(node, name, None), bindings):
+            return False
+    return True
 
 
 def bind(name: str, text: str, bindings: Bindings) -> bool:
@@ -69,16 +71,17 @@ def bind(name: str, text: str, bindings: Bindings) -> bool:
     return bindings.setdefault(name, text) == text
 
 
-def _fields_match(wanted: object, given: object, source: str, bindings: Bindings) -> bool:
-    if isinstance(wanted, ast.AST):
-        return isinstance(given, ast.AST) and matches(wanted, given, source, bindings)
-    if isinstance(wanted, list):
-        if not isinstance(given, list) or len(wanted) != len(given):
+def _fields_match(pattern: object, field: object, bindings: Bindings) -> bool:
+    if isinstance(pattern, ast.AST):
+        return isinstance(field, ast.AST) and matches(pattern, field, bindings)
+    if isinstance(pattern, list):
+        if not isinstance(field, list) or len(pattern) != len(field):
             return False
-        return all(_fields_match(a, b, source, bindings) for a, b in zip(wanted, given, strict=True))
-    if isinstance(wanted, str) and wanted.startswith(META):  # an attribute, or the name of a keyword
-        return isinstance(given, str) and bind(wanted, given, bindings)
-    return wanted == given and type(wanted) is type(given)
+        return all(_fields_match(part, item, bindings) for part, item in zip(pattern, field, strict=True))
+    if isinstance(pattern, str) and pattern.startswith(META):  # an attribute, or the name of a keyword
+        return isinstance(field, str) and bind(pattern, field, bindings)
+    # True == 1, which is another constant.
+    return pattern == field and type(pattern) is type(field)
 
 
 def places(pattern: str, root: Path, inside: str | None = None) -> Iterator[Place]:
@@ -90,7 +93,7 @@ def places(pattern: str, root: Path, inside: str | None = None) -> Iterator[Plac
     if pattern.startswith(TEXT):
         yield from _texts(pattern.removeprefix(TEXT), root)
         return
-    wanted = parse(pattern)
+    tree_of_pattern = parse(pattern)
     for file in sorted(root.rglob("*.py")):
         source = file.read_text()
         if inside is not None and inside not in source:
@@ -99,7 +102,7 @@ def places(pattern: str, root: Path, inside: str | None = None) -> Iterator[Plac
         for scope in _scopes(tree, source, inside):
             for node in ast.walk(scope):
                 bindings: Bindings = {}
-                if matches(wanted, node, source, bindings):
+                if matches(tree_of_pattern, node, bindings):
                     yield Place(file=file, node=node, bindings=bindings)
 
 
@@ -117,17 +120,23 @@ def _texts(text: str, root: Path) -> Iterator[Place]:
 
 
 def _scopes(tree: ast.Module, source: str, inside: str | None) -> list[ast.AST]:
+    """The innermost functions and classes with the text ``inside``; the whole module where it is None."""
     if inside is None:
         return [tree]
+    lines = source.splitlines()
     scopes: list[ast.AST] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            text = "\n".join(source.splitlines()[first - 1 : node.end_lineno])
-            if inside in text:
-                scopes.append(node)
-    # Of nested scopes the innermost: a class is not searched again for its method.
-    return [scope for scope in scopes if not any(other is not scope and other in ast.walk(scope) for other in scopes)]
+        if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        first_line = min([node.lineno, *[decorator.lineno for decorator in node.decorator_list]])
+        if inside in "\n".join(lines[first_line - 1 : node.end_lineno]):
+            scopes.append(node)
+    # A class is not searched again for its method.
+    return [scope for scope in scopes if not _contains_another(scope, scopes)]
+
+
+def _contains_another(scope: ast.AST, scopes: list[ast.AST]) -> bool:
+    return any(node in scopes for node in ast.walk(scope) if node is not scope)
 
 
 def replaced(place: Place, new: str) -> str:
@@ -136,6 +145,7 @@ def replaced(place: Place, new: str) -> str:
         source = place.file.read_text()
         return source[: place.start] + new.removeprefix(TEXT) + source[place.start + place.length :]
     text = new
+    # The longest names first: $ab is not $a with a b after it.
     for name, bound in sorted(place.bindings.items(), key=lambda pair: -len(pair[0])):
         text = text.replace(name.replace(META, "$"), _in_parentheses(bound))
     missing = re.findall(r"\$\w+", text)
@@ -145,6 +155,7 @@ def replaced(place: Place, new: str) -> str:
     node = place.node
     if isinstance(node, ast.expr):
         text = f"({text})"
+    # In bytes, because an offset in a line counts bytes.
     lines = place.file.read_bytes().splitlines(keepends=True)
     before = b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
     after = lines[node.end_lineno - 1][node.end_col_offset :] + b"".join(lines[node.end_lineno :])
@@ -154,4 +165,6 @@ def replaced(place: Place, new: str) -> str:
 
 
 def _in_parentheses(text: str) -> str:
-    return text if re.fullmatch(r"[\w.]+", text) else f"({text})"
+    if re.fullmatch(r"[\w.]+", text):
+        return text
+    return f"({text})"

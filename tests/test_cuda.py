@@ -193,7 +193,10 @@ def test_the_adapter_of_a_bf16_policy_is_float32():
     [
         (["model.attention=varlen"], r"model\.attention: got 'varlen'.*train\.precision=bf16"),
         (["model.attention=varlen", "train.precision=bf16", "model.share_prompt=false"], r"model\.attention"),
-        (["train.shards=node"], r"train\.shards: got 'node'; allowed: all with train\.strategy single"),
+        (
+            ["train.strategy_options.shards=node"],
+            r"train\.strategy_options\.shards: got 'node'; allowed: all with train\.strategy single",
+        ),
         (["model.head_dtype=float16"], r"model\.head_dtype"),
     ],
 )
@@ -209,7 +212,9 @@ def test_the_kernel_for_a_gpu_is_refused_on_a_cpu():
 
 def test_new_keys_keep_the_hash_of_earlier_runs():
     plain = load_config(TINY)
-    assert config_hash(plain) == config_hash(load_config(TINY, ["train.strategy=fsdp", "train.shards=node"]))
+    assert config_hash(plain) == config_hash(
+        load_config(TINY, ["train.strategy=fsdp", "train.strategy_options.shards=node"])
+    )
     assert config_hash(plain) != config_hash(load_config(TINY, ["model.head_dtype=bfloat16"]))
 
 

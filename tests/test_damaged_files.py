@@ -11,7 +11,7 @@ import shutil
 import socket
 import struct
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,7 +73,12 @@ class FakeStore:
     """An MLflow client that keeps what it is sent."""
 
     def __init__(self):
-        self.sent, self.runs = [], {}
+        self.sent = []
+        self.runs = {}
+
+    def files_sent(self):
+        """The path, folder and digest of each file that was uploaded."""
+        return [entry for entry in self.sent if isinstance(entry, SentFile)]
 
     def get_run(self, run_id):
         if run_id not in self.runs:
@@ -95,11 +100,11 @@ class FakeStore:
         return self.runs[run_id]
 
     def log_batch(self, run_id, **kinds):
-        self.sent += [repr(vars(item)) for items in kinds.values() for item in items]
+        for items in kinds.values():
+            self.sent += [repr(vars(item)) for item in items]
 
     def log_artifact(self, run_id, file, folder):
-        with open(file, "rb") as content:
-            self.sent.append((file, folder, hashlib.sha256(content.read()).hexdigest()))
+        self.sent.append(SentFile(file, folder, sha256_file(Path(file))))
 
     def delete_run(self, run_id):
         self.runs.pop(run_id, None)
@@ -111,6 +116,19 @@ class FakeStore:
         self.sent.append((run_id, status, end_time))
 
 
+@dataclass(frozen=True)
+class SentFile:
+    """A file that was uploaded to the store."""
+
+    path: str
+    folder: str
+    digest: str
+
+
+def is_lock(path):
+    return path.suffix == ".lock" or path.name == ".lock"
+
+
 class Case:
     """A sweep of one finished run, to damage and to read; :meth:`restore` makes it whole again."""
 
@@ -120,29 +138,41 @@ class Case:
         (folder / "grid.yaml").write_text(f"base: {folder}/base.yaml\ngrid: {{optimizer.lr: [0.001]}}\n")
         manifest = plan(read_grid(folder / "grid.yaml"), directory=folder)
         self.sweep = write_sweep(folder / "sweep", manifest, json.dumps(SETTINGS))
-        cell = self.sweep.cell(0)
         overrides = [f"tracking.uri=sqlite:///{folder}/store.db", "tracking.experiment=e"]
-        self.config = load_config(self.sweep.base, [*self.sweep.overrides(cell), *overrides])
+        self.config = load_config(self.sweep.base, [*self.sweep.overrides(self.sweep.cell(0)), *overrides])
+
         self.store = FakeStore()
+        self.run = self._train_the_cell()
+        self.runs_in_store = dict(self.store.runs)
+
+        self.policy = load_config(None, [f"model.source={self.run.policy}"]).model
+        self.loaded = load_model(self.config.model)
+        self.prompts = render_prompts(self.config, load_problem_sets(self.config), self.loaded).train
+
+        files = [path for path in folder.rglob("*") if path.is_file() and not is_lock(path)]
+        self.whole = {path: path.read_bytes() for path in files}
+        """What each file holds."""
+        self.times = {}
+        """When each file was last made whole: one that was not touched since is not written again."""
+        in_sweep = [path for path in sorted(files) if path.is_relative_to(self.sweep.path)]
+        self.files = [path for path in in_sweep if path.stat().st_size]
+        """The files to damage."""
+        self.read = {}
+        """Digests of checkpoints that were read, by those of their files."""
+
+    def _train_the_cell(self):
+        """Train the only cell, with what a sweep's manager writes before and after it."""
         process = process_tags()
         self.sweep.record_submission(Submission(stage="train", indices=(0,), time=1.0, process=process, workers=1))
         self.sweep.record_start(0, "train", process)
         with self.patched():
-            self.run = train(self.config, console=Console(file=io.StringIO()), command="kl-comedy train x.yaml").run
+            result = train(self.config, console=Console(file=io.StringIO()), command="kl-comedy train x.yaml")
         self.sweep.record_end(0, process["process.pid"], 0, None)
-        self.runs_in_store = dict(self.store.runs)
-        self.policy = load_config(None, [f"model.source={self.run.policy}"]).model
-        self.loaded = load_model(self.config.model)
-        self.prompts = render_prompts(self.config, load_problem_sets(self.config), self.loaded).train
-        files = [
-            path for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock" and path.name != ".lock"
-        ]
-        self.whole = {path: path.read_bytes() for path in files}
-        self.times, self.read = {}, {}
-        self.files = [path for path in sorted(files) if path.is_relative_to(self.sweep.path) and path.stat().st_size]
+        return result.run
 
     @contextmanager
     def patched(self):
+        """The store in place of MLflow, and no waiting for the disk."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(store, "connect", lambda uri: self.store)
             patch.setattr(os, "fsync", lambda descriptor: None)
@@ -154,44 +184,55 @@ class Case:
             if path.is_file() and path not in self.whole:
                 path.unlink()
         for path, content in self.whole.items():
-            if not path.is_file() or path.stat().st_mtime_ns != self.times.get(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-                self.times[path] = path.stat().st_mtime_ns
+            if path.is_file() and path.stat().st_mtime_ns == self.times.get(path):
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            self.times[path] = path.stat().st_mtime_ns
         for path in self.folder.rglob("*.damaged"):
             shutil.rmtree(path)
         self.store = FakeStore()
         self.store.runs = dict(self.runs_in_store)
 
-    # what reads
-
+    # --- what reads: each method returns all that it saw, and appends what it told the user to ``lines`` -------------
     def resume(self, lines):
         run = find_run(self.config)
         summary = readable_summary(run)
         repair_config(run, self.config)
         checkpoint = newest_checkpoint(run.checkpoints)
-        step = None if checkpoint is None else step_of(checkpoint)
-        options = {"run_name": run.path.name, "params": {}, "tags": {}, "resume": True, "resume_step": step}
-        logger = logger_module.RunLogger(self.config.tracking, run_dir=run.path, **options)
+        step = None
+        contents = None
+        if checkpoint is not None:
+            step = step_of(checkpoint)
+        resumed = logger_module.ResumedFrom(step=step)
+        logger = logger_module.RunLogger(self.config.tracking, run_dir=run.path, params={}, tags={}, resumed=resumed)
         logger.save()
+        # The fifth field is the place in the file, which may move.
         events = [event[:4] for event in Spool(run.path).read() if event.kind in ("metrics", "table")]
+        # The first line has the checksum, which is not part of what the config says.
         config = (run.path / "config.yaml").read_text().partition("\n")[2]
-        return summary, config, step, checkpoint and self.contents(checkpoint), events
+        if checkpoint is not None:
+            contents = self.contents(checkpoint)
+        return summary, config, step, contents, events
 
     def contents(self, checkpoint):
         """Every tensor and the state of a checkpoint, as a digest; those of the same bytes are read once."""
         key = tuple(hashlib.sha256(path.read_bytes()).digest() for path in sorted(checkpoint.iterdir()))
-        if key in self.read:
-            return self.read[key]
-        reader = SafeReader(checkpoint)
-        index = reader.read_metadata().state_dict_metadata
-        tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()}
-        load_tensors(tensors, reader)
-        self.read[key] = weights_hash(tensors), str(torch.load(checkpoint / STATE, weights_only=True))
+        if key not in self.read:
+            reader = SafeReader(checkpoint)
+            index = reader.read_metadata().state_dict_metadata
+            tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in index.items()}
+            load_tensors(tensors, reader)
+            state = torch.load(checkpoint / STATE, weights_only=True)
+            self.read[key] = weights_hash(tensors), str(state)
         return self.read[key]
 
     def sync(self, lines):
-        self.patch.setattr(results, "message", lambda text: "events uploaded" in text or lines.append(text))
+        def show(text):
+            if "events uploaded" not in text:
+                lines.append(text)
+
+        self.patch.setattr(results, "message", show)
         for uri in (None, f"sqlite:///{self.folder}/other.db"):
             with one_line(lines):
                 results.sync([self.run.path], uri, None)
@@ -218,7 +259,8 @@ class Case:
             return target
 
     def export(self, lines):
-        out, exported = self.folder / "out", []
+        out = self.folder / "out"
+        exported = []
         for which in ("newest", "best"):
             with one_line(lines):
                 export_policy(self.run, self.config, out, which=which)
@@ -226,12 +268,16 @@ class Case:
             shutil.rmtree(out, ignore_errors=True)
         return exported
 
-    def readers(self, path, number):
-        name = str(path.relative_to(self.sweep.path if self.run.path not in path.parents else self.run.path))
-        first = name.split("/")[0]
-        if first == "checkpoints":
-            return [self.resume, self.export] if number % 10 == 0 else [self.resume]
-        by_name = {
+    def readers(self, path, round_number):
+        """What reads the file. An export takes long, so that it reads a checkpoint in every tenth round only."""
+        if self.run.path not in path.parents:
+            return [self.status]
+        first_part = path.relative_to(self.run.path).parts[0]
+        if first_part == "checkpoints":
+            if round_number % 10 == 0:
+                return [self.resume, self.export]
+            return [self.resume]
+        readers_by_name = {
             "config.yaml": [self.resume, self.target],
             "policy": [self.evaluate],
             "rollouts": [self.replay],
@@ -239,24 +285,38 @@ class Case:
             "summary.json": [self.resume, self.status],
             "tracking.json": [self.resume, self.sync],
         }
-        return by_name.get(first, [self.sync] if self.run.path in path.parents else [self.status])
+        return readers_by_name.get(first_part, [self.sync])
 
 
 @contextmanager
 def one_line(lines):
+    """An error that is meant for the user is a line; any other is raised."""
     try:
         yield
     except (UserError, RunFailed) as error:
         lines.append(str(error))
 
 
+def check_one_line(text, limit=1000):
+    assert "\n" not in text
+    assert len(text) < limit
+
+
 @pytest.fixture(scope="module")
-def case(tmp_path_factory):
+def built_case(tmp_path_factory):
     return Case(tmp_path_factory.mktemp("damaged"))
 
 
-class Lines(logging.Handler):
-    """The warnings of the package."""
+@pytest.fixture
+def case(built_case):
+    """The sweep, whole before the test and after it."""
+    built_case.restore()
+    yield built_case
+    built_case.restore()
+
+
+class Warnings(logging.Handler):
+    """The warnings of the package, as lines."""
 
     def __init__(self, lines):
         super().__init__(logging.WARNING)
@@ -268,90 +328,116 @@ class Lines(logging.Handler):
 
 def outcome(reader):
     """What a reader returns, as text, and the lines it wrote."""
-    lines, result = [], None
-    handler, log = Lines(lines), logging.getLogger("kl_comedy")
-    log.addHandler(handler)
+    lines = []
+    result = None
+    handler = Warnings(lines)
+    package_log = logging.getLogger("kl_comedy")
+    package_log.addHandler(handler)
     try:
         with one_line(lines):
             result = reader(lines)
     finally:
-        log.removeHandler(handler)
+        package_log.removeHandler(handler)
     return repr(result), lines
+
+
+# --- random damage ------------------------------------------------------------------------------------------------
+# What some damage is: the more often a kind is named, the more often it is drawn.
+KINDS = ["flip"] * 3 + ["replace", "replace", "cut", "cut", "end", "insert", "zero", "other"]
+OTHER_CONTENTS = [b"", b"[]", b"5", b"{}", b"null", b"\xff\xfe\x00", b"[" * 10**5, b'{"a": 1}\n']
 
 
 def spoil(content, random):
     """``content`` with bytes flipped, cut out, cut off, replaced, inserted, zeroed, or none of it left."""
     size = len(content)
-    at = random.randrange(size)
-    end = min(size, at + random.choice([1, 2, 8, 64, 512, size]))
-    kind = random.choice(["flip"] * 3 + ["replace", "replace", "cut", "cut", "end", "insert", "zero", "other"])
+    start = random.randrange(size)
+    end = min(size, start + random.choice([1, 2, 8, 64, 512, size]))
+    before = content[:start]
+    damaged = content[start:end]
+    after = content[end:]
+    kind = random.choice(KINDS)
     if kind == "flip":
-        return content[:at] + bytes([content[at] ^ (1 << random.randrange(8))]) + content[at + 1 :]
+        flipped = content[start] ^ (1 << random.randrange(8))
+        return before + bytes([flipped]) + content[start + 1 :]
     if kind == "replace":
-        return content[:at] + random.randbytes(end - at) + content[end:]
-    if kind == "other":
-        return random.choice([b"", b"[]", b"5", b"{}", b"null", b"\xff\xfe\x00", b"[" * 10**5, b'{"a": 1}\n'])
-    middle = {"cut": b"", "end": b"", "insert": random.randbytes(3) + content[at:end], "zero": bytes(end - at)}[kind]
-    return content[:at] + middle + (b"" if kind == "end" else content[end:])
+        return before + random.randbytes(len(damaged)) + after
+    if kind == "cut":
+        return before + after
+    if kind == "end":
+        return before
+    if kind == "insert":
+        return before + random.randbytes(3) + damaged + after
+    if kind == "zero":
+        return before + bytes(len(damaged)) + after
+    return random.choice(OTHER_CONTENTS)
+
+
+def is_torn(path, whole, damaged):
+    """Whether only the last line of a file of lines is incomplete, as a killed process leaves it."""
+    complete_lines = damaged[: damaged.rfind(b"\n") + 1]
+    return path.suffix == ".jsonl" and whole.startswith(complete_lines)
+
+
+def outcome_where_whole(case, reader):
+    """What the reader returns where nothing is damaged."""
+    case.restore()
+    result, lines = outcome(reader)
+    assert lines == [], reader.__name__
+    assert result != "None", reader.__name__
+    return result
 
 
 @pytest.mark.parametrize("cases", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_readers_of_damaged_files_see_the_same_bits_or_say_so_in_one_line(case, cases):
-    whole, counts = {}, {}
+    whole_results = {}
     with case.patched() as case.patch:
         for number in range(cases):
             path = case.files[number % len(case.files)]
             case.restore()
             for reader in case.readers(path, number // len(case.files)):
-                if reader.__name__ not in whole:
-                    case.restore()
-                    whole[reader.__name__], lines = outcome(reader)
-                    assert lines == [] and whole[reader.__name__] != "None", (reader.__name__, lines)
+                name = reader.__name__
+                if name not in whole_results:
+                    whole_results[name] = outcome_where_whole(case, reader)
                 case.restore()
                 damaged = spoil(case.whole[path], random.Random(f"{cases}/{number}"))
                 path.write_bytes(damaged)
-                where = f"case {number}: {reader.__name__} of {path}"
+                where = f"case {number}: {name} of {path}"
                 try:
                     result, lines = outcome(reader)
                 except Exception as error:
                     raise AssertionError(where) from error
-                complete = damaged[: damaged.rfind(b"\n") + 1]  # a killed process leaves an incomplete last line
-                torn = path.suffix == ".jsonl" and case.whole[path].startswith(complete)
-                assert result == whole[reader.__name__] or lines or torn, f"{where}: silently different"
-                assert not [line for line in lines if "\n" in line.strip() or len(line) > 1000], (where, lines)
-                kind = "same" if result == whole[reader.__name__] else "told"
-                counts[reader.__name__, kind] = counts.get((reader.__name__, kind), 0) + 1
-    case.restore()
-    print(counts)
-    assert len({name for name, _ in counts}) == 7 and len(case.files) > 25
+                is_same = result == whole_results[name]
+                assert is_same or lines or is_torn(path, case.whole[path], damaged), f"{where}: silently different"
+                for line in lines:
+                    assert "\n" not in line.strip(), where
+                    assert len(line) <= 1000, where
+    assert len(whole_results) == 7, "every reader was tried"
+    assert len(case.files) > 25
 
 
 def test_a_run_resumes_over_damaged_files_to_the_same_bits(case, caplog):
-    case.restore()
-    before = weights_hash(load_file(case.run.policy / "model.safetensors"))
+    weights_before = weights_hash(load_file(case.run.policy / "model.safetensors"))
     newest = saved(case.run.checkpoints)[-1]
     for path in (newest / "state.pt", case.run.path / "summary.json", case.run.path / "config.yaml"):
         path.write_bytes(path.read_bytes()[:-9])
     with case.patched():
-        outcome = train(case.config, console=Console(file=io.StringIO()), command="kl-comedy train x.yaml")
-    assert outcome.run.path == case.run.path and not outcome.already_finished
-    assert resumed_at(case.run.path)[-1] == 1
-    assert outcome.run.summary()["status"] == "FINISHED"
-    assert weights_hash(load_file(case.run.policy / "model.safetensors")) == before
-    for text in ("summary.json.damaged", "config.yaml.damaged", "state.pt has", "resuming from the one before"):
-        assert caplog.text.count(text) == 1, caplog.text
+        result = train(case.config, console=Console(file=io.StringIO()), command="kl-comedy train x.yaml")
+    assert result.run.path == case.run.path
+    assert not result.already_finished
+    assert resumed_at(case.run.path)[-1] == 1, "the checkpoint before the damaged one"
+    assert result.run.summary()["status"] == "FINISHED"
+    assert weights_hash(load_file(case.run.policy / "model.safetensors")) == weights_before
     assert load_config(case.run.path / "config.yaml") == case.config
-    case.restore()
+    for text in ("summary.json.damaged", "config.yaml.damaged", "state.pt has", "resuming from the one before"):
+        assert caplog.text.count(text) == 1, text
 
 
 @pytest.mark.parametrize("byte", [b"\x80", b"\x00"])
 def test_a_config_whose_checksum_line_is_no_text_is_written_again(case, byte):
-    case.restore()
     file = case.run.path / "config.yaml"
     file.write_bytes(case.whole[file].replace(b"(remove", byte + b"remove"))
     repair_config(case.run, case.config)
     assert file.read_bytes() == case.whole[file]
-    case.restore()
 
 
 # --- files that were made to harm ------------------------------------------------------------------------------------
@@ -389,19 +475,21 @@ def change_index(checkpoint, change):
 
 def bytes_instead_of_a_tensor(checkpoint, canary):
     """What torch's reader would unpickle with everything allowed."""
-    torch.save(Harm(canary), checkpoint / "__0_1.distcp")
-    size = (checkpoint / "__0_1.distcp").stat().st_size
+    shard = checkpoint / "__0_1.distcp"
+    torch.save(Harm(canary), shard)
 
     def change(metadata):
         name = next(name for name in metadata.state_dict_metadata if name.startswith("model."))
         metadata.state_dict_metadata[name] = BytesStorageMetadata()
-        info = next(iter(metadata.storage_data.values()))
-        metadata.storage_data[MetadataIndex(name)] = type(info)("__0_1.distcp", 0, size)
+        storage_info = type(next(iter(metadata.storage_data.values())))
+        metadata.storage_data[MetadataIndex(name)] = storage_info(shard.name, 0, shard.stat().st_size)
 
     change_index(checkpoint, change)
 
 
 def set_storage(**values):
+    """A change of the index that gives every tensor these values, e.g. another offset."""
+
     def change(metadata):
         for info in metadata.storage_data.values():
             for name, value in values.items():
@@ -427,69 +515,104 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_forged_checkpoint_ends_in_one_line_and_runs_nothing(case, tmp_path, kind):
-    case.restore()
     canary = tmp_path / "canary"
     checkpoint = forged(case, lambda folder: HOSTILE[kind](folder, canary))
     model = torch.nn.Module()
-    model.policy, model.references = case.loaded.model, {}
-    for read in (
-        lambda: read_checkpoint(checkpoint, model, [], SINGLE_PROCESS),
-        lambda: export_policy(case.run, case.config, tmp_path / "out", which="newest"),
-    ):
-        if kind.endswith("state") and read.__code__.co_names[0] == "export_policy":
-            continue  # exports read no state
-        with pytest.raises(RunFailed, match=r"step-00000002.ckpt cannot be read \(") as raised:
-            read()
-        assert "\n" not in str(raised.value) and not canary.exists() and not (tmp_path / "out").exists()
-    case.restore()
+    model.policy = case.loaded.model
+    model.references = {}
+    with pytest.raises(RunFailed, match=r"step-00000002.ckpt cannot be read \(") as error:
+        read_checkpoint(checkpoint, model, [], SINGLE_PROCESS)
+    assert "\n" not in str(error.value)
+    assert not canary.exists()
+
+
+# An export reads no state.
+@pytest.mark.parametrize("kind", [kind for kind in HOSTILE if not kind.endswith("state")])
+def test_a_forged_checkpoint_is_not_exported_and_runs_nothing(case, tmp_path, kind):
+    canary = tmp_path / "canary"
+    forged(case, lambda folder: HOSTILE[kind](folder, canary))
+    with pytest.raises(RunFailed, match=r"step-00000002.ckpt cannot be read \(") as error:
+        export_policy(case.run, case.config, tmp_path / "out", which="newest")
+    assert "\n" not in str(error.value)
+    assert not canary.exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_stray_names_are_no_checkpoints(case, caplog):
-    case.restore()
     newest = saved(case.run.checkpoints)[-1]
-    shutil.copytree(newest, newest.with_name("step-zz.ckpt"))
-    newest.with_name("step-00000007.ckpt").mkdir()
-    shutil.copytree(newest, newest.with_name("step-00000009.ckpt"))
-    shutil.copytree(case.run.path, case.run.path.with_name(f"{case.run.path.name}x"))
-    assert newest_checkpoint(find_run(case.config).checkpoints) == newest
-    text = caplog.text
-    assert "step-zz.ckpt is not a checkpoint name" in text and "its manifest.json is of update 2" in text
-    for path in case.run.path.parent.glob("*x"):
-        shutil.rmtree(path)
-    for path in case.run.checkpoints.glob("step-*[z79].ckpt"):
-        shutil.rmtree(path)
-    case.restore()
+    no_number = newest.with_name("step-zz.ckpt")
+    empty = newest.with_name("step-00000007.ckpt")
+    of_another_update = newest.with_name("step-00000009.ckpt")
+    another_run = case.run.path.with_name(f"{case.run.path.name}x")
+    shutil.copytree(newest, no_number)
+    empty.mkdir()
+    shutil.copytree(newest, of_another_update)
+    shutil.copytree(case.run.path, another_run)
+    try:
+        assert newest_checkpoint(find_run(case.config).checkpoints) == newest
+        assert "step-zz.ckpt is not a checkpoint name" in caplog.text
+        assert "its manifest.json is of update 2" in caplog.text
+    finally:
+        for path in (no_number, empty, of_another_update, another_run):
+            if path.exists():
+                shutil.rmtree(path)
 
 
-def test_a_spool_names_no_file_outside_its_folder(tmp_path):
-    run, secret = tmp_path / "run", tmp_path / "secret.txt"
-    run.mkdir()
-    secret.write_text("of mine")
-    (run / "link.json").symlink_to(secret)
-    (run / "inside.json").write_text("[]")
-    rows = [("table", "../secret.txt"), ("artifact", str(secret)), ("table", "link.json"), ("table", "inside.json")]
-    data = [{"name": "t", "path": path, "folder": "../../tables"} for _, path in rows]
-    lines = [{"kind": kind, "time": 1, "step": 5, "data": each} for (kind, _), each in zip(rows, data, strict=True)]
-    lines += [{"kind": "table", "time": 1, "step": 5, "data": {"path": 7}}, {"kind": "status", "step": 1, "data": {}}]
-    (run / "spool.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    client = FakeStore()
+@contextmanager
+def uploads_to(client):
+    """Uploads go to the client."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "connect", lambda uri: client)
         patch.setattr(upload, "mark_dead_runs", lambda *args: None)
+        yield
+
+
+SECRET = "of mine"
+
+
+def test_a_spool_names_no_file_outside_its_folder(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    secret = tmp_path / "secret.txt"
+    secret.write_text(SECRET)
+    inside = run / "inside.json"
+    inside.write_text("[]")
+    (run / "link.json").symlink_to(secret)
+
+    lines = []
+    for kind, path in (
+        ("table", "../secret.txt"),
+        ("artifact", str(secret)),
+        ("table", "link.json"),
+        ("table", "inside.json"),
+    ):
+        data = {"name": "t", "path": path, "folder": "../../tables"}
+        lines.append({"kind": kind, "time": 1, "step": 5, "data": data})
+    lines.append({"kind": "table", "time": 1, "step": 5, "data": {"path": 7}})
+    lines.append({"kind": "status", "step": 1, "data": {}})
+    (run / "spool.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    client = FakeStore()
+    with uploads_to(client):
         result = upload.sync(run, f"sqlite:///{tmp_path}/store.db")
-    assert sum("lies outside the folder of the run" in text for text in result.left_out) == 3
-    assert [(sent[0], sent[1]) for sent in client.sent if len(sent) == 3] == [(str(run / "inside.json"), "tables")]
-    assert spool_module.unreadable_lines(Spool(run).read()) == 2
+    outside = [text for text in result.left_out if "lies outside the folder of the run" in text]
+    assert len(outside) == 3
+    assert [(sent.path, sent.folder) for sent in client.files_sent()] == [(str(inside), "tables")]
+    assert spool_module.unreadable_lines(Spool(run).read()) == 2, "a path that is a number, a status without a time"
+
+    # What came after the first update is cut off, and its files with it: those of the run only.
     Spool(run).truncate_after(1)
-    assert secret.read_text() == "of mine" and not (run / "inside.json").exists()
+    assert secret.read_text() == SECRET
+    assert not inside.exists()
 
 
+# --- links, pipes and folders in a file's place ---------------------------------------------------------------------
 def commands(case, run):
     """What reads or writes the folder of a run, by the command."""
     config = replace(case.config, output=str(run.path.parent))
-    words = {"console": Console(file=io.StringIO()), "command": "kl-comedy train x.yaml"}
+    console = Console(file=io.StringIO())
     return {
-        "train resume=auto": lambda: train(config, **words),
+        "train resume=auto": lambda: train(config, console=console, command="kl-comedy train x.yaml"),
         "results sync": lambda: results.sync([run.path], f"sqlite:///{case.folder}/other.db", None),
         "evaluate": lambda: resolve_target(str(run.path), []).__enter__(),
         "evaluate of a checkpoint": lambda: resolve_target(str(saved(run.checkpoints)[-1]), []).__enter__(),
@@ -500,21 +623,40 @@ def commands(case, run):
 @pytest.fixture
 def copied_run(case, tmp_path):
     """The finished run, copied from elsewhere: unfinished, so that ``train`` has something to do."""
-    case.restore()
     folder = tmp_path / "runs" / case.run.path.name
     shutil.copytree(case.run.path, folder)
     (folder / "summary.json").unlink()
     return RunDir(path=folder)
 
 
-SECRET = "of mine"
-IN_RUN_FOLDER = (
-    *("config.yaml", "summary.json", "spool.jsonl", "tracking.json", ".lock", "tracking.lock", "plugins", "files"),
-    *("checkpoints", "checkpoints/step-00000002.ckpt", "checkpoints/step-00000002.ckpt/state.pt", "policy", "adapter"),
-    *("policy/model.safetensors", "tables", "tables/samples", "provenance", "provenance/packages.txt", "rollouts"),
-    *("rollouts/batch-00000000.jsonl", "sampler", "csv", "wandb"),
+FILES_OF_A_RUN = (
+    "config.yaml",
+    "summary.json",
+    "spool.jsonl",
+    "tracking.json",
+    ".lock",
+    "tracking.lock",
+    "checkpoints/step-00000002.ckpt/state.pt",
+    "policy/model.safetensors",
+    "provenance/packages.txt",
+    "rollouts/batch-00000000.jsonl",
 )
-"""Files and folders that a run has, or may have."""
+FOLDERS_OF_A_RUN = (
+    "plugins",
+    "files",
+    "checkpoints",
+    "checkpoints/step-00000002.ckpt",
+    "policy",
+    "adapter",
+    "tables",
+    "tables/samples",
+    "provenance",
+    "rollouts",
+    "sampler",
+    "csv",
+    "wandb",
+)
+"""What a run has, or may have."""
 
 
 def remove(path):
@@ -524,83 +666,105 @@ def remove(path):
         path.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("name", IN_RUN_FOLDER)
-def test_a_link_in_a_run_folder_is_followed_by_no_command(case, copied_run, tmp_path, name):
-    outside, place = tmp_path / "outside", copied_run.path / name
-    outside.mkdir()
-    (outside / "secret.txt").write_text(SECRET)
+def replace_by_a_link(place, outside):
+    """A link to what was in the place, moved outside; to a secret where there was nothing.
+
+    What the link leads to can be read then, which makes it no better.
+    """
+    target = outside / "secret.txt"
     if place.exists():
-        shutil.move(place, outside / place.name)  # what the link leads to can be read, which makes it no better
-    target = outside / place.name if (outside / place.name).exists() else outside / "secret.txt"
+        shutil.move(place, outside / place.name)
+        target = outside / place.name
     place.parent.mkdir(parents=True, exist_ok=True)
     place.symlink_to(target)
-    before = tree(outside)
-    refused = []
+
+
+@pytest.mark.parametrize("name", [*FILES_OF_A_RUN, *FOLDERS_OF_A_RUN])
+def test_a_link_in_a_run_folder_is_followed_by_no_command(case, copied_run, tmp_path, name):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret.txt").write_text(SECRET)
+    replace_by_a_link(copied_run.path / name, outside)
+    contents_before = tree(outside)
+    refused = set()
     with case.patched():
         for command, call in commands(case, copied_run).items():
             try:
                 call()
             except (UserError, RunFailed) as error:
-                assert "\n" not in str(error) and len(str(error)) < 1000 and SECRET not in str(error)
-                refused.append(command)
-            assert tree(outside) == before, f"{command} wrote through the link"
-        assert set(refused) >= commands(case, copied_run).keys() - {"results sync"}, "each of them says so"
-        names = [str(sent[0]) for sent in case.store.sent if len(sent) == 3]
-    assert not [each for each in names if Path(each).resolve().is_relative_to(outside)], "sync uploaded it"
-    case.restore()
+                check_one_line(str(error))
+                assert SECRET not in str(error)
+                refused.add(command)
+            assert tree(outside) == contents_before, f"{command} wrote through the link"
+        # A sync may leave out the file and upload the rest.
+        assert refused >= commands(case, copied_run).keys() - {"results sync"}, "each of them says so"
+    for sent in case.store.files_sent():
+        assert not Path(sent.path).resolve().is_relative_to(outside), "sync uploaded it"
 
 
 def tree(folder):
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path): path.read_bytes() for path in files}, {str(path) for path in folder.rglob("*")}
+    """Every path below the folder, and what the files hold."""
+    paths = {str(path) for path in folder.rglob("*")}
+    contents = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return contents, paths
+
+
+def put_instead(kind, place, monkeypatch):
+    """A pipe, a folder or a socket in the place of a file."""
+    remove(place)
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        with socket.socket(socket.AF_UNIX) as server:
+            monkeypatch.chdir(place.parent)  # a socket's path has at most 107 bytes
+            server.bind(place.name)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "socket"])
 def test_what_is_no_file_in_a_files_place_is_one_line_and_no_wait(case, copied_run, monkeypatch, kind):
-    names = [name for name in IN_RUN_FOLDER if "." in name.strip(".") or name == ".lock"]
-    for name in [name for name in names if not name.endswith(".ckpt")]:
+    for name in FILES_OF_A_RUN:
         place = copied_run.path / name
-        content = place.read_bytes() if place.is_file() else None
-        remove(place)
-        if kind == "pipe":
-            os.mkfifo(place)
-        elif kind == "folder":
-            place.mkdir()
-        else:
-            with socket.socket(socket.AF_UNIX) as server:
-                monkeypatch.chdir(place.parent)  # a socket's path has at most 107 bytes
-                server.bind(place.name)
+        content = None
+        if place.is_file():
+            content = place.read_bytes()
+        put_instead(kind, place, monkeypatch)
         with case.patched():
             for call in commands(case, copied_run).values():
-                try:
+                lines = []
+                with one_line(lines):
                     call()
-                except (UserError, RunFailed) as error:
-                    assert "\n" not in str(error) and len(str(error)) < 1000
-        if place.is_socket() or place.is_fifo() or place.is_dir():
+                for line in lines:
+                    check_one_line(line)
+        if not place.is_file():  # no command has replaced it
             remove(place)
         if content is not None:
             place.write_bytes(content)
-    case.restore()
 
 
 def test_a_run_folder_that_is_a_link_and_links_within_it_are_fine(case, copied_run, tmp_path):
+    runs = copied_run.path.parent
     disk = tmp_path / "disk"
-    shutil.move(copied_run.path.parent, disk)
-    copied_run.path.parent.symlink_to(disk)  # runs -> /disk
-    (copied_run.checkpoints / "latest").symlink_to(saved(copied_run.checkpoints)[-1].name)
-    newest = saved(copied_run.checkpoints)[-1] / "state.pt"
-    newest.rename(copied_run.path / "state.pt")
-    newest.symlink_to(Path("../../state.pt"))
+    shutil.move(runs, disk)
+    runs.symlink_to(disk)
+    newest = saved(copied_run.checkpoints)[-1]
+    (copied_run.checkpoints / "latest").symlink_to(newest.name)
+    (newest / "state.pt").rename(copied_run.path / "state.pt")
+    (newest / "state.pt").symlink_to(Path("../../state.pt"))
     with case.patched():
         train(
-            replace(case.config, output=str(copied_run.path.parent)),
+            replace(case.config, output=str(runs)),
             console=Console(file=io.StringIO()),
             command="kl-comedy train x.yaml",
         )
         results.sync([copied_run.path], f"sqlite:///{case.folder}/other.db", None)
-    assert copied_run.summary()["status"] == "FINISHED" and saved(copied_run.checkpoints)[-1].is_dir()
-    assert any(str(sent[0]).endswith(".json") for sent in case.store.sent if len(sent) == 3), "its files are uploaded"
-    case.restore()
+    assert copied_run.summary()["status"] == "FINISHED"
+    assert saved(copied_run.checkpoints)[-1].is_dir()
+    assert any(sent.path.endswith(".json") for sent in case.store.files_sent()), "its files are uploaded"
+
+
+LONG_NAME = "x" * 5000
 
 
 def test_a_sync_uploads_no_link_and_no_name_that_no_file_can_have(tmp_path):
@@ -612,48 +776,71 @@ def test_a_sync_uploads_no_link_and_no_name_that_no_file_can_have(tmp_path):
     (run / "linked").symlink_to("folder")
     os.mkfifo(run / "pipe")
     (tmp_path / "other").mkdir()
+
     spool = Spool(run)
-    long = "x" * 5000
-    for path in ("link.json", "folder", "linked", "linked/hidden.txt", "pipe", long, f"{long}/a", "inside.json"):
+    not_uploaded = ("link.json", "folder", "linked", "linked/hidden.txt", "pipe", LONG_NAME, f"{LONG_NAME}/a")
+    for path in (*not_uploaded, "inside.json"):
         spool.append("artifact", {"path": path, "folder": "files"})
-    spool.append("artifact", {"path": "inside.json", "folder": long})
+    spool.append("artifact", {"path": "inside.json", "folder": LONG_NAME})
+
     client = FakeStore()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "connect", lambda uri: client)
-        patch.setattr(upload, "mark_dead_runs", lambda *args: None)
+    with uploads_to(client):
         result = upload.sync(run, f"sqlite:///{tmp_path}/store.db")
-    assert len(result.left_out) == 8 and all(len(line) < 6000 for line in result.left_out)
-    assert [(sent[0], sent[1]) for sent in client.sent if len(sent) == 3] == [(str(run / "inside.json"), "files")]
+    assert len(result.left_out) == len(not_uploaded) + 1, "those, and the file whose folder has a long name"
+    for line in result.left_out:
+        assert len(line) < 6000
+    assert [(sent.path, sent.folder) for sent in client.files_sent()] == [(str(run / "inside.json"), "files")]
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "../step-00000001.ckpt/state.pt", "/etc/hostname", "a\0b", "", ".."])
+NO_FILES_OF_A_CHECKPOINT = {
+    "too long": LONG_NAME,
+    "of another checkpoint": "../step-00000001.ckpt/state.pt",
+    "absolute": "/etc/hostname",
+    "with a null": "a\0b",
+    "empty": "",
+    "the folder above": "..",
+}
+no_file_of_a_checkpoint = pytest.mark.parametrize(
+    "name", NO_FILES_OF_A_CHECKPOINT.values(), ids=NO_FILES_OF_A_CHECKPOINT
+)
+
+
+@no_file_of_a_checkpoint
 def test_a_manifest_that_names_what_is_no_file_of_it_is_one_line(case, name):
-    case.restore()
     checkpoint = saved(case.run.checkpoints)[-1]
     content = decode_json((checkpoint / MANIFEST).read_bytes())
-    write_json(checkpoint / MANIFEST, {**content, "files": {**content["files"], name: {"bytes": 1, "sha256": "0"}}})
+    content["files"][name] = {"bytes": 1, "sha256": "0"}
+    write_json(checkpoint / MANIFEST, content)
     fault = damage(checkpoint)
-    assert fault is not None and "\n" not in fault and len(fault) < 300
+    assert fault is not None
+    check_one_line(fault, limit=300)
+
+
+@no_file_of_a_checkpoint
+def test_checksums_that_name_what_is_no_file_beside_them_are_one_line(case, name):
+    checkpoint = saved(case.run.checkpoints)[-1]
     write_json(checkpoint / CHECKSUMS, {"files": {name: "0"}})
     fault = find_damage(checkpoint)
-    assert fault is not None and "\n" not in fault and len(fault) < 300
-    case.restore()
+    assert fault is not None
+    check_one_line(fault, limit=300)
 
 
 def test_an_index_that_names_a_file_of_thousands_of_characters_is_one_short_line(case, tmp_path):
-    case.restore()
-    checkpoint = forged(case, lambda folder: set_storage(relative_path="x" * 5000)(folder, None))
-    with pytest.raises(RunFailed, match="cannot be read") as raised:
+    checkpoint = forged(case, lambda folder: set_storage(relative_path=LONG_NAME)(folder, None))
+    with pytest.raises(RunFailed, match="cannot be read") as error:
         export_policy(case.run, case.config, tmp_path / "out", which="newest")
-    assert "\n" not in str(raised.value) and len(str(raised.value)) < 1000 and checkpoint.is_dir()
-    case.restore()
+    check_one_line(str(error.value))
+    assert checkpoint.is_dir()
 
 
 def test_a_draft_that_somebody_else_put_there_is_not_written_through(tmp_path):
-    (tmp_path / "outside").write_text(SECRET)
-    (tmp_path / f".x.json.{os.getpid()}").symlink_to(tmp_path / "outside")
+    outside = tmp_path / "outside"
+    outside.write_text(SECRET)
+    # The name under which a file is written before it is renamed to x.json.
+    (tmp_path / f".x.json.{os.getpid()}").symlink_to(outside)
     write_json(tmp_path / "x.json", {"a": 1})
-    assert (tmp_path / "outside").read_text() == SECRET and read_json(tmp_path / "x.json", "file") == {"a": 1}
+    assert outside.read_text() == SECRET
+    assert read_json(tmp_path / "x.json", "file") == {"a": 1}
 
 
 def test_lines_that_cannot_be_read_are_counted(tmp_path):
@@ -662,50 +849,98 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path):
         spool.append("metrics", {"x": 1.0}, step=step)
     spool.close()
     lines = spool.path.read_bytes().splitlines(keepends=True)
-    spool.path.write_bytes(b"".join([*lines[:2], lines[2][:20] + b"?" + lines[2][21:], b"garbage\n", *lines[4:]]))
-    assert spool_module.unreadable_lines(spool.read()) == 2 and not spool.ended()
+    lines[2] = lines[2][:20] + b"?" + lines[2][21:]
+    lines[3] = b"garbage\n"
+    spool.path.write_bytes(b"".join(lines))
+    assert spool_module.unreadable_lines(spool.read()) == 2
+    assert not spool.ended()
+
     spool.truncate_after(4)
     spool.append("status", {"status": "FINISHED", "reason": None})
-    assert spool_module.unreadable_lines(Spool(tmp_path).read()) == 2 and spool.ended()
+    assert spool_module.unreadable_lines(Spool(tmp_path).read()) == 2, "they are kept: nobody knows what they were"
+    assert spool.ended()
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def test_json_with_a_checksum(tmp_path):
-    for content in ({"a": 1}, {"a": {"b": [1.5, None, "}"]}}, {"a": ""}):
-        for indent in (None, 1):
-            written = encode_json(content, indent)
-            assert decode_json(written) == content and json.loads(written).keys() == {"a", "crc32"}
-            for at, byte in enumerate(written):
-                changed = written[:at] + bytes([byte ^ 1]) + written[at + 1 :]
-                with suppress(ValueError):
-                    assert {key: value for key, value in decode_json(changed).items() if key == "a"} == content
-    for text in ("[]", "5", "null", "{", "", "[" * 10**5, '{"a": ' * 10**5, '{"crc32": "00000000"}', "\0"):
-        (tmp_path / "x.json").write_text(text)
-        with pytest.raises(UserError, match=r"x.json is not a readable summary \(") as raised:
-            read_json(tmp_path / "x.json", "summary")
-        assert "\n" not in str(raised.value)
+@pytest.mark.parametrize("indent", [None, 1], ids=["one line", "indented"])
+@pytest.mark.parametrize("content", [{"a": 1}, {"a": {"b": [1.5, None, "}"]}}, {"a": ""}], ids=str)
+def test_json_with_a_checksum(content, indent):
+    written = encode_json(content, indent)
+    assert decode_json(written) == content
+    assert json.loads(written).keys() == {"a", "crc32"}, "other programs can read it"
+
+
+@pytest.mark.parametrize("indent", [None, 1], ids=["one line", "indented"])
+@pytest.mark.parametrize("content", [{"a": 1}, {"a": {"b": [1.5, None, "}"]}}, {"a": ""}], ids=str)
+def test_json_with_a_changed_byte_is_refused_or_says_the_same(content, indent):
+    written = encode_json(content, indent)
+    for place, byte in enumerate(written):
+        changed = written[:place] + bytes([byte ^ 1]) + written[place + 1 :]
+        with suppress(ValueError):
+            # A byte of the name crc32 may be another: then there is no checksum, and an entry more.
+            decoded = decode_json(changed)
+            assert {key: value for key, value in decoded.items() if key == "a"} == content
+
+
+NO_SUMMARIES = {
+    "a list": "[]",
+    "a number": "5",
+    "null": "null",
+    "a torn file": "{",
+    "an empty file": "",
+    "lists nested too deeply": "[" * 10**5,
+    "mappings nested too deeply": '{"a": ' * 10**5,
+    "a wrong checksum": '{"crc32": "00000000"}',
+    "a null byte": "\0",
+}
+
+
+@pytest.mark.parametrize("text", NO_SUMMARIES.values(), ids=NO_SUMMARIES)
+def test_json_that_cannot_be_read_is_one_line(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError, match=r"x.json is not a readable summary \(") as error:
+        read_json(tmp_path / "x.json", "summary")
+    assert "\n" not in str(error.value)
+
+
+def test_json_with_a_value_of_another_type_is_refused(tmp_path):
     (tmp_path / "x.json").write_text('{"a": "text"}')
     with pytest.raises(UserError, match="it has no int 'a'"):
         read_json(tmp_path / "x.json", "summary", {"a": int})
+
+
+def test_json_that_is_missing_is_reported(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         read_json(tmp_path / "y.json", "summary")
 
 
-@pytest.mark.parametrize("text", ["[]", "5", "null", "{", "", '{"version": 1}', '{"version": 1, "cells": 5}', "\xff"])
+no_manifest = pytest.mark.parametrize(
+    "text", ["[]", "5", "null", "{", "", '{"version": 1}', '{"version": 1, "cells": 5}', "\xff"]
+)
+
+
+@no_manifest
 def test_a_manifest_that_is_none_is_one_line(case, text):
-    case.restore()
     (case.sweep.path / "manifest.json").write_text(text)
-    with pytest.raises(UserError, match=r"manifest\.json") as raised:
+    with pytest.raises(UserError, match=r"manifest\.json") as error:
         read_sweep(case.sweep.path)
-    assert "\n" not in str(raised.value)
+    assert "\n" not in str(error.value)
+
+
+@no_manifest
+def test_a_manifest_of_a_checkpoint_that_is_none_is_one_line(case, text):
     checkpoint = saved(case.run.checkpoints)[-1]
     (checkpoint / MANIFEST).write_text(text)
     assert "\n" not in damage(checkpoint)
+
+
+@no_manifest
+def test_a_summary_that_is_none_is_set_aside(case, text):
     (case.run.path / "summary.json").write_text(text)
-    assert readable_summary(case.run) is None and not (case.run.path / "summary.json").exists()
-    case.restore()
+    assert readable_summary(case.run) is None
+    assert not (case.run.path / "summary.json").exists()
 
 
 # --- models and tables -----------------------------------------------------------------------------------------------
@@ -715,12 +950,12 @@ def lying_header(change):
     """A safetensors file whose header says something else."""
 
     def lie(content):
-        size = struct.unpack("<Q", content[:8])[0]
-        header = json.loads(content[8 : 8 + size])
-        name = next(name for name in header if name != "__metadata__")
-        change(header, name)
+        header_size = struct.unpack("<Q", content[:8])[0]
+        header = json.loads(content[8 : 8 + header_size])
+        first_tensor = next(name for name in header if name != "__metadata__")
+        change(header, first_tensor)
         text = json.dumps(header).encode()
-        return struct.pack("<Q", len(text)) + text + content[8 + size :]
+        return struct.pack("<Q", len(text)) + text + content[8 + header_size :]
 
     return lie
 
@@ -736,48 +971,62 @@ LIES = {
 }
 
 
+@pytest.fixture
+def policy_folder(case, tmp_path):
+    """A copy of the run's policy."""
+    folder = tmp_path / "policy"
+    shutil.copytree(case.run.policy, folder)
+    return folder
+
+
+def load_from(folder):
+    return load_model(load_config(None, [f"model.source={folder}"]).model)
+
+
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lying_safetensors_header_is_one_line(case, tmp_path, lie):
-    source = tmp_path / "policy"
-    shutil.copytree(case.run.policy, source)
-    file = source / "model.safetensors"
+def test_a_lying_safetensors_header_is_one_line(policy_folder, lie):
+    file = policy_folder / "model.safetensors"
     file.write_bytes(LIES[lie](file.read_bytes()))
     with pytest.raises(UserError, match=r"is damaged \(model.safetensors has changed"):
-        load_model(load_config(None, [f"model.source={source}"]).model)
-    (source / CHECKSUMS).unlink()
-    with pytest.raises(UserError, match=r"model\.source") as raised:
-        load_model(load_config(None, [f"model.source={source}"]).model)
-    assert "\n" not in str(raised.value)
+        load_from(policy_folder)
+
+    # Of a model from elsewhere there are no checksums.
+    (policy_folder / CHECKSUMS).unlink()
+    with pytest.raises(UserError, match=r"model\.source") as error:
+        load_from(policy_folder)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("cases", [10, pytest.param(100, marks=pytest.mark.slow)])
-def test_a_damaged_folder_of_a_model_loads_or_is_one_line(case, tmp_path, cases):
-    source = tmp_path / "policy"
-    shutil.copytree(case.run.policy, source)
-    (source / CHECKSUMS).unlink()
-    files = sorted(path for path in source.iterdir() if path.name != "README.md")
+def test_a_damaged_folder_of_a_model_loads_or_is_one_line(policy_folder, cases):
+    (policy_folder / CHECKSUMS).unlink()
+    files = sorted(path for path in policy_folder.iterdir() if path.name != "README.md")
     for number in range(cases):
-        path, chance = files[number % len(files)], random.Random(f"model {number}")
+        path = files[number % len(files)]
         whole = path.read_bytes()
-        part = whole[:2000]  # of weights the header: another number is another model, and nobody could know
-        path.write_bytes(spoil(part, chance) + whole[2000:])
+        # Only the header of the weights: another number is another model, and nobody could know.
+        start, rest = whole[:2000], whole[2000:]
+        path.write_bytes(spoil(start, random.Random(f"model {number}")) + rest)
         with one_line([]):
-            load_model(load_config(None, [f"model.source={source}"]).model)
+            load_from(policy_folder)
         path.write_bytes(whole)
 
 
 def test_a_damaged_gguf_file_loads_or_is_one_line(tmp_path):
-    write_gguf(tmp_path / "tiny.gguf", "smollm")
-    whole = (tmp_path / "tiny.gguf").read_bytes()
-    config = load_config(None, [f"model.source={tmp_path}", "model.gguf_file=tiny.gguf"]).model
+    file = tmp_path / "tiny.gguf"
+    write_gguf(file, "smollm")
+    config = load_config(None, [f"model.source={tmp_path}", "model.options.gguf_file=tiny.gguf"]).model
     load_model(config)
+    whole = file.read_bytes()
+    header, rest = whole[:1500], whole[1500:]
     failures = []
     for number in range(12):
-        part = spoil(whole[:1500], random.Random(f"gguf {number}"))
-        (tmp_path / "tiny.gguf").write_bytes(part + whole[1500:])
+        file.write_bytes(spoil(header, random.Random(f"gguf {number}")) + rest)
         with one_line(failures):
             load_model(config)
-    assert len(failures) > 5 and not any("\n" in line for line in failures), failures
+    assert len(failures) > 5, "the damage is found, and not only survived"
+    for line in failures:
+        assert "\n" not in line
 
 
 @pytest.mark.parametrize("suffix", ["csv", "json", "parquet"])
@@ -785,15 +1034,19 @@ def test_a_damaged_export_is_a_table_or_one_line(tmp_path, suffix):
     import pandas as pd
 
     rows = [{"run_id": f"r{n}", "status": "FINISHED", "metrics.x": n / 3, "params.a": "b"} for n in range(20)]
-    frame, file = pd.DataFrame(rows), tmp_path / f"runs.{suffix}"
+    frame = pd.DataFrame(rows)
+    file = tmp_path / f"runs.{suffix}"
     results.write_table(results.ResultTable(frame=frame), suffix, file)
     whole = file.read_bytes()
+    readers = [lambda: run_tables.read_table(file), lambda: verify.verify("none", frame, file)]
     for number in range(60):
         file.write_bytes(spoil(whole, random.Random(f"{suffix} {number}")))
-        for read in (lambda: run_tables.read_table(file), lambda: verify.verify("none", frame, file)):
-            lines = []
+        lines = []
+        for read in readers:
             with one_line(lines):
                 read()
-            assert not any("\n" in line for line in lines)
-        with one_line([]):
-            run_tables.read_runs(file) if suffix != "json" else None
+        for line in lines:
+            assert "\n" not in line
+        if suffix != "json":  # runs are read from tables
+            with one_line([]):
+                run_tables.read_runs(file)

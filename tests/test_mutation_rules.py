@@ -27,14 +27,17 @@ def package(tmp_path):
 
 
 def planted(package, old, new, inside=None):
-    """The one file with the bug, as lines that differ."""
+    """The lines that differ in the one file with the bug, each before and after."""
     (place,) = places(old, package, inside)
-    before, after = place.file.read_text().splitlines(), replaced(place, new).splitlines()
-    return [(a, b) for a, b in zip(before, after, strict=True) if a != b]
+    lines = zip(place.file.read_text().splitlines(), replaced(place, new).splitlines(), strict=True)
+    return [(before, after) for before, after in lines if before != after]
+
+
+def test_two_names_may_stand_for_two_things(package):
+    assert len(list(places("min($a, $b)", package))) == 2
 
 
 def test_a_name_stands_for_the_same_thing_everywhere(package):
-    assert len(list(places("min($a, $b)", package))) == 2
     assert [place.bindings for place in places("min($a, $a)", package)] == [{"META_a": "cap"}]
 
 
@@ -51,6 +54,7 @@ def test_a_name_stands_for_the_same_thing_everywhere(package):
         ("$b = min($x.$sum(-1), $y)", "$b = $x.$sum(-1)", "    bounded = costs.sum(-1)"),
         ("text: {a: 1, b: 2}", "text: {a: 1}", "form: {a: 1}"),
     ],
+    ids=["an expression", "a call with keywords", "a keyword", "a statement", "a text"],
 )
 def test_what_matches_is_replaced(package, old, new, expected):
     ((_, after),) = planted(package, old, new)
@@ -60,13 +64,24 @@ def test_what_matches_is_replaced(package, old, new, expected):
 def test_inside_chooses_between_functions(package):
     ((before, _),) = planted(package, "min($a, $b)", "$b", inside="The reward of a batch")
     assert "costs.sum" in before
+
+
+def test_inside_that_is_nowhere_chooses_nothing(package):
     assert list(places("min($a, $b)", package, inside="no such words")) == []
 
 
-def test_a_replacement_with_a_name_of_its_own_is_refused(package):
+@pytest.fixture
+def place(package):
     (place,) = places("min($x.sum(-1), $y)", package)
+    return place
+
+
+def test_a_replacement_with_a_name_of_its_own_is_refused(place):
     with pytest.raises(ValueError, match=r"\$z"):
         replaced(place, "$z")
+
+
+def test_a_replacement_that_is_no_python_is_refused(place):
     with pytest.raises(SyntaxError):
         replaced(place, "$x $y")
 
@@ -75,7 +90,9 @@ class Renamed(ast.NodeTransformer):
     """Every variable, argument and function of the module under another name."""
 
     def visit_Name(self, node):
-        return ast.Name(f"new_{node.id}", node.ctx) if node.id not in ("min", "combine") else node
+        if node.id in ("min", "combine"):  # they come from elsewhere
+            return node
+        return ast.Name(f"new_{node.id}", node.ctx)
 
     def visit_arg(self, node):
         return ast.arg(f"new_{node.arg}")

@@ -1,6 +1,6 @@
 """A peer's KL code as a loss over rows, with the equivalent terms of kl_comedy.
 
-Every loss is the KL part alone at a coefficient of 1. If the peer's code adds it to a policy loss, the KL part is
+Every loss is the KL part only, at a coefficient of 1. If the peer's code adds it to a policy loss, the KL part is
 ``(loss(beta) - loss(0)) / beta``.
 """
 
@@ -18,8 +18,9 @@ from kl_comedy.kl.oracle import AlgorithmContext, Loss, Rows
 from peers.wheels import Pin
 
 FLOAT64 = 1e-9
+"""Relative tolerance for a peer that computes in the precision of its input, here float64."""
 FLOAT32 = 2e-5
-"""Relative tolerances for a peer that computes in that precision."""
+"""Relative tolerance for a peer that converts to float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,23 +81,33 @@ class Adapter:
 
 
 def spread(value: Tensor, rows: Rows) -> Tensor:
-    """Distribute a sum over the batch evenly to ``[B]``; only the sum matters."""
+    """Distribute a peer's loss over the batch evenly to ``[B]``.
+
+    The oracle and the comparison read only the sum over rows, and a peer's loss is one number.
+    """
     count = len(rows.group_B)
     return value.reshape(1).expand(count) / count
 
 
 def groups_of(rows: Rows, size: int) -> list[Rows]:
     """Each group of ``size`` adjacent rows as a separate batch, for code that normalizes over its batch."""
-    tensors = {name: column for name in rows.__dataclass_fields__ if (column := getattr(rows, name)) is not None}
-    groups_by_name = {name: torch.split(column, size) for name, column in tensors.items()}
-    count = len(rows.group_B) // size
-    return [Rows(**{name: groups[i] for name, groups in groups_by_name.items()}) for i in range(count)]
+    pieces: dict[str, tuple[Tensor, ...]] = {}
+    for name in rows.__dataclass_fields__:
+        column = getattr(rows, name)
+        if column is not None:
+            pieces[name] = torch.split(column, size)
+    groups = []
+    for number in range(len(rows.group_B) // size):
+        columns: dict[str, Any] = {name: column_pieces[number] for name, column_pieces in pieces.items()}
+        groups.append(Rows(**columns))
+    return groups
 
 
 def batch_by_batch(loss: Loss, size: int) -> Loss:
     """The loss called once per group, as a batch of one prompt."""
 
     def loss_per_group(rows: Rows, /) -> Tensor:
+        # Groups are adjacent, so that the parts stand in the order of the rows.
         return torch.cat([loss(group) for group in groups_of(rows, size)])
 
     return loss_per_group
@@ -105,6 +116,8 @@ def batch_by_batch(loss: Loss, size: int) -> Loss:
 def kl_part(loss_at: Callable[[Rows, float], Tensor], beta: float = 1.0) -> Loss:
     """``(loss(beta) - loss(0)) / beta``: the KL part of a loss with other parts."""
 
+    # Exact where the loss is linear in beta. Where it is not (advantages that are divided by a standard deviation), it
+    # is the change that this beta makes.
     def loss(rows: Rows, /) -> Tensor:
         return (loss_at(rows, beta) - loss_at(rows, 0.0)) / beta
 
@@ -112,4 +125,5 @@ def kl_part(loss_at: Callable[[Rows, float], Tensor], beta: float = 1.0) -> Loss
 
 
 def with_beta(terms: Sequence[KLTerm], beta: float) -> tuple[KLTerm, ...]:
+    """The terms with another coefficient."""
     return tuple(replace(term, beta=beta) for term in terms)

@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kl_comedy.io import sha256_file
 from peers.wheels import FILES, Pin, pins
 
+NOT_FETCHED = "could not be fetched"
+
 
 def fetch(pin: Pin) -> str:
     """Fetch one distribution. Returns a status line."""
@@ -22,14 +24,19 @@ def fetch(pin: Pin) -> str:
     if pin.fetched:
         return f"{name}: already fetched"
     FILES.mkdir(parents=True, exist_ok=True)
-    error = _pip("download", "--no-deps", "--dest", str(FILES), name) if pin.file is None else None
-    if error is None and pin.file is None:
-        error = "the index served a file of another name"
-    if error is None:
-        error = _pip("install", "--no-deps", "--no-compile", "--upgrade", "--target", str(pin.folder), str(pin.file))
-    if error is not None or pin.file is None:
-        return f"{name}: could not be fetched: {error}"
-    return f"{name}: fetched, sha256 {sha256_file(pin.file)[:16]}"
+    if pin.file is None:
+        error = _pip("download", "--no-deps", "--dest", str(FILES), name)
+        if error is not None:
+            return f"{name}: {NOT_FETCHED}: {error}"
+    # Looked up again: the download has put it there.
+    file = pin.file
+    if file is None:
+        return f"{name}: {NOT_FETCHED}: the index served a file of another name"
+    # Installed and not unzipped: a source archive needs to be built. Not compiled: the measured files stay as released.
+    error = _pip("install", "--no-deps", "--no-compile", "--upgrade", "--target", str(pin.folder), str(file))
+    if error is not None:
+        return f"{name}: {NOT_FETCHED}: {error}"
+    return f"{name}: fetched, sha256 {sha256_file(file)[:16]}"
 
 
 def _pip(*arguments: str) -> str | None:
@@ -38,8 +45,12 @@ def _pip(*arguments: str) -> str | None:
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode == 0:
         return None
-    lines = [line.strip() for line in completed.stderr.splitlines() if line.strip().startswith("ERROR")]
-    return (lines or completed.stderr.strip().splitlines() or ["unknown error"])[-1]
+    lines = completed.stderr.strip().splitlines()
+    errors = [line.strip() for line in lines if line.strip().startswith("ERROR")]
+    # pip may write notices after its error.
+    if errors:
+        return errors[-1]
+    return lines[-1] if lines else "unknown error"
 
 
 def main(names: list[str]) -> int:
@@ -49,7 +60,9 @@ def main(names: list[str]) -> int:
         return 2
     lines = [fetch(pins()[name]) for name in names or pins()]
     print("\n".join(lines))
-    return 1 if all("could not be fetched" in line for line in lines) else 0
+    # One missing wheel means that its system is not measured; the others still are.
+    none_fetched = all(NOT_FETCHED in line for line in lines)
+    return 1 if none_fetched else 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -25,14 +25,22 @@ class StubUsed(RuntimeError):
 
 
 class _State:
+    """The state of this process: import hooks are global, and so is what they saw."""
+
     loading = False
-    touched: set[str] = set()  # noqa: RUF012
+    """Whether a peer is being imported."""
+    imported_stubs: set[str] = set()  # noqa: RUF012
 
 
 class _Meta(type):
-    """Metaclass of stubs. Attributes are stubs; a call with a function returns the function (decorator)."""
+    """Metaclass of stubs. Attributes are stubs; a call with a function returns the function (decorator).
+
+    A stub is a class, because a peer may inherit from it. A class of the peer that does so has this metaclass too, and
+    is not a stub itself: it must behave as an ordinary class.
+    """
 
     def __getattr__(cls, name: str) -> Any:
+        # Special names are asked for by Python itself, which would take a stub for an answer.
         if name.startswith("__") or not cls.__dict__.get("_is_stub"):
             raise AttributeError(name)
         _raise_after_import(f"{cls.__qualname__}.{name}")
@@ -42,13 +50,15 @@ class _Meta(type):
         if not cls.__dict__.get("_is_stub"):
             return super().__call__(*args, **kwargs)
         _raise_after_import(f"{cls.__qualname__}()")
-        if len(args) == 1 and callable(args[0]) and not isinstance(args[0], type) and not kwargs:
+        one_argument = len(args) == 1 and not kwargs
+        if one_argument and callable(args[0]) and not isinstance(args[0], type):
             return args[0]
         return _stub(f"{cls.__qualname__}()")
 
     def __getitem__(cls, item: Any) -> Any:
         return cls
 
+    # In annotations such as ``Tensor | stub``.
     def __or__(cls, other: Any) -> Any:
         return Any
 
@@ -57,6 +67,7 @@ class _Meta(type):
 
 
 class _Base(metaclass=_Meta):
+    # A peer's subclass may pass keywords that the real base class takes.
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__()
 
@@ -89,18 +100,26 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.folders: dict[str, Path] = {}
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        top = fullname.partition(".")[0]
-        if any(fullname == name or fullname.startswith(f"{name}.") for name in self.stubbed):
+        if self._is_stubbed(fullname):
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        if fullname == top and top in self.folders:
-            return importlib.machinery.PathFinder.find_spec(fullname, [str(self.folders[top])])
+        # Only the package itself: its path then leads Python to its submodules.
+        if fullname in self.folders:
+            return importlib.machinery.PathFinder.find_spec(fullname, [str(self.folders[fullname])])
         return None
 
+    def _is_stubbed(self, fullname: str) -> bool:
+        return any(fullname == name or fullname.startswith(f"{name}.") for name in self.stubbed)
+
     def create_module(self, spec: Any) -> ModuleType:
-        _State.touched.add(spec.name.partition(".")[0] if spec.name not in self.stubbed else spec.name)
+        # A stub may be a module within a package, such as swift.dataset; it is reported as such.
+        name = spec.name
+        if name not in self.stubbed:
+            name = name.partition(".")[0]
+        _State.imported_stubs.add(name)
         return _StubModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
+        # With a path it is a package, and the import of its submodules comes here again.
         module.__path__ = []
 
 
@@ -108,8 +127,10 @@ _FINDER = _Finder()
 
 
 @contextmanager
-def _loading() -> Any:
-    before, _State.loading = _State.loading, True
+def _loading() -> Iterator[None]:
+    # Restored and not set to False: a peer may import within an import.
+    before = _State.loading
+    _State.loading = True
     try:
         yield
     finally:
@@ -131,7 +152,9 @@ class Peer:
         extras: Sequence[tuple[str, Sequence[str]]] = (),
     ) -> None:
         self.pin: Pin = pins()[dist]
-        self.packages, self.stubs, self.extras = tuple(packages), tuple(stubs), tuple(extras)
+        self.packages = tuple(packages)
+        self.stubs = tuple(stubs)
+        self.extras = tuple(extras)
 
     @property
     def version(self) -> str:
@@ -140,7 +163,8 @@ class Peer:
     @property
     def pins(self) -> tuple[Pin, ...]:
         """Its wheel and those of ``extras``."""
-        return (self.pin, *(pins()[dist] for dist, _ in self.extras))
+        extra_pins = [pins()[dist] for dist, _ in self.extras]
+        return (self.pin, *extra_pins)
 
     def module(self, name: str) -> Any:
         """Import one of its modules."""
@@ -153,24 +177,28 @@ class Peer:
         if missing:
             raise FileNotFoundError(f"not fetched (bench/peers/fetch.py): {', '.join(missing)}")
         if _FINDER not in sys.meta_path:
-            import transformers  # noqa: F401  (looks for optional packages, so it must precede the stubs)
+            # It looks for optional packages when it is imported, and would find the stubs.
+            import transformers  # noqa: F401
 
             sys.meta_path.insert(0, _FINDER)
         _FINDER.stubbed.update(self.stubs)
         _FINDER.folders.update({name: self.pin.folder for name in self.packages})
         for dist, packages in self.extras:
             _FINDER.folders.update({name: pins()[dist].folder for name in packages})
-        for folder in [self.pin.folder, *(pins()[dist].folder for dist, _ in self.extras)]:
-            if str(folder) not in sys.path:
-                sys.path.append(str(folder))  # for packages that look up their own version
+        # For packages that look up their own version: importlib.metadata searches sys.path.
+        for pin in self.pins:
+            if str(pin.folder) not in sys.path:
+                sys.path.append(str(pin.folder))
 
     def loaded(self, module: str) -> dict[str, Any]:
         """Provenance of a row: module file, wheel, their sha256 and the stubs that were imported."""
-        file = Path(sys.modules[module].__file__ or "")
+        module_file = Path(sys.modules[module].__file__ or "")
+        wheel = self.pin.file
+        assert wheel is not None, "the module was imported from it"
         return {
-            "module": str(file.relative_to(self.pin.folder)),
-            "module_sha256": sha256_file(file),
-            "wheel": self.pin.file.name if self.pin.file else "",
-            "wheel_sha256": sha256_file(self.pin.file) if self.pin.file else "",
-            "stand_ins": sorted(_State.touched & set(self.stubs)),
+            "module": str(module_file.relative_to(self.pin.folder)),
+            "module_sha256": sha256_file(module_file),
+            "wheel": wheel.name,
+            "wheel_sha256": sha256_file(wheel),
+            "stand_ins": sorted(_State.imported_stubs & set(self.stubs)),
         }

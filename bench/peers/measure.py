@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -35,45 +36,65 @@ def instances(regime: str, group_size: int) -> tuple[BatteryInstance, ...]:
     """The instances of the certificates; for groups a smaller set, without instances far from the reference."""
     if group_size == 1:
         return battery(regime)
+    # All groups of completions are enumerated: their number is that of completions to the power of the group's size.
     settings = [
-        Instance.random(SMALL, InstanceSettings(regime=regime, seed=seed, parameters=SHARED)) for seed in (0, 1)
+        InstanceSettings(regime=regime, seed=0, parameters=SHARED),
+        InstanceSettings(regime=regime, seed=1, parameters=SHARED),
+        InstanceSettings(regime=regime, seed=2),
     ]
-    settings.append(Instance.random(SMALL, InstanceSettings(regime=regime, seed=2)))
-    return tuple(
-        BatteryInstance(
-            instance=instance,
-            targets={name: target_gradient(instance, name) for name in TARGETS},
-            near=True,
-            shown=instance.features_NVD is not None,
+    group_instances = []
+    for instance_settings in settings:
+        instance = Instance.random(SMALL, instance_settings)
+        group_instances.append(
+            BatteryInstance(
+                instance=instance,
+                targets={name: target_gradient(instance, name) for name in TARGETS},
+                near=True,
+                shown=instance.features_NVD is not None,
+            )
         )
-        for instance in settings
-    )
+    return tuple(group_instances)
 
 
 def measure(case: Case, regime: str) -> dict[str, Any]:
     """The columns of one row. Biases and cosines are means over the instances with shared parameters."""
-    moments_by_instance = [
-        (battery_instance, exact_moments(battery_instance.instance, case.loss, group_size=case.group_size))
-        for battery_instance in instances(regime, case.group_size)
-    ]
-    shown_moments = [pair for pair in moments_by_instance if pair[0].shown]
-    near_target = _hit([pair for pair in moments_by_instance if pair[0].near], case.tolerance)
-    target = _hit(moments_by_instance, case.tolerance)
-    silent_no_op = all(float(m.gradient_D.norm()) == 0 and m.variance == 0 for _, m in moments_by_instance)
+    results = []
+    for battery_instance in instances(regime, case.group_size):
+        moments = exact_moments(battery_instance.instance, case.loss, group_size=case.group_size)
+        results.append((battery_instance, moments))
+    near_results = [result for result in results if result[0].near]
+    # Parameters that prefixes share, as in a language model.
+    shown_results = [result for result in results if result[0].shown]
+
+    target = _target_of(results, case.tolerance)
+    near_target = _target_of(near_results, case.tolerance)
+    # No completion has a gradient: a KL whose gradient is zero in the mean alone has a variance.
+    silent_no_op = all(float(moments.gradient_D.norm()) == 0 and moments.variance == 0 for _, moments in results)
+
+    variances = []
+    strengths = []
+    for instance, moments in shown_results:
+        target_D = instance.targets["sequence_reverse"]
+        square = float(target_D.square().sum())
+        variances.append(moments.variance / square)
+        strengths.append(float(moments.gradient_D @ target_D) / square)
     row: dict[str, Any] = {
         "target": target,
         "near_target": near_target,
         "silent_no_op": silent_no_op,
-        "variance": _mean([m.variance / _square(i) for i, m in shown_moments]),
-        "strength": _mean([float(m.gradient_D @ i.targets["sequence_reverse"]) / _square(i) for i, m in shown_moments]),
+        "variance": _mean(variances),
+        "strength": _mean(strengths),
         "dead_share_far": dead_share(case, regime),
     }
+
+    # The direction of a zero gradient is rounding noise.
+    has_direction = "zero" not in (target, near_target)
     for name in ("sequence_reverse", "token_reverse"):
-        row[f"bias_{name}"] = _mean([m.relative_bias(i.targets[name]) for i, m in shown_moments])
-        row[f"cosine_{name}"] = (
-            None if "zero" in (target, near_target) else _mean([m.cosine(i.targets[name]) for i, m in shown_moments])
-        )
-    return {key: _plain(value) for key, value in row.items()}
+        row[f"bias_{name}"] = _mean([moments.relative_bias(i.targets[name]) for i, moments in shown_results])
+        row[f"cosine_{name}"] = None
+        if has_direction:
+            row[f"cosine_{name}"] = _mean([moments.cosine(i.targets[name]) for i, moments in shown_results])
+    return {key: _finite_or_none(value) for key, value in row.items()}
 
 
 def dead_share(case: Case, regime: str) -> float:
@@ -83,16 +104,25 @@ def dead_share(case: Case, regime: str) -> float:
     excluded.
     """
     tree = TREE if case.group_size == 1 else SMALL
-    setting = Instance.random(
-        tree, InstanceSettings(regime=regime, seed=0, parameters=SHARED, distance=FAR_DISTANCE, staleness=FAR_STALENESS)
-    )
-    count = tree.completions
-    member_GC = torch.cartesian_prod(*[torch.arange(count)] * case.group_size).reshape(-1, case.group_size).T
-    different_C = torch.stack([a != b for a, b in itertools.combinations(member_GC, 2)] or [member_GC[0] >= 0]).all(0)
-    index_B = member_GC[:, different_C].T.flatten()
-    probability_C = setting.probability(tree.all)[member_GC[:, different_C]].prod(0)
+    far = InstanceSettings(regime=regime, seed=0, parameters=SHARED, distance=FAR_DISTANCE, staleness=FAR_STALENESS)
+    instance = Instance.random(tree, far)
+
+    # G members of each group, C groups: every combination of completions, numbered as in the tree.
+    numbers = torch.arange(tree.completions)
+    member_GC = torch.cartesian_prod(*[numbers] * case.group_size).reshape(-1, case.group_size).T
+    # Equal completions have equal rewards and costs: a baseline of the group removes them, whatever the KL code does.
+    different_C = torch.ones(member_GC.shape[1], dtype=torch.bool)
+    for first, second in itertools.combinations(member_GC, 2):
+        different_C &= first != second
+    member_GC = member_GC[:, different_C]
+
+    # The rows of a group stand side by side.
+    index_B = member_GC.T.flatten()
+    columns = {name: column[index_B] for name, column in vars(tree.all).items()}
+    gradient_BT, rows = gradient(case, instance.rows(Completions(**columns)))
+    probability_C = instance.probability(tree.all)[member_GC].prod(0)
+    # A group counts with the probability that the sampler draws it.
     weight_B = probability_C.repeat_interleave(case.group_size)
-    gradient_BT, rows = gradient(case, setting.rows(Completions(**{k: v[index_B] for k, v in vars(tree.all).items()})))
     tokens_B = rows.mask_BT.sum(-1).double()
     dead_B = ((gradient_BT == 0) & rows.mask_BT).sum(-1).double()
     return float(weight_B @ dead_B) / float(weight_B @ tokens_B)
@@ -100,34 +130,40 @@ def dead_share(case: Case, regime: str) -> float:
 
 def gradient(case: Case, rows: Rows) -> tuple[Tensor, Rows]:
     """The derivative of the case's loss by each log-prob, ``[B, T]``, and the rows in groups."""
-    grouped = Rows(**{**rows.__dict__, "group_B": torch.arange(len(rows.group_B)) // case.group_size})
+    group_B = torch.arange(len(rows.group_B)) // case.group_size
+    grouped = dataclasses.replace(rows, group_B=group_B)
+    no_gradient_BT = torch.zeros_like(grouped.ref_logp_BT)
     value = case.loss(grouped)
+    # Some peers' penalties reach no log-prob that is differentiated: no error, but a result.
     if not value.requires_grad:
-        return torch.zeros_like(grouped.ref_logp_BT), grouped
+        return no_gradient_BT, grouped
     (gradient_BT,) = torch.autograd.grad(value.sum(), [grouped.logp_BT], allow_unused=True)
-    return (torch.zeros_like(grouped.ref_logp_BT) if gradient_BT is None else gradient_BT), grouped
+    if gradient_BT is None:
+        return no_gradient_BT, grouped
+    return gradient_BT, grouped
 
 
-def _hit(moments_by_instance: Sequence[tuple[BatteryInstance, Moments]], tolerance: float) -> str | None:
+def _target_of(results: Sequence[tuple[BatteryInstance, Moments]], tolerance: float) -> str | None:
     """The target whose gradient equals the expected gradient on every instance, within rounding."""
     for name in TARGETS:
-        if all(_equal(m, i.targets[name], tolerance) for i, m in moments_by_instance):
+        if all(_equal(moments, instance.targets[name], tolerance) for instance, moments in results):
             return name
     return None
 
 
 def _equal(moments: Moments, target_D: Tensor, tolerance: float) -> bool:
+    # Rounding errors are proportional to the terms that were added up, which the variance bounds where they cancel.
     scale = float(target_D.norm()) + math.sqrt(moments.variance) + float(moments.gradient_D.norm())
-    return float((moments.gradient_D - target_D).norm()) <= tolerance * max(scale, 1e-3)
-
-
-def _square(instance: BatteryInstance) -> float:
-    return float(instance.targets["sequence_reverse"].square().sum())
+    distance = float((moments.gradient_D - target_D).norm())
+    return distance <= tolerance * max(scale, 1e-3)
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _finite_or_none(value: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

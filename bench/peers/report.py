@@ -10,6 +10,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
+# The keys of the stored JSON file, in the order of the CSV file's columns.
 COLUMNS = (
     "system",
     "version",
@@ -62,7 +63,12 @@ def write(folder: Path, rows: Sequence[Row], skipped: Sequence[Row]) -> None:
     with (folder / "peers.csv").open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         table.writeheader()
-        table.writerows([{k: " ".join(v) if isinstance(v, list) else v for k, v in row.items()} for row in plain])
+        for row in plain:
+            # The one list among the columns; CSV has no lists.
+            stand_ins = row["stand_ins"]
+            if isinstance(stand_ins, list):
+                row = {**row, "stand_ins": " ".join(stand_ins)}
+            table.writerow(row)
     (folder / "peers.md").write_text(markdown(plain, skipped), encoding="utf-8")
 
 
@@ -82,24 +88,29 @@ def markdown(rows: Sequence[Row], skipped: Sequence[Row]) -> str:
     lines += [_line(_cells(row)) for row in rows]
     lines += ["", "A row is reproduced by `python bench/peers/run.py --only ROW`.", "", "## The code measured", ""]
     lines += [_line(("function", "wheel", "sha256 of the module file", "stubbed packages")), _line(["---"] * 4)]
+    # Several rows measure the same function.
     functions = {}
     for row in rows:
         stubbed = ", ".join(row["stand_ins"] or []) or "none"
         functions[row["function"]] = (f"`{row['function']}`", row["wheel"], f"`{row['module_sha256'][:16]}`", stubbed)
-    lines += [_line(row) for row in functions.values()]
+    lines += [_line(cells) for cells in functions.values()]
     lines += ["", "## Not run", "", _line(("system", "what", "reason")), _line(["---"] * 3)]
     lines += [_line((f"{row['system']} {row['version']}", row["what"], row["reason"])) for row in skipped]
     return "\n".join(lines) + "\n"
 
 
 def _cells(row: Row) -> list[str]:
+    """The cells of one row of the main table."""
     if row["silent_no_op"]:
         target = "**nothing: a silent no-op**"
     elif row["target"]:
         target = row["target"]
+    elif row["near_target"]:
+        target = f"({row['near_target']})"
     else:
-        target = f"({row['near_target']})" if row["near_target"] else "none"
-    note = "; ".join(text for text in (row["note"], _reduction(row["reduction"])) if text)
+        target = "none"
+    remarks = [row["note"], _reduction(row["reduction"])]
+    note = "; ".join(remark for remark in remarks if remark)
     return [
         f"`{row['name']}`",
         row["regime"].replace("_", "-"),
@@ -115,19 +126,28 @@ def _cells(row: Row) -> list[str]:
 
 
 def _reduction(text: str) -> str:
-    return "" if text == "token sum" or "divided out" in text else text
+    """How tokens are averaged, if the figures depend on it."""
+    does_not_matter = text == "token sum" or "divided out" in text
+    return "" if does_not_matter else text
 
 
 def _line(cells: Sequence[str]) -> str:
+    """One line of a Markdown table."""
     return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else "0" if abs(value) < 5e-5 else f"{value:.3g}"
+    if value is None:
+        return ""
+    if abs(value) < 5e-5:
+        return "0"
+    return f"{value:.3g}"
 
 
 def _round(value: Any) -> Any:
     """Six digits and 0 for rounding noise, so that results are equal on different machines."""
     if not isinstance(value, float):
         return value
-    return 0.0 if abs(value) < 1e-7 else float(f"{value:.6g}")
+    if abs(value) < 1e-7:
+        return 0.0
+    return float(f"{value:.6g}")

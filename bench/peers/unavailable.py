@@ -21,6 +21,7 @@ def unavailable() -> tuple[Skipped, ...]:
         ("cosmos-rl", "0.4.7", _UNWRITTEN),
         ("torchforge", "0.0.1", _UNWRITTEN),
     )
-    return tuple(
-        Skipped(system=name, version=version, what="all of it", reason=reason) for name, version, reason in systems
-    )
+    skipped = []
+    for name, version, reason in systems:
+        skipped.append(Skipped(system=name, version=version, what="all of it", reason=reason))
+    return tuple(skipped)

@@ -1,4 +1,4 @@
-"""Compare one training step of kl_comedy and a peer on the same completions: losses and gradients must agree.
+"""Check that one training step of kl_comedy and of a peer agree on the same completions: loss, gradients, advantages.
 
 python bench/speed/equal_step.py [--task chain_sum|gsm8k|pocket] [--algorithms grpo rloo] [--peers trl torchrl]
 
@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+# Not this folder itself, which Python puts there: its `setup` and `memory` would hide modules of other packages.
 sys.path = [str(HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != HERE)]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -32,13 +34,12 @@ from speed.steps import Step, our_step, perturb, sampled, torchrl_step, trl_step
 from speed.variants import BETA, VARIANTS, Variant  # noqa: E402
 from speed.workload import SMOLLM2, TASKS, missing, overrides, save_pocket  # noqa: E402
 
-REFERENCE, ADVANTAGE, LOSS, NORM, GRADIENT = (
-    "reference log-prob, nats",
-    "advantage",
-    "loss",
-    "gradient norm",
-    "gradient",
-)
+REFERENCE = "reference log-prob, nats"
+ADVANTAGE = "advantage"
+LOSS = "loss"
+NORM = "gradient norm"
+GRADIENT = "gradient"
+
 TOLERANCE = {REFERENCE: 1e-4, ADVANTAGE: 1e-5, LOSS: 1e-6, NORM: 1e-4, GRADIENT: 1e-4}
 """Absolute for the first three; relative for the gradient norm and for the norm of the gradient difference."""
 
@@ -53,48 +54,63 @@ def difference(ours: Step, theirs: Step) -> dict[str, float]:
     """The differences between two steps, keyed as in :data:`TOLERANCE`."""
     import torch
 
-    if ours.gradients.keys() != theirs.gradients.keys():
-        raise SystemExit(
-            f"different parameters have gradients: {sorted(ours.gradients.keys() ^ theirs.gradients.keys())}"
-        )
-    first, second = (
-        torch.cat([g[name].flatten() for name in ours.gradients]) for g in (ours.gradients, theirs.gradients)
-    )
-    norm = float(second.norm())
+    in_one_only = ours.gradients.keys() ^ theirs.gradients.keys()
+    if in_one_only:
+        raise SystemExit(f"different parameters have gradients: {sorted(in_one_only)}")
+    # One order of names for both: the systems may list the same parameters in different orders.
+    names = list(ours.gradients)
+    our_gradient = torch.cat([ours.gradients[name].flatten() for name in names])
+    their_gradient = torch.cat([theirs.gradients[name].flatten() for name in names])
+    their_norm = float(their_gradient.norm())
     differences = {
         ADVANTAGE: float((ours.advantage_B - theirs.advantage_B).abs().max()),
         LOSS: abs(ours.loss - theirs.loss),
-        NORM: abs(float(first.norm()) - norm) / norm,
-        GRADIENT: float((first - second).norm()) / norm,
+        NORM: abs(float(our_gradient.norm()) - their_norm) / their_norm,
+        GRADIENT: float((our_gradient - their_gradient).norm()) / their_norm,
     }
     if theirs.ref_logp_BT is not None:
         differences[REFERENCE] = float((ours.ref_logp_BT - theirs.ref_logp_BT).abs().max())
     return differences
 
 
+def gradient_norm(step: Step) -> float:
+    """The 2-norm of all gradients together."""
+    squares = [float(gradient.norm()) ** 2 for gradient in step.gradients.values()]
+    return math.sqrt(sum(squares))
+
+
 def show(title: str, ours: Step, theirs: Step, tolerance: Mapping[str, float]) -> bool:
     """Print one comparison. Returns whether every difference is within its tolerance."""
-    norms = [sum(float(g.norm()) ** 2 for g in step.gradients.values()) ** 0.5 for step in (ours, theirs)]
-    print(f"{title}: loss {ours.loss:.8f} and {theirs.loss:.8f}, gradient norm {norms[0]:.6g} and {norms[1]:.6g}")
+    print(
+        f"{title}: loss {ours.loss:.8f} and {theirs.loss:.8f}, "
+        f"gradient norm {gradient_norm(ours):.6g} and {gradient_norm(theirs):.6g}"
+    )
     if ours.kl:
-        print(f"  {'KL in the loss':26} {ours.kl:.3e}, {abs(ours.kl) / TOLERANCE[LOSS]:.0f} times the loss's tolerance")
-    agrees = True
+        # A KL smaller than the tolerance could be wrong or missing, and the losses would still agree.
+        multiple = abs(ours.kl) / TOLERANCE[LOSS]
+        print(f"  {'KL in the loss':26} {ours.kl:.3e}, {multiple:.0f} times the loss's tolerance")
+    all_within = True
     for name, value in difference(ours, theirs).items():
-        if name in tolerance:
-            within = value <= tolerance[name]
-            agrees &= within
-            verdict = "equal" if within else "NOT EQUAL"
-            print(f"  {name:26} differs by {value:.2e} (tolerance {tolerance[name]:.0e}): {verdict}")
-    return agrees
+        if name not in tolerance:
+            continue
+        if value <= tolerance[name]:
+            verdict = "equal"
+        else:
+            verdict = "NOT EQUAL"
+            all_within = False
+        print(f"  {name:26} differs by {value:.2e} (tolerance {tolerance[name]:.0e}): {verdict}")
+    return all_within
 
 
 def against_trl(task: str, algorithm: str, model: Path, folder: Path) -> bool:
     """Compare one algorithm with TRL. Returns whether they agree."""
     from speed import trl_runner
 
+    # All completions in one backward pass and no checkpointing: the batch is compared as a whole.
     trl_variant = VARIANTS[f"trl-{algorithm}-whole"]
     module, data = build_ours(task, VARIANTS[f"ours-{algorithm}-default"], model, folder)
     trainer = trl_runner.build(task, trl_variant, model=model, updates=1, seed=0, output=folder)
+    # The policies only, not the references: the KL between them is then not zero.
     for policy in (module.policy, trainer.model):
         perturb(policy, seed=1)
     rows = sampled(data)
@@ -102,13 +118,16 @@ def against_trl(task: str, algorithm: str, model: Path, folder: Path) -> bool:
     ours = our_step(module, rows)
     if algorithm == "rloo":
         data.close()
-        return show("TRL, rloo", ours, theirs, {name: bound for name, bound in TOLERANCE.items() if name != LOSS})
-    own_agree = show("TRL, grpo, own advantages", ours, theirs, LOOSE)
-    ours_same_advantages = dataclasses.replace(
-        our_step(module, rows, advantage_B=theirs.advantage_B), advantage_B=theirs.advantage_B
-    )
+        without_loss = {name: bound for name, bound in TOLERANCE.items() if name != LOSS}
+        return show("TRL, rloo", ours, theirs, without_loss)
+
+    own_advantages_agree = show("TRL, grpo, own advantages", ours, theirs, LOOSE)
+    with_their_advantages = our_step(module, rows, advantage_B=theirs.advantage_B)
+    # The step reports the advantages that it computed; the ones it used were TRL's.
+    with_their_advantages = dataclasses.replace(with_their_advantages, advantage_B=theirs.advantage_B)
     data.close()
-    return show("TRL, grpo, TRL's advantages", ours_same_advantages, theirs, TOLERANCE) and own_agree
+    same_advantages_agree = show("TRL, grpo, TRL's advantages", with_their_advantages, theirs, TOLERANCE)
+    return own_advantages_agree and same_advantages_agree
 
 
 def against_torchrl(task: str, model: Path, folder: Path) -> bool:
@@ -134,7 +153,20 @@ def build_ours(task: str, variant: Variant, model: Path, folder: Path) -> Any:
     from kl_comedy.config import load_config
     from kl_comedy.training.experience_module import build_in_process
 
-    return build_in_process(load_config(None, overrides(task, variant, model=model, updates=1, seed=0, output=folder)))
+    config = load_config(None, overrides(task, variant, model=model, updates=1, seed=0, output=folder))
+    return build_in_process(config)
+
+
+def reasons_not_to_run(task: str, peers: Sequence[str]) -> list[str]:
+    """What is missing on this machine, one message each."""
+    reasons = []
+    missing_files = missing(task)
+    if missing_files is not None:
+        reasons.append(missing_files)
+    for peer in peers:
+        if absent(peer):
+            reasons.append(f"{peer} is not installed; run python bench/speed/setup.py")
+    return reasons
 
 
 def main() -> int:
@@ -143,10 +175,9 @@ def main() -> int:
     parser.add_argument("--algorithms", nargs="+", choices=("grpo", "rloo"), default=["grpo", "rloo"])
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     options = parser.parse_args()
-    problems = [line for line in (missing(options.task),) if line]
-    problems += [f"{peer} is not installed; run python bench/speed/setup.py" for peer in options.peers if absent(peer)]
-    if problems:
-        print("\n".join(problems), file=sys.stderr)
+    reasons = reasons_not_to_run(options.task, options.peers)
+    if reasons:
+        print("\n".join(reasons), file=sys.stderr)
         return 2
     warnings.filterwarnings("ignore")
     with tempfile.TemporaryDirectory(prefix="equal_step_") as folder:
@@ -154,13 +185,17 @@ def main() -> int:
         if TASKS[options.task].pocket:
             model = Path(folder) / "pocket"
             save_pocket(model)
-        agreed = []
+        verdicts = []
         if "trl" in options.peers:
-            agreed += [against_trl(options.task, algorithm, model, Path(folder)) for algorithm in options.algorithms]
+            for algorithm in options.algorithms:
+                verdicts.append(against_trl(options.task, algorithm, model, Path(folder)))
         if "torchrl" in options.peers and "grpo" in options.algorithms:
-            agreed.append(against_torchrl(options.task, model, Path(folder)))
-    print("equal" if all(agreed) else "NOT EQUAL")
-    return 0 if all(agreed) else 1
+            verdicts.append(against_torchrl(options.task, model, Path(folder)))
+    if not all(verdicts):
+        print("NOT EQUAL")
+        return 1
+    print("equal")
+    return 0
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ def run(task: str, variant: Variant, *, model: Path, updates: int, seed: int, ou
     from kl_comedy.training.run import train
 
     recorder = UpdateRecorder(PhaseTimer())
+    # On the classes, because train() builds the objects.
     _add_timers(recorder)
     config = load_config(None, overrides(task, variant, model=model, updates=updates, seed=seed, output=output))
     train(config, console=Console(file=sys.stderr), command="bench/speed")
@@ -37,37 +38,50 @@ def _add_timers(recorder: UpdateRecorder) -> None:
     from kl_comedy.training.module import PolicyModule
 
     def count_rollouts(rollouts: Any, *_: Any, **__: Any) -> None:
-        recorder.add_completions(
-            [list(r.prompt.token_ids) for r in rollouts], [len(r.completion_ids) for r in rollouts]
-        )
+        prompts = [list(rollout.prompt.token_ids) for rollout in rollouts]
+        lengths = [len(rollout.completion_ids) for rollout in rollouts]
+        recorder.add_completions(prompts, lengths)
+
+    def count_rewards(rows: Any, *_: Any) -> None:
+        recorder.add_rewards([row.reward.value for row in rows])
 
     def count_trained(_: Any, module: Any, micro: Any, *__: Any, **___: Any) -> None:
         recorder.add_trained_tokens(int(micro.experience.mask_BT.sum()))
 
+    # The policy's pass without gradient is the one for rewards that need its log-probs.
+    def kind_of_pass(*_: Any, **__: Any) -> str:
+        if torch.is_grad_enabled():
+            return "forward"
+        return "policy_no_grad"
+
     timer = recorder.timer
     time_torch_calls(timer)
     timer.wrap(HFRollouts, "generate", "generate", after=count_rollouts)
-    timer.wrap(
-        RewardSum, "score", "score", after=lambda rows, *_: recorder.add_rewards([row.reward.value for row in rows])
-    )
+    timer.wrap(RewardSum, "score", "score", after=count_rewards)
     timer.wrap(Reference, "forward_pass", "reference")
-    timer.wrap(PolicyModule, "policy_pass", lambda *_, **__: "forward" if torch.is_grad_enabled() else "policy_no_grad")
+    timer.wrap(PolicyModule, "policy_pass", kind_of_pass)
     timer.wrap(PolicyModule, "_accumulate", "forward", after=count_trained)
     timer.wrap(PolicyModule, "_publish", "sync")
     _record_updates(recorder, PolicyModule, ExperienceStream)
 
 
 def _record_updates(recorder: UpdateRecorder, module: Any, stream: Any) -> None:
-    """An update lasts from one request for a batch to the next, callbacks included."""
-    draw, started = stream.__next__, []
+    """Record updates. An update lasts from one request for a batch to the next, so that callbacks are included."""
+    original_next = stream.__next__
+    started = False
 
     def next_batch(self: Any) -> Any:
+        nonlocal started
         if started:
             recorder.end_update()
         else:
             recorder.start()
-        started.append(True)
-        return draw(self)
+        started = True
+        return original_next(self)
+
+    def on_train_end(self: Any) -> None:
+        # No further batch is requested after the last update.
+        recorder.end_update()
 
     stream.__next__ = next_batch
-    module.on_train_end = lambda self: recorder.end_update()
+    module.on_train_end = on_train_end

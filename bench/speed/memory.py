@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
+CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 """Written to clear_refs, this resets the peak resident set size; see proc(5)."""
 
@@ -18,6 +19,7 @@ def read_status(text: str, field: str) -> int:
     for line in text.splitlines():
         name, _, value = line.partition(":")
         if name == field:
+            # The kernel writes "kB" and means KiB.
             return int(value.split()[0]) * 1024
     raise KeyError(field)
 

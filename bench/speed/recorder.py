@@ -1,4 +1,4 @@
-"""Records of one repetition: tokens and seconds per update, and memory."""
+"""The record of one repetition: tokens and seconds per update, and memory."""
 
 from __future__ import annotations
 
@@ -15,18 +15,23 @@ class UpdateRecorder:
     def __init__(self, timer: PhaseTimer) -> None:
         self.timer = timer
         self.updates: list[dict[str, Any]] = []
+        # Of all updates, for the hash that shows that systems had the same prompts.
         self._prompts: list[list[int]] = []
         self._rss_loaded = 0
         self._clear()
 
     def _clear(self) -> None:
-        self._generated = self._trained = self._prompt_tokens = 0
+        self._generated = 0
+        self._trained = 0
+        self._prompt_tokens = 0
         self._rewards: list[float] = []
 
     def start(self) -> None:
         """Call when model, reference and data are loaded, just before the first update."""
+        # What loading needed for a moment is not compared.
         memory.reset_peak()
         self._rss_loaded = memory.resident()
+        # Discards the time and the counts of everything before.
         self.timer.lap()
         self._clear()
 
@@ -41,9 +46,11 @@ class UpdateRecorder:
         self._trained += tokens
 
     def add_rewards(self, values: list[float]) -> None:
+        """``values``: one reward per completion."""
         self._rewards += values
 
     def end_update(self) -> None:
+        """Add the row of this update and start the next."""
         self.updates.append(
             {
                 **self.timer.lap(),

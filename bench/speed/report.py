@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from speed.phase_timer import PHASES
 from speed.setup import PEERS
-from speed.summary import METRICS, Spread, fastest, ratios, summarize, unequal_work
+from speed.summary import METRICS, Spread, fastest, measured, ratios, summarize, unequal_work
 
 COLUMNS = ("wall", "cpu", "tokens_per_second", "peak_above_loaded")
 """Metrics of the main table. The JSON file has all metrics."""
@@ -21,12 +21,12 @@ def median_and_range(value: Spread, digits: int = 3) -> str:
     >>> median_and_range(Spread(median=2.0, low=2.0, high=2.0, count=1))
     '2.00'
     """
-    middle = format_number(value.median, digits)
-    return (
-        middle
-        if value.count == 1
-        else f"{middle} ({format_number(value.low, digits)} to {format_number(value.high, digits)})"
-    )
+    median = format_number(value.median, digits)
+    if value.count == 1:
+        return median
+    low = format_number(value.low, digits)
+    high = format_number(value.high, digits)
+    return f"{median} ({low} to {high})"
 
 
 def format_number(value: float, digits: int = 3) -> str:
@@ -35,95 +35,130 @@ def format_number(value: float, digits: int = 3) -> str:
     >>> format_number(123.456), format_number(1.23456), format_number(0.0123456), format_number(0.0)
     ('123', '1.23', '0.012', '0.000')
     """
-    integer_digits = len(str(int(abs(value)))) if abs(value) >= 1 else 0
-    return f"{value:.{max(digits - integer_digits, 0)}f}"
+    integer_digits = 0
+    if abs(value) >= 1:
+        integer_digits = len(str(int(abs(value))))
+    # Numbers below 1 have `digits` decimals: leading zeros count as digits.
+    decimals = max(digits - integer_digits, 0)
+    return f"{value:.{decimals}f}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; the first column is text, the others are figures."""
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+    for row in rows:
+        lines.append("| " + " | ".join(row) + " |")
+    return "\n".join(lines)
 
 
 def main_table(repetitions: Sequence[Mapping[str, Any]]) -> str:
     """Every variant: the metrics of :data:`COLUMNS`, and completion tokens trained per update."""
-    summary = summarize(repetitions)
-    head = ["variant", *(f"{METRICS[name].label}, {METRICS[name].unit}" for name in COLUMNS), "repetitions"]
-    rows = [
-        [variant, *(median_and_range(spreads[name]) for name in COLUMNS), str(spreads["wall"].count)]
-        for variant, spreads in summary.items()
-    ]
-    return table(head, rows)
+    titles = [f"{METRICS[name].label}, {METRICS[name].unit}" for name in COLUMNS]
+    rows = []
+    for variant, spreads in summarize(repetitions).items():
+        cells = [median_and_range(spreads[name]) for name in COLUMNS]
+        rows.append([variant, *cells, str(spreads["wall"].count)])
+    return table(["variant", *titles, "repetitions"], rows)
 
 
 def ratio_table(repetitions: Sequence[Mapping[str, Any]]) -> str | None:
     """Ours over each peer, at its defaults and at its fastest measured setting; None if either side is missing."""
     summary = summarize(repetitions)
     rows = []
-    for ours in (name for name in summary if name.startswith("ours-")):
-        for peer_variant, tag in peer_variants(summary, ours.split("-")[1]).items():
-            spreads = [ratios(repetitions, ours, peer_variant, metric) for metric in COLUMNS]
-            rows.append([f"{ours} / {peer_variant}{tag}", *map(median_and_range, spreads)])
-    return table(["ours / peer", *(METRICS[name].label for name in COLUMNS)], rows) if rows else None
+    for variant in summary:
+        system, algorithm, _ = variant.split("-")
+        if system != "ours":
+            continue
+        # Algorithms differ in cost, so that only equal ones are compared.
+        for peer_variant, note in peer_variants(summary, algorithm).items():
+            cells = []
+            for metric in COLUMNS:
+                ratio = ratios(repetitions, variant, peer_variant, metric)
+                cells.append(median_and_range(ratio))
+            rows.append([f"{variant} / {peer_variant}{note}", *cells])
+    if not rows:
+        return None
+    labels = [METRICS[name].label for name in COLUMNS]
+    return table(["ours / peer", *labels], rows)
 
 
-def peer_variants(measured: Mapping[str, Mapping[str, Spread]], algorithm: str) -> dict[str, str]:
+def peer_variants(summary: Mapping[str, Mapping[str, Spread]], algorithm: str) -> dict[str, str]:
     """Peer variants to compare with (defaults and fastest measured), each with a note for the table."""
     notes: dict[str, str] = {}
     for peer in PEERS:
-        default, best = f"{peer}-{algorithm}-default", fastest(measured, f"{peer}-{algorithm}-")
-        notes |= {name: "" for name in (default,) if name in measured}
-        notes |= {best: " (fastest measured)"} if best else {}
+        default = f"{peer}-{algorithm}-default"
+        best = fastest(summary, f"{peer}-{algorithm}-")
+        if default in summary:
+            notes[default] = ""
+        # May be the default again: it then has one line, with this note.
+        if best is not None:
+            notes[best] = " (fastest measured)"
     return notes
 
 
 def phase_table(repetitions: Sequence[Mapping[str, Any]]) -> str:
     """Median seconds per update of each phase; phases are exclusive and add up to the wall time."""
-    rows = [
-        [variant, *(format_number(spreads[f"phase/{name}"].median) for name in PHASES)]
-        for variant, spreads in summarize(repetitions).items()
-    ]
-    return table(["s/update", *(name.replace("_", " ") for name in PHASES)], rows)
+    rows = []
+    for variant, spreads in summarize(repetitions).items():
+        medians = [format_number(spreads[f"phase/{name}"].median) for name in PHASES]
+        rows.append([variant, *medians])
+    titles = [name.replace("_", " ") for name in PHASES]
+    return table(["s/update", *titles], rows)
 
 
 def work_table(repetitions: Sequence[Mapping[str, Any]]) -> str:
     """Tokens of the measured updates, one row per repetition."""
     rows = []
     for repetition in repetitions:
-        updates = repetition["updates"][1:]
-        sums = [str(sum(u[key] for u in updates)) for key in ("prompt_tokens", "generated_tokens", "trained_tokens")]
-        load = f"{repetition['load_average']:.2f}"
-        rows.append([repetition["variant"], str(repetition["repetition"]), str(len(updates)), *sums, load])
+        # Without the warm-up, as in the other tables.
+        updates = measured(repetition)
+        row = [repetition["variant"], str(repetition["repetition"]), str(len(updates))]
+        for key in ("prompt_tokens", "generated_tokens", "trained_tokens"):
+            row.append(str(sum(update[key] for update in updates)))
+        row.append(f"{repetition['load_average']:.2f}")
+        rows.append(row)
     head = ["variant", "repetition", "updates", "prompt tokens", "generated", "trained", "load average before"]
     return table(head, rows)
 
 
+# The text of the page is that of the stored pages: `kl-comedy results verify` compares their tables with the data.
 def page(results: Mapping[str, Any]) -> str:
     """The whole page. ``results``: the content of speed.json."""
     parts = ["# Speed and memory against TRL and TorchRL", _machine(results["machine"])]
     for task, result in results["tasks"].items():
         parts += _task(task, result)
-    parts += ["## Variants", "\n".join(f"- `{name}`: {note}" for name, note in results["variants"].items())]
-    parts += [_method(results)]
+    parts += ["## Variants", _bullets(f"`{name}`: {note}" for name, note in results["variants"].items())]
+    parts.append(_method(results))
     return "\n\n".join(parts) + "\n"
+
+
+def _bullets(items: Iterable[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)
 
 
 def _task(task: str, result: Mapping[str, Any]) -> list[str]:
     repetitions = result["repetitions"]
     parts = [f"## {task}", f"{result['summary']}. Median over repetitions (smallest to largest)."]
     if repetitions:
-        problems = unequal_work(repetitions)
-        verdict = "Work was equal: same prompts in the same order, all generated tokens were trained on, token counts "
-        verdict += "within 5% of the median."
-        parts += [
-            main_table(repetitions),
-            ratio_table(repetitions) or "No ratios: kl_comedy or the peers were not run.",
-        ]
-        parts += ["\n".join(["**Work was not equal:**", *(f"- {line}" for line in problems)]) if problems else verdict]
+        parts.append(main_table(repetitions))
+        parts.append(ratio_table(repetitions) or "No ratios: kl_comedy or the peers were not run.")
+        parts.append(_work_verdict(repetitions))
         parts += ["Time per phase (medians):", phase_table(repetitions), work_table(repetitions)]
     if result["failures"]:
-        parts += ["\n".join(["Failed:", *(f"- `{name}`: {why}" for name, why in result["failures"].items())])]
+        failures = _bullets(f"`{name}`: {reason}" for name, reason in result["failures"].items())
+        parts.append("Failed:\n" + failures)
     return parts
+
+
+def _work_verdict(repetitions: Sequence[Mapping[str, Any]]) -> str:
+    """Whether the compared variants did the same work: without it the ratios mean nothing."""
+    differences = unequal_work(repetitions)
+    if differences:
+        return "**Work was not equal:**\n" + _bullets(differences)
+    return (
+        "Work was equal: same prompts in the same order, all generated tokens were trained on, token counts "
+        "within 5% of the median."
+    )
 
 
 def _machine(machine: Mapping[str, Any]) -> str:

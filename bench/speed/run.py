@@ -10,15 +10,19 @@ python bench/speed/run.py --add ...                adds repetitions or variants 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+# Not this folder itself, which Python puts there: its `setup` and `memory` would hide modules of other packages.
 sys.path = [str(HERE.parent), *(p for p in sys.path if Path(p or ".").resolve() != HERE)]
 
 from speed.machine import describe  # noqa: E402
@@ -27,9 +31,35 @@ from speed.setup import PEERS, absent  # noqa: E402
 from speed.variants import VARIANTS  # noqa: E402
 from speed.workload import ROOT, SMOLLM2, TASKS, missing, save_pocket  # noqa: E402
 
-OUT, QUICK_OUT = ROOT / "results" / "speed", ROOT / "runs" / "speed_quick"
-USUAL = [name for name in VARIANTS if not name.endswith("-continuous")]
-QUICK = ["ours-grpo-default", "trl-grpo-default", "torchrl-grpo-default", "ours-rloo-lean", "trl-rloo-whole"]
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What is run where the command line does not say it; the fields have the names of the options."""
+
+    tasks: list[str]
+    variants: list[str]
+    repetitions: int
+    updates: int
+    out: Path
+
+
+FULL = Defaults(
+    tasks=["gsm8k", "chain_sum"],
+    # On a CPU continuous batching is slower than TRL's default; --variants runs it.
+    variants=[name for name in VARIANTS if not name.endswith("-continuous")],
+    repetitions=3,
+    updates=3,
+    out=ROOT / "results" / "speed",
+)
+QUICK = Defaults(
+    tasks=["pocket"],
+    # Each system, each algorithm, and a setting that is not the default.
+    variants=["ours-grpo-default", "trl-grpo-default", "torchrl-grpo-default", "ours-rloo-lean", "trl-rloo-whole"],
+    repetitions=1,
+    updates=2,
+    out=ROOT / "runs" / "speed_quick",
+)
+
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -54,23 +84,23 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--add", action="store_true", help="add to the existing speed.json instead of replacing it")
     parser.add_argument("--out", type=Path, help="output folder of speed.json and README.md")
     options = parser.parse_args(arguments)
-    quick = options.quick
-    options.tasks = options.tasks or (["pocket"] if quick else ["gsm8k", "chain_sum"])
-    options.variants = options.variants or (QUICK if quick else USUAL)
-    options.repetitions = options.repetitions or (1 if quick else 3)
-    options.updates = options.updates or (2 if quick else 3)
-    options.out = options.out or (QUICK_OUT if quick else OUT)
+    defaults = QUICK if options.quick else FULL
+    for field in dataclasses.fields(defaults):
+        if not getattr(options, field.name):
+            setattr(options, field.name, getattr(defaults, field.name))
     return options
 
 
 def rotated(names: list[str], by: int) -> list[str]:
     """Rotate the order, so that a different variant runs first in each repetition."""
-    return names[by % len(names) :] + names[: by % len(names)]
+    start = by % len(names)
+    return names[start:] + names[:start]
 
 
 def run_repetition(job: dict[str, Any], *, threads: int, timeout: float) -> dict[str, Any] | str:
     """Run one child process. Returns its result, or the reason of its failure in one line."""
     environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+    # Before the child adds to it: what else ran on the machine.
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="speed_") as folder:
         path = Path(folder) / "job.json"
@@ -83,19 +113,43 @@ def run_repetition(job: dict[str, Any], *, threads: int, timeout: float) -> dict
         except subprocess.TimeoutExpired:
             return f"timed out after {timeout:.0f} s"
         result_file = path.with_suffix(".result")
-        if completed.returncode or not result_file.exists():
-            lines = [line for line in completed.stderr.strip().splitlines() if line.strip()]
-            return (lines or [f"exit status {completed.returncode}, no error message"])[-1][:300]
-        return {**json.loads(result_file.read_text()), "load_average": load, "model": Path(job["model"]).name}
+        if completed.returncode != 0 or not result_file.exists():
+            return _reason_of_failure(completed)
+        result: dict[str, Any] = json.loads(result_file.read_text())
+
+    result["load_average"] = load
+    # The page says which model, not in which folder of this machine it is.
+    result["model"] = Path(job["model"]).name
+    return result
 
 
-def run_task(task: str, options: argparse.Namespace, model: Path, previous: dict[str, Any], save: Any) -> None:
+def _reason_of_failure(completed: subprocess.CompletedProcess[str]) -> str:
+    """The last line that a child wrote to stderr: Python puts the error after the traceback."""
+    lines = [line for line in completed.stderr.strip().splitlines() if line.strip()]
+    if not lines:
+        return f"exit status {completed.returncode}, no error message"
+    return lines[-1][:300]
+
+
+def run_task(
+    task: str,
+    options: argparse.Namespace,
+    model: Path,
+    previous: Mapping[str, Any],
+    save: Callable[[str, dict[str, Any]], None],
+) -> None:
     """Run every repetition of every variant and append them to those of ``previous``. Calls ``save`` after each."""
     repetitions: list[dict[str, Any]] = list(previous.get("repetitions", ()))
     failures: dict[str, str] = dict(previous.get("failures", {}))
-    first_numbers = {name: sum(row["variant"] == name for row in repetitions) for name in options.variants}
+    # With --add the numbers continue: a number is the seed of its repetition, and a pair in the ratios.
+    first_numbers = {name: 0 for name in options.variants}
+    for row in repetitions:
+        if row["variant"] in first_numbers:
+            first_numbers[row["variant"]] += 1
+
     for round_number in range(options.repetitions):
         for name in rotated(options.variants, round_number):
+            # A variant that failed would fail again, after a time limit of its own.
             if name in failures:
                 continue
             number = first_numbers[name] + round_number
@@ -110,52 +164,73 @@ def run_task(task: str, options: argparse.Namespace, model: Path, previous: dict
             result = run_repetition(job, threads=options.threads, timeout=options.timeout)
             if isinstance(result, str):
                 failures[name] = result
-                print(f"{task} {name}, repetition {number}: failed: {result}", file=sys.stderr, flush=True)
+                message = f"failed: {result}"
             else:
                 repetitions.append(result)
                 seconds = ", ".join(f"{update['wall_s']:.1f}" for update in result["updates"])
-                print(f"{task} {name}, repetition {number}: {seconds} s", file=sys.stderr, flush=True)
-            order = {variant: place for place, variant in enumerate(VARIANTS)}
-            rows = sorted(repetitions, key=lambda row: (order[row["variant"]], row["repetition"]))
-            save(task, {"summary": TASKS[task].summary, "repetitions": rows, "failures": failures})
+                message = f"{seconds} s"
+            print(f"{task} {name}, repetition {number}: {message}", file=sys.stderr, flush=True)
+            # After each repetition, so that a run that is cut short keeps what it measured.
+            save(task, {"summary": TASKS[task].summary, "repetitions": in_order(repetitions), "failures": failures})
+
+
+def in_order(repetitions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Repetitions in the order of :data:`VARIANTS`, which is the order of the tables."""
+    positions = {variant: position for position, variant in enumerate(VARIANTS)}
+    return sorted(repetitions, key=lambda row: (positions[row["variant"]], row["repetition"]))
+
+
+def reasons_not_to_run(tasks: Sequence[str], variants: Sequence[str]) -> list[str]:
+    """What is missing on this machine, one message each."""
+    reasons = []
+    for task in tasks:
+        missing_files = missing(task)
+        if missing_files is not None:
+            reasons.append(missing_files)
+    systems = {VARIANTS[name].system for name in variants}
+    for peer in PEERS:
+        if peer in systems and absent(peer):
+            reasons.append(f"{peer} is not installed; run python bench/speed/setup.py")
+    return reasons
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    problems = [problem for task in options.tasks if (problem := missing(task))]
-    systems = {VARIANTS[name].system for name in options.variants}
-    problems += [
-        f"{peer} is not installed; run python bench/speed/setup.py"
-        for peer in PEERS
-        if peer in systems and absent(peer)
-    ]
-    if problems:
-        print("\n".join(problems), file=sys.stderr)
+    reasons = reasons_not_to_run(options.tasks, options.variants)
+    if reasons:
+        print("\n".join(reasons), file=sys.stderr)
         return 2
+
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "speed.json"
-    previous = json.loads(file.read_text(encoding="utf-8")) if options.add and file.exists() else {}
     command = "python bench/speed/run.py " + " ".join(sys.argv[1:] if arguments is None else arguments)
+    previous: dict[str, Any] = {}
+    if options.add and file.exists():
+        previous = json.loads(file.read_text(encoding="utf-8"))
+        # The page names every command that its rows come from.
+        command = f"{previous['command']}`, then `{command}"
+    notes = {name: VARIANTS[name].note for name in options.variants}
     results: dict[str, Any] = {
-        "command": f"{previous['command']}`, then `{command}" if previous else command,
+        "command": command,
         "machine": describe(options.threads),
-        "variants": {**previous.get("variants", {}), **{name: VARIANTS[name].note for name in options.variants}},
+        "variants": {**previous.get("variants", {}), **notes},
         "tasks": dict(previous.get("tasks", {})),
     }
 
     def save(task: str, result: dict[str, Any]) -> None:
         results["tasks"][task] = result
-        (options.out / "speed.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         (options.out / "README.md").write_text(page(results), encoding="utf-8")
 
     with tempfile.TemporaryDirectory(prefix="speed_model_") as folder:
         if any(TASKS[task].pocket for task in options.tasks):
             save_pocket(Path(folder))
         for task in options.tasks:
-            result = results["tasks"].get(task, {})
-            run_task(task, options, Path(folder) if TASKS[task].pocket else SMOLLM2, result, save)
+            model = Path(folder) if TASKS[task].pocket else SMOLLM2
+            run_task(task, options, model, results["tasks"].get(task, {}), save)
     print(page(results))
-    return 1 if any(result["failures"] for result in results["tasks"].values()) else 0
+    any_failed = any(result["failures"] for result in results["tasks"].values())
+    return 1 if any_failed else 0
 
 
 if __name__ == "__main__":

@@ -33,11 +33,13 @@ def perturb(model: Any, seed: int) -> None:
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
+        # Sorted: the systems may register the same parameters in another order, and would draw other noise.
         for _, parameter in sorted(model.named_parameters()):
             parameter.add_(NOISE * torch.randn(parameter.shape, generator=generator))
 
 
 def gradients(model: Any) -> dict[str, Any]:
+    """Copies of the gradients of all parameters that have one, by name."""
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -55,15 +57,17 @@ def sampled(data: Any) -> list[Any]:
     rollouts = data.backend.generate(
         prompts, group_size=GROUP_SIZE, sampling=sampling_from(config.rollout), seed=config.seed
     )
-    draw = random.Random(config.seed)
-    return [
-        Scored(rollout=rollout, reward=Reward(value=draw.choice((0.0, 0.25, 1.0)), status="ok", parts={}))
-        for rollout in rollouts
-    ]
+    # Verified rewards may be equal within a group: its advantages would be 0, and nothing would be compared.
+    generator = random.Random(config.seed)
+    rows = []
+    for rollout in rollouts:
+        reward = Reward(value=generator.choice((0.0, 0.25, 1.0)), status="ok", parts={})
+        rows.append(Scored(rollout=rollout, reward=reward))
+    return rows
 
 
 def our_step(module: Any, rows: Sequence[Any], *, advantage_B: Any = None, beta_scale: float = 1.0) -> Step:
-    """kl_comedy: prepare, loss and backward of every micro-batch, as in a training step.
+    """kl_comedy: preparation, loss and backward of every micro-batch, as in a training step.
 
     ``advantage_B`` replaces the computed advantages. ``beta_scale`` multiplies the KL coefficients.
     """
@@ -76,23 +80,35 @@ def our_step(module: Any, rows: Sequence[Any], *, advantage_B: Any = None, beta_
     micros = prepare(rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass)
     splits = by_token_budget(rows, module.plan.packer.budget)
     width = max(len(row.rollout.completion_ids) for row in rows)
-    ref_BT, our_advantage_B = torch.zeros(len(rows), width), torch.zeros(len(rows))
-    total = kl = 0.0
+    ref_logp_BT = torch.zeros(len(rows), width)
+    our_advantage_B = torch.zeros(len(rows))
+    total = 0.0
+    kl = 0.0
     module.policy.zero_grad()
     for split, micro in zip(splits, micros, strict=True):
+        # ``split`` holds the row numbers of this micro-batch: packing changes the order of the rows.
         experience = micro.experience
-        ref_BT[split, : experience.ids_BT.shape[1]] = experience.ref_logp_BT * experience.mask_BT
+        ref_logp_BT[split, : experience.ids_BT.shape[1]] = experience.ref_logp_BT * experience.mask_BT
         our_advantage_B[split] = experience.advantage_BT[:, 0]
         if advantage_B is not None:
             replacement_BT = advantage_B[split][:, None] * experience.mask_BT
-            micro = dataclasses.replace(micro, experience=dataclasses.replace(experience, advantage_BT=replacement_BT))
+            experience = dataclasses.replace(experience, advantage_BT=replacement_BT)
+            micro = dataclasses.replace(micro, experience=experience)
         result = micro_loss(
             micro, module.passes(micro), terms=module.terms, betas=betas, algorithm=module.config.algorithm
         )
         result.loss.backward()
         total += float(result.loss)
-        kl += sum(float(part) for name, part in result.parts.items() if name.startswith("kl_"))
-    return Step(ref_logp_BT=ref_BT, advantage_B=our_advantage_B, loss=total, gradients=gradients(module.policy), kl=kl)
+        for name, part in result.parts.items():
+            if name.startswith("kl_"):
+                kl += float(part)
+    return Step(
+        ref_logp_BT=ref_logp_BT,
+        advantage_B=our_advantage_B,
+        loss=total,
+        gradients=gradients(module.policy),
+        kl=kl,
+    )
 
 
 def trl_step(trainer: Any, rows: Sequence[Any], *, grpo: bool) -> Step:
@@ -100,9 +116,17 @@ def trl_step(trainer: Any, rows: Sequence[Any], *, grpo: bool) -> Step:
     import torch
 
     completions = [list(row.rollout.completion_ids) for row in rows]
-    rewards = torch.tensor([[row.reward.value] for row in rows])
-    trainer._generate_single_turn = lambda *_, **__: (completions, None) if grpo else completions
-    trainer._calculate_rewards = lambda *_, **__: rewards
+    rewards_B1 = torch.tensor([[row.reward.value] for row in rows])
+
+    def given_completions(*_: Any, **__: Any) -> Any:
+        if grpo:
+            # TRL's GRPO trainer returns the sampler's log-probs too; None where it does not use them.
+            return completions, None
+        return completions
+
+    trainer._generate_single_turn = given_completions
+    trainer._calculate_rewards = lambda *_, **__: rewards_B1
+    # TRL sets it in its training loop, which is not run here. The loss is divided by it.
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     inputs = [{"prompt": row.rollout.prompt.text, "answer": row.rollout.prompt.problem.answer} for row in rows]
@@ -110,15 +134,20 @@ def trl_step(trainer: Any, rows: Sequence[Any], *, grpo: bool) -> Step:
     trainer.model.zero_grad()
     loss = trainer._compute_loss(trainer.model, batch)
     loss.backward()
-    reference_logps = batch.get("ref_per_token_logps")
-    ref_BT = None if reference_logps is None else reference_logps * batch["completion_mask"]
+    # RLOO has its KL in the reward and does not keep the reference's log-probs.
+    ref_logp_BT = batch.get("ref_per_token_logps")
+    if ref_logp_BT is not None:
+        ref_logp_BT = ref_logp_BT * batch["completion_mask"]
     return Step(
-        ref_logp_BT=ref_BT, advantage_B=batch["advantages"], loss=float(loss), gradients=gradients(trainer.model)
+        ref_logp_BT=ref_logp_BT,
+        advantage_B=batch["advantages"],
+        loss=float(loss),
+        gradients=gradients(trainer.model),
     )
 
 
 def torchrl_step(system: Any, rows: Sequence[Any]) -> tuple[Step, float]:
-    """TorchRL: advantages of its replay buffer, its loss on all rows and backward. Returns the step and a KL scale.
+    """TorchRL: the advantages of its replay buffer, its loss on all rows, backward. Returns the step and a KL scale.
 
     The scale is the share of completion tokens among all positions of the padded batch: TorchRL divides its KL sum by
     all positions, the other systems divide by completion tokens.
@@ -130,23 +159,27 @@ def torchrl_step(system: Any, rows: Sequence[Any]) -> tuple[Step, float]:
     prompts = [row.rollout.prompt for row in rows]
     completions = [torch.tensor(row.rollout.completion_ids) for row in rows]
     logps = [torch.tensor(row.rollout.logps) for row in rows]
-    batch = torchrl_runner.experience(system, prompts, completions, logps, [row.reward.value for row in rows])
+    rewards = [row.reward.value for row in rows]
+    batch = torchrl_runner.experience(system, prompts, completions, logps, rewards)
     system.buffer.extend(batch)
     ready = system.buffer[:]
     system.policy.zero_grad()
     losses = system.loss(ready)
     loss = losses.loss_objective + losses.loss_kl_to_ref
     loss.backward()
+
     lengths = [len(ids) for ids in completions]
-    width = max(len(prompt.token_ids) + length for prompt, length in zip(prompts, lengths, strict=True))
-    ref_BT = torch.zeros(len(rows), max(lengths))
+    padded_width = max(len(prompt.token_ids) + length for prompt, length in zip(prompts, lengths, strict=True))
+    ref_logp_BT = torch.zeros(len(rows), max(lengths))
     for number, (row, length) in enumerate(zip(ready.unbind(0), lengths, strict=True)):
-        ref_BT[number, :length] = row["next", "ref_log_probs", "full"][-length:]
+        # "full" is prompt and completion.
+        ref_logp_BT[number, :length] = row["next", "ref_log_probs", "full"][-length:]
     step = Step(
-        ref_logp_BT=ref_BT,
+        ref_logp_BT=ref_logp_BT,
         advantage_B=ready["advantage"].flatten(),
         loss=float(loss),
         gradients=gradients(system.policy),
         kl=float(losses.loss_kl_to_ref),
     )
-    return step, sum(lengths) / (len(rows) * width)
+    kl_scale = sum(lengths) / (len(rows) * padded_width)
+    return step, kl_scale

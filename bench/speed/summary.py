@@ -43,8 +43,9 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Raises :class:`ValueError` if there are no values."""
+    """The spread of values. Raises :class:`ValueError` if there are none."""
     sample = list(values)
+    # statistics.median raises an error of its own, which does not say what is missing.
     if not sample:
         raise ValueError("no repetition to summarize")
     return Spread(median=statistics.median(sample), low=min(sample), high=max(sample), count=len(sample))
@@ -61,7 +62,8 @@ def figures(repetition: Mapping[str, Any]) -> dict[str, float]:
     count = len(updates)
     wall = sum(update["wall_s"] for update in updates)
     generating = sum(update["phases"]["generate"] for update in updates)
-    metrics = {
+    # Sums over sums, not means of ratios: a longer update has a larger weight, as it has in a run.
+    values = {
         "wall": wall / count,
         "cpu": sum(update["cpu_s"] for update in updates) / count,
         "tokens_per_second": sum(update["trained_tokens"] for update in updates) / wall,
@@ -69,8 +71,9 @@ def figures(repetition: Mapping[str, Any]) -> dict[str, float]:
         "peak_above_loaded": (repetition["rss_peak"] - repetition["rss_loaded"]) / GIB,
         "peak": repetition["rss_peak"] / GIB,
     }
-    phases = {f"phase/{name}": sum(update["phases"][name] for update in updates) / count for name in PHASES}
-    return {**metrics, **phases}
+    for name in PHASES:
+        values[f"phase/{name}"] = sum(update["phases"][name] for update in updates) / count
+    return values
 
 
 def summarize(repetitions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Spread]]:
@@ -78,7 +81,10 @@ def summarize(repetitions: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, S
     grouped: dict[str, list[dict[str, float]]] = {}
     for repetition in repetitions:
         grouped.setdefault(repetition["variant"], []).append(figures(repetition))
-    return {variant: {name: spread(row[name] for row in rows) for name in rows[0]} for variant, rows in grouped.items()}
+    summary = {}
+    for variant, rows in grouped.items():
+        summary[variant] = {name: spread(row[name] for row in rows) for name in rows[0]}
+    return summary
 
 
 def ratios(repetitions: Sequence[Mapping[str, Any]], over: str, under: str, metric: str) -> Spread:
@@ -86,14 +92,20 @@ def ratios(repetitions: Sequence[Mapping[str, Any]], over: str, under: str, metr
 
     Raises :class:`ValueError` if no repetition has both variants.
     """
-    values: dict[str, dict[int, float]] = {over: {}, under: {}}
+    numerators: dict[int, float] = {}
+    denominators: dict[int, float] = {}
     for repetition in repetitions:
-        if repetition["variant"] in values:
-            values[repetition["variant"]][repetition["repetition"]] = figures(repetition)[metric]
-    shared = sorted(values[over].keys() & values[under].keys())
-    paired = spread(values[over][n] / values[under][n] for n in shared)
-    medians = [statistics.median(values[name][n] for n in shared) for name in (over, under)]
-    return Spread(median=medians[0] / medians[1], low=paired.low, high=paired.high, count=paired.count)
+        if repetition["variant"] == over:
+            numerators[repetition["repetition"]] = figures(repetition)[metric]
+        if repetition["variant"] == under:
+            denominators[repetition["repetition"]] = figures(repetition)[metric]
+
+    # Paired by repetition: number n has the same seed in every variant, and variants alternate, so that a slow hour of
+    # the machine is in both.
+    numbers = sorted(numerators.keys() & denominators.keys())
+    paired = spread(numerators[n] / denominators[n] for n in numbers)
+    median = statistics.median(numerators[n] for n in numbers) / statistics.median(denominators[n] for n in numbers)
+    return Spread(median=median, low=paired.low, high=paired.high, count=paired.count)
 
 
 def fastest(summary: Mapping[str, Mapping[str, Spread]], prefix: str) -> str | None:
@@ -112,11 +124,13 @@ def unequal_work(repetitions: Sequence[Mapping[str, Any]], *, tolerance: float =
     problems = []
     for repetition in repetitions:
         for number, update in enumerate(repetition["updates"]):
-            if update["generated_tokens"] != update["trained_tokens"]:
+            generated = update["generated_tokens"]
+            trained = update["trained_tokens"]
+            if generated != trained:
                 problems.append(
-                    f"{_name(repetition)}, update {number}: {update['generated_tokens']} tokens generated, "
-                    f"{update['trained_tokens']} trained"
+                    f"{_name(repetition)}, update {number}: {generated} tokens generated, {trained} trained"
                 )
+    # Repetition n has the same seed in every variant, and so the same prompts.
     rounds: dict[int, list[Mapping[str, Any]]] = {}
     for repetition in repetitions:
         rounds.setdefault(repetition["repetition"], []).append(repetition)
@@ -130,17 +144,18 @@ def _name(repetition: Mapping[str, Any]) -> str:
 
 
 def _unequal_round(number: int, repetitions: Sequence[Mapping[str, Any]], tolerance: float) -> list[str]:
+    """What differs between the variants of one repetition, one sentence each."""
+    distinct_values = {
+        "prompts": {repetition["prompts"] for repetition in repetitions},
+        "threads": {repetition["threads"] for repetition in repetitions},
+        "updates": {len(repetition["updates"]) for repetition in repetitions},
+    }
     problems = []
-    for fact, value in (
-        ("prompts", lambda repetition: repetition["prompts"]),
-        ("threads", lambda repetition: repetition["threads"]),
-        ("updates", lambda repetition: len(repetition["updates"])),
-    ):
-        distinct_values = {value(repetition) for repetition in repetitions}
-        if len(distinct_values) > 1:
-            problems.append(
-                f"repetition {number}: {fact} differ between variants ({', '.join(map(str, distinct_values))})"
-            )
+    for name, values in distinct_values.items():
+        if len(values) > 1:
+            problems.append(f"repetition {number}: {name} differ between variants ({', '.join(map(str, values))})")
+
+    # Completions are sampled, by samplers that draw differently: their lengths agree only roughly.
     tokens = [sum(update["trained_tokens"] for update in measured(repetition)) for repetition in repetitions]
     median_tokens = statistics.median(tokens)
     for repetition, count in zip(repetitions, tokens, strict=True):

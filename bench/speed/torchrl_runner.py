@@ -3,12 +3,12 @@
 TorchRL's script for GRPO needs GPUs, Ray and vLLM. What runs here is the same sequence in one process:
 ``TransformersWrapper`` samples (transformers' generation), a second one gives the reference's log-probs,
 ``MCAdvantage`` in a replay buffer makes groups and advantages, ``GRPOLoss`` and ``MixedPrecisionOptimizationStepper``
-learn from micro-batches of 4 (the script's 32 in 8). The script asks for gradient checkpointing and puts the model in
-eval mode, in which transformers does not checkpoint. The variant ``default`` does the same; the variant
-``checkpointing`` does checkpoint. This file adds the training loop and fixes that are commented in place.
+train on micro-batches of 4 (the script's 32 rows in 8). The script asks for gradient checkpointing and puts the model
+in eval mode, in which transformers does not checkpoint. The variant ``default`` does the same; the variant
+``checkpointing`` does checkpoint. This file adds the training loop, and fixes that are commented in place.
 
-The KL term differs from the other systems': k3 without ratio, divided by every position of the padded micro-batch,
-prompts included. The work is the same.
+The KL term differs from that of the other systems: it is k3 without ratio, divided by every position of the padded
+micro-batch, prompts included. The amount of work is the same.
 """
 
 from __future__ import annotations
@@ -59,29 +59,33 @@ def build(task: str, variant: Variant, *, model: Path, updates: int, seed: int, 
     from torchrl.objectives.llm.grpo import MCAdvantage
     from torchrl.trainers.trainers import MixedPrecisionOptimizationStepper
 
+    # TorchRL's wrappers set the same for their own methods; the loop of this file is outside of them.
     set_list_to_stack(True).set()
     torch.manual_seed(seed)
     config = load_config(None, overrides(task, variant, model=model, updates=updates, seed=seed, output=output))
     tokenizer, policy = load(model)
     _, reference = load(model)
     checkpointing = variant.options.get("gradient_checkpointing", False)
+    # The script asks for it always; in eval mode it has no effect, see above.
     if checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    shape = {"pad_model_input": not variant.options.get("packing", False)}
-    learner = scorer(policy, tokenizer, **shape)
+    pad_model_input = not variant.options.get("packing", False)
+    learner = scorer(policy, tokenizer, pad_model_input=pad_model_input)
     accumulated = variant.options["gradient_accumulation_steps"]
     return System(
         tokenizer=tokenizer,
         policy=policy,
         learner=learner,
         sampler=sampler(policy, tokenizer, TASKS[task].max_new_tokens),
-        reference=scorer(reference, tokenizer, **shape),
+        reference=scorer(reference, tokenizer, pad_model_input=pad_model_input),
         buffer=ReplayBuffer(
             storage=LazyStackStorage(ROWS),
             sampler=SamplerWithoutReplacement(),
+            # Iterating over the buffer gives the micro-batches.
             batch_size=ROWS // accumulated,
             transform=MCAdvantage(grpo_size=GROUP_SIZE),
         ),
+        # TorchRL's default adds an entropy bonus, which the other systems do not have.
         loss=GRPOLoss(learner, kl_to_ref_coeff=BETA[variant.algorithm], entropy_bonus=False),
         stepper=MixedPrecisionOptimizationStepper(
             torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE),
@@ -103,7 +107,8 @@ def load(model: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    if tokenizer.pad_token_id == tokenizer.eos_token_id:
+    pads_with_end_token = tokenizer.pad_token_id == tokenizer.eos_token_id
+    if pads_with_end_token:
         tokenizer.pad_token = tokenizer.unk_token
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     # The whole distribution, as in the other systems; TorchRL's wrapper refuses top_k=0 as an argument.
@@ -181,13 +186,14 @@ def experience(
     for prompt, ids, logp, reward in zip(prompts, completions, logps, rewards, strict=True):
         prompt_ids = torch.tensor(prompt.token_ids)
         full = torch.cat([prompt_ids, ids])
+        no_prompt_logps = torch.full((len(prompt_ids),), torch.nan)
         rows.append(
             TensorDict(
                 {
                     "query": prompt.text,
                     "tokens": {"prompt": prompt_ids, "full": full},
                     "masks": {"all_attention_mask": torch.ones_like(full, dtype=torch.bool)},
-                    "log_probs": {"full": torch.cat([torch.full((len(prompt_ids),), torch.nan), logp])},
+                    "log_probs": {"full": torch.cat([no_prompt_logps, logp])},
                     "next": {"reward": torch.tensor([[reward]]), "done": torch.tensor([True])},
                 }
             )
@@ -217,7 +223,8 @@ def verified(system: System, prompts: list[Any], completions: list[Any]) -> list
     from kl_comedy.rewards import score
 
     texts = system.tokenizer.batch_decode(completions, skip_special_tokens=True)
-    return [r.value for r in score(REWARD, completions=texts, answers=[prompt.problem.answer for prompt in prompts])]
+    answers = [prompt.problem.answer for prompt in prompts]
+    return [reward.value for reward in score(REWARD, completions=texts, answers=answers)]
 
 
 def run(task: str, variant: Variant, *, model: Path, updates: int, seed: int, output: Path) -> dict[str, Any]:
@@ -231,29 +238,36 @@ def run(task: str, variant: Variant, *, model: Path, updates: int, seed: int, ou
     timer.wrap(system.loss, "forward", "forward")
     recorder.start()
     for number in range(updates):
-        update_prompts = system.prompts[number * PROMPTS_PER_UPDATE : (number + 1) * PROMPTS_PER_UPDATE]
-        _update(system, recorder, [prompt for prompt in update_prompts for _ in range(GROUP_SIZE)])
+        first = number * PROMPTS_PER_UPDATE
+        repeated = []
+        for prompt in system.prompts[first : first + PROMPTS_PER_UPDATE]:
+            # TorchRL samples one completion per row; MCAdvantage finds a group by its prompt.
+            repeated += [prompt] * GROUP_SIZE
+        _update(system, recorder, repeated)
         recorder.end_update()
     return recorder.result()
 
 
 def _update(system: System, recorder: UpdateRecorder, prompts: list[Any]) -> None:
     """One update on 32 rows: sample, score and train."""
-    out = sample(system, prompts)
-    completions = out.get(("tokens", "response"), as_list=True)
-    logps = out.get(("log_probs", "response"), as_list=True)
-    recorder.add_completions([list(prompt.token_ids) for prompt in prompts], [len(ids) for ids in completions])
+    sampled = sample(system, prompts)
+    completions = sampled.get(("tokens", "response"), as_list=True)
+    logps = sampled.get(("log_probs", "response"), as_list=True)
+    prompt_ids = [list(prompt.token_ids) for prompt in prompts]
+    recorder.add_completions(prompt_ids, [len(ids) for ids in completions])
     with recorder.timer.phase("score"):
         rewards = verified(system, prompts, completions)
     recorder.add_rewards(rewards)
     system.buffer.extend(experience(system, prompts, completions, logps, rewards))
+    # The stepper asks a trainer for the loss, and for nothing else.
     trainer = SimpleNamespace(compute_loss=system.loss)
     # transformers checkpoints in training mode only, where it samples without a cache. These models have no dropout.
     system.policy.train(system.checkpointing)
     for micro in system.buffer:
-        recorder.add_trained_tokens(
-            sum(int(logp.isfinite().sum()) for logp in micro.get(("log_probs", "full"), as_list=True))
-        )
+        # Only completion tokens have a finite sampled log-prob, see experience().
+        for logp in micro.get(("log_probs", "full"), as_list=True):
+            recorder.add_trained_tokens(int(logp.isfinite().sum()))
         system.stepper.step(trainer, micro)
     system.policy.eval()
+    # As TorchRL's GRPO trainer empties it after an update.
     system.buffer.empty(empty_write_count=False)

@@ -21,20 +21,25 @@ def import_trl() -> Any:
 
 
 def arguments(task: str, variant: Variant, *, updates: int, seed: int, output: Path) -> dict[str, Any]:
-    """Trainer arguments: shared settings, then the variant's options; TRL's defaults otherwise."""
+    """Trainer arguments: shared settings, then the variant's options. The others have TRL's defaults."""
     return {
         "output_dir": str(output),
         "max_steps": updates,
         "learning_rate": LEARNING_RATE,
+        # TRL's default decays it to zero over the run, which is a few updates long.
         "lr_scheduler_type": "constant",
         "beta": BETA[variant.algorithm],
         "num_generations": GROUP_SIZE,
         "max_completion_length": TASKS[task].max_new_tokens,
+        # The precision of all systems here.
         "model_init_kwargs": {"dtype": "float32"},
+        # TRL's default is bfloat16.
         "bf16": False,
         "use_cpu": True,
         "seed": seed,
+        # The rows are already in kl_comedy's order.
         "shuffle_dataset": False,
+        # The peers run without tracking and checkpoints; kl_comedy's run has its tracking.
         "report_to": [],
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -61,10 +66,12 @@ def build(
     def verified(completions: list[str], answer: list[str], **_: Any) -> list[float]:
         return [reward.value for reward in score(REWARD, completions=completions, answers=answer)]
 
-    trainer_class, config_class = {
-        "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
-        "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
-    }[variant.algorithm]
+    if variant.algorithm == "grpo":
+        trainer_class = trl.GRPOTrainer
+        config_class = trl.GRPOConfig
+    else:
+        trainer_class = trl.RLOOTrainer
+        config_class = trl.RLOOConfig
     trainer_arguments = arguments(task, variant, updates=updates, seed=seed, output=output)
     trainer = trainer_class(
         model=str(model),
@@ -80,8 +87,9 @@ def build(
 
 def _check_prompts(trainer: Any, prompts: list[Any]) -> None:
     """Raise :class:`SystemExit` if TRL tokenizes the prompts differently."""
-    theirs = trainer._tokenize_prompts([prompt.text for prompt in prompts])[0]
-    if fingerprint(theirs) != fingerprint([prompt.token_ids for prompt in prompts]):
+    their_ids = trainer._tokenize_prompts([prompt.text for prompt in prompts])[0]
+    our_ids = [prompt.token_ids for prompt in prompts]
+    if fingerprint(their_ids) != fingerprint(our_ids):
         raise SystemExit("TRL tokenizes the prompts differently; the work would not be the same")
 
 
@@ -109,24 +117,35 @@ def _add_timers(recorder: UpdateRecorder, trainer: Any) -> None:
     """Time the trainer's methods on the instance."""
     import torch
 
+    # One method of TRL makes every forward pass; what it is for shows in the model and the gradient mode.
     def kind_of_pass(model: Any, *_: Any, **__: Any) -> str:
         if torch.is_grad_enabled():
             return "forward"
-        return "reference" if model is trainer.ref_model else "policy_no_grad"
+        if model is trainer.ref_model:
+            return "reference"
+        return "policy_no_grad"
 
+    # A group's prompts may be given once, or repeated for each completion.
     def count_generated(result: Any, prompt_ids: Any, *_: Any, **__: Any) -> None:
-        completions = result[0] if isinstance(result, tuple) else result
-        per_prompt = len(completions) // len(prompt_ids)
-        prompts = [list(map(int, ids)) for ids in prompt_ids for _ in range(per_prompt)]
+        completions = result
+        if isinstance(result, tuple):
+            # GRPO returns log-probs too, RLOO the completions alone.
+            completions = result[0]
+        completions_per_prompt = len(completions) // len(prompt_ids)
+        prompts = []
+        for ids in prompt_ids:
+            prompts += [list(map(int, ids))] * completions_per_prompt
         recorder.add_completions(prompts, [len(ids) for ids in completions])
+
+    def count_rewards(rewards_BR: Any, *_: Any) -> None:
+        # One column per reward function.
+        recorder.add_rewards(rewards_BR.sum(1).tolist())
 
     def count_trained(_: Any, model: Any, inputs: Any, *__: Any, **___: Any) -> None:
         recorder.add_trained_tokens(int(inputs["completion_mask"].sum()))
 
     timer = recorder.timer
     timer.wrap(trainer, "_generate_single_turn", "generate", after=count_generated)
-    timer.wrap(
-        trainer, "_calculate_rewards", "score", after=lambda rewards, *_: recorder.add_rewards(rewards.sum(1).tolist())
-    )
+    timer.wrap(trainer, "_calculate_rewards", "score", after=count_rewards)
     timer.wrap(trainer, "_get_per_token_logps_and_entropies", kind_of_pass)
     timer.wrap(trainer, "_compute_loss", "forward", after=count_trained)

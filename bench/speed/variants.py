@@ -1,8 +1,8 @@
 """The compared variants: a system, an algorithm and a setting. Peers run at their defaults and at faster settings.
 
 All systems use float32, AdamW with the same learning rate, clip norm, prompts, group size and completion limit.
-Ours and TRL have the same KL term with the same coefficient: k3 times the token ratio in the loss (GRPO), k1 of the
-whole completion in the reward (RLOO). TorchRL (GRPO alone) has k3 without ratio, at the same coefficient.
+kl_comedy and TRL have the same KL term with the same coefficient: k3 times the token ratio in the loss (GRPO), k1 of
+the whole completion in the reward (RLOO). TorchRL, which has only GRPO, has k3 without ratio at the same coefficient.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ ALGORITHMS = ("grpo", "rloo")
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One measured setting. ``options``: config overrides (ours), trainer arguments (TRL) or options of
-    torchrl_runner.py (TorchRL)."""
+    """One measured setting.
+
+    ``options`` holds config overrides (ours), trainer arguments (TRL) or options of torchrl_runner.py (TorchRL).
+    """
 
     system: str
     algorithm: str
@@ -51,10 +53,12 @@ SPLIT = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4}
 """32 completions per update: in one backward pass, or in TRL's default device batch of 8."""
 
 CACHE = {"num_blocks": 96, "max_batch_tokens": 2048, "max_requests_per_batch": 32}
-"""Cache of continuous batching: 32 rows of at least two blocks of 256 tokens; prompts take a few steps."""
+"""Cache of continuous batching: 32 rows of at least two blocks of 256 tokens. Prompts are read in a few steps."""
+
+# The notes below are printed in the stored pages.
 
 
-def _variants_of(algorithm: str) -> tuple[Variant, ...]:
+def _our_variants(algorithm: str) -> tuple[Variant, ...]:
     return (
         Variant(
             system="ours",
@@ -66,8 +70,11 @@ def _variants_of(algorithm: str) -> tuple[Variant, ...]:
             system="ours",
             algorithm=algorithm,
             setting="lean",
-            note="exact KL measured at the first (warm-up) update only, activation checkpoints, small micro-batches",
+            # Its gradient is the same: checkpoints and micro-batches change memory and time only.
+            note="exact KL measured at the first (warm-up) and last update only, activation checkpoints, small "
+            "micro-batches",
             options={
+                # kl_comedy measures it at the first and the last update, whatever the interval.
                 "train.exact_kl_every": 0,
                 "train.microbatch_tokens": 600,
                 "model.gradient_checkpointing": "true",
@@ -77,9 +84,14 @@ def _variants_of(algorithm: str) -> tuple[Variant, ...]:
             system="ours",
             algorithm=algorithm,
             setting="quick",
-            note="exact KL measured at the first (warm-up) update only",
+            note="exact KL measured at the first (warm-up) and last update only",
             options={"train.exact_kl_every": 0},
         ),
+    )
+
+
+def _trl_variants(algorithm: str) -> tuple[Variant, ...]:
+    return (
         Variant(
             system="trl",
             algorithm=algorithm,
@@ -142,5 +154,15 @@ TORCHRL = (
     ),
 )
 
-VARIANTS = {variant.name: variant for algorithm in ALGORITHMS for variant in _variants_of(algorithm)}
-VARIANTS |= {variant.name: variant for variant in TORCHRL}
+
+def _by_name() -> dict[str, Variant]:
+    """All variants in the order of the tables."""
+    variants: list[Variant] = []
+    for algorithm in ALGORITHMS:
+        variants += _our_variants(algorithm)
+        variants += _trl_variants(algorithm)
+    variants += TORCHRL
+    return {variant.name: variant for variant in variants}
+
+
+VARIANTS = _by_name()

@@ -13,7 +13,9 @@ from speed.variants import OURS, Variant
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
-PROMPTS_PER_UPDATE, GROUP_SIZE, LEARNING_RATE = 4, 8, 1e-6
+PROMPTS_PER_UPDATE = 4
+GROUP_SIZE = 8
+LEARNING_RATE = 1e-6
 REWARD = "exact_answer"
 """The reward of all systems: the number in the completion, compared exactly."""
 
@@ -66,12 +68,16 @@ TASKS = {
 
 def data_folder() -> Path:
     """The folder of gsm8k_train.jsonl: ``KL_COMEDY_DATA``, or shared/data next to the checkout."""
-    return Path(os.environ.get("KL_COMEDY_DATA") or ROOT.parent / "shared" / "data")
+    configured = os.environ.get("KL_COMEDY_DATA")
+    if configured:
+        return Path(configured)
+    return ROOT.parent / "shared" / "data"
 
 
 def missing(task: str) -> str | None:
     """A message if the model or data of this task is missing, else None."""
-    if not TASKS[task].pocket and not (SMOLLM2 / "config.json").exists():
+    needs_smollm2 = not TASKS[task].pocket
+    if needs_smollm2 and not (SMOLLM2 / "config.json").exists():
         return "models/SmolLM2-135M-Instruct is missing; run `make smollm2`"
     if task == "gsm8k" and not (data_folder() / "gsm8k_train.jsonl").exists():
         return "gsm8k_train.jsonl is missing; set KL_COMEDY_DATA to its folder"
@@ -80,20 +86,26 @@ def missing(task: str) -> str | None:
 
 def overrides(task: str, variant: Variant, *, model: Path, updates: int, seed: int, output: Path) -> list[str]:
     """The config as ``key=value`` overrides. ``updates`` includes the warm-up."""
-    path_override = [f"data.train.path={data_folder() / 'gsm8k_train.jsonl'}"] if task == "gsm8k" else []
-    algorithm = OURS[variant.algorithm]
-    variant_overrides = [f"{key}={value}" for key, value in variant.options.items()] if variant.system == "ours" else []
+    path_override = []
+    if task == "gsm8k":
+        path_override.append(f"data.train.path={data_folder() / 'gsm8k_train.jsonl'}")
+    # The peers' runs build this config too, for its prompts; their options are not kl_comedy's.
+    variant_overrides = []
+    if variant.system == "ours":
+        variant_overrides = [f"{key}={value}" for key, value in variant.options.items()]
     return [
         f"model.source={model}",
         *TASKS[task].data,
         *path_override,
-        *algorithm,
+        # Over the defaults of the task: advantage, policy loss, reduction and KL.
+        *OURS[variant.algorithm],
         f"rollout.prompts_per_batch={PROMPTS_PER_UPDATE}",
         f"rollout.group_size={GROUP_SIZE}",
         f"rollout.max_new_tokens={TASKS[task].max_new_tokens}",
         f"rewards=[{{name: {REWARD}}}]",
         f"optimizer.lr={LEARNING_RATE}",
         f"train.steps={updates}",
+        # Updates alone are measured: no checkpoint and no evaluation.
         "train.checkpoint_every=0",
         "eval.at_start=false",
         "eval.at_end=false",
@@ -101,6 +113,7 @@ def overrides(task: str, variant: Variant, *, model: Path, updates: int, seed: i
         f"name=speed-{variant.name}",
         f"output={output}",
         f"tracking.uri=sqlite:///{output / 'mlflow.db'}",
+        # Last: they replace what stands above.
         *variant_overrides,
     ]
 
@@ -111,13 +124,20 @@ def prompts_in_order(config: Any, tokenizer: Any, updates: int) -> list[Any]:
 
     problems = load_problems(config.data.train, key="data.train", training=True, allow_test_split=False)
     prompts, _ = render(problems, config.data.prompt, tokenizer)
+    # kl_comedy draws its order from the seed; the others get the prompts in that order and do not shuffle.
     order = PromptOrder(len(prompts), config.rollout.prompts_per_batch, config.seed)
-    return [prompts[n] for update in range(updates) for n in order.indices(update)]
+    ordered = []
+    for update in range(updates):
+        for index in order.indices(update):
+            ordered.append(prompts[index])
+    return ordered
 
 
 def fingerprint(prompts: Sequence[Sequence[int]]) -> str:
-    """One hash for the token ids of prompts, in order."""
-    return hashlib.sha256(repr([tuple(map(int, ids)) for ids in prompts]).encode()).hexdigest()[:16]
+    """One hash for the token ids of prompts, in order: equal hashes show that two systems had equal prompts."""
+    # The libraries give ids as Python ints or as tensors' elements, whose reprs differ.
+    rows = [tuple(map(int, ids)) for ids in prompts]
+    return hashlib.sha256(repr(rows).encode()).hexdigest()[:16]
 
 
 def save_pocket(folder: Path) -> None:
@@ -125,6 +145,7 @@ def save_pocket(folder: Path) -> None:
     from kl_comedy.config import ModelConfig
     from kl_comedy.models import load_model
 
+    # All systems load it from here by transformers' own means.
     loaded = load_model(ModelConfig(device="cpu"))
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)

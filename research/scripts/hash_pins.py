@@ -24,17 +24,21 @@ HEADER = """\
 
 def lock() -> str:
     """The text of install/requirements.txt, from PyPI alone."""
-    words = ["--dry-run", "--ignore-installed", "--quiet", "--report", "-", "--index-url", "https://pypi.org/simple"]
-    words += ["-c", "install/constraints.txt", ".[train]"]
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-"]
+    command += ["--index-url", "https://pypi.org/simple", "-c", "install/constraints.txt", ".[train]"]
+    # A mirror or a local folder of the caller may hold other builds of the same versions, with other hashes.
     environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
-    command = [sys.executable, "-m", "pip", "install", *words]
-    report = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+    completed = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+
     lines = []
-    for item in json.loads(report)["install"]:
-        name, version = item["metadata"]["name"], item["metadata"]["version"]
-        if name != "kl_comedy":
-            digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
-            lines.append(f"{re.sub(r'[-_.]+', '-', name).lower()}=={version} --hash=sha256:{digest}\n")
+    for item in json.loads(completed.stdout)["install"]:
+        metadata = item["metadata"]
+        # The project itself is installed from the checkout, and has no file in the index.
+        if metadata["name"] == "kl_comedy":
+            continue
+        normalized_name = re.sub(r"[-_.]+", "-", metadata["name"]).lower()
+        digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
+        lines.append(f"{normalized_name}=={metadata['version']} --hash=sha256:{digest}\n")
     return HEADER + "".join(sorted(lines))
 
 

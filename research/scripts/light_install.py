@@ -38,11 +38,12 @@ REPORT_IMPORTS = """
 import atexit, importlib.metadata, json, sys
 
 def write():
-    distributions = importlib.metadata.packages_distributions()
-    modules = {name.partition(".")[0] for name in sys.modules}
-    imported = sorted({each for module in modules for each in distributions.get(module, ())})
+    distributions_of = importlib.metadata.packages_distributions()
+    imported = set()
+    for module in list(sys.modules):
+        imported.update(distributions_of.get(module.partition(".")[0], ()))
     with open(IMPORTED, "a") as file:
-        file.write(json.dumps(imported) + "\\n")
+        file.write(json.dumps(sorted(imported)) + "\\n")
 
 atexit.register(write)
 """
@@ -50,87 +51,126 @@ atexit.register(write)
 
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
-    """Run a command with nothing of this checkout on its path; its stdout. The command's errors end this script."""
-    words = [str(word) for word in command]
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run(words, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise SystemExit(f"light install: {' '.join(words)} exited {done.returncode}\n{done.stdout}")
-    return done.stdout
+    """Run a command with nothing of this checkout on its path, and return its stdout.
+
+    Raises SystemExit where the command fails.
+    """
+    arguments = [str(argument) for argument in command]
+    environment = dict(os.environ)
+    environment.pop("PYTHONPATH", None)
+    environment.pop("PYTHONHOME", None)
+    # stderr stays that of this script, so that pip's errors are seen as they come.
+    completed = subprocess.run(arguments, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True)
+    if completed.returncode != 0:
+        raise SystemExit(f"light install: {' '.join(arguments)} exited {completed.returncode}\n{completed.stdout}")
+    return completed.stdout
 
 
 def build_wheel(folder: Path) -> Path:
-    """The wheel of the committed sources and of what is changed in this checkout, in ``folder``."""
-    copy = folder / "source"  # setuptools writes build/ beside the sources
-    files = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "src", cwd=ROOT).split("\0")
-    for name in ["pyproject.toml", "README.md", "LICENSE", *filter(None, files)]:
-        if (ROOT / name).is_file():
-            (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            (copy / name).write_bytes((ROOT / name).read_bytes())
+    """Build the wheel of this checkout, with its uncommitted changes, in ``folder``."""
+    # A copy, because setuptools writes build/ beside the sources.
+    copy = folder / "source"
+    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "src", cwd=ROOT)
+    names = ["pyproject.toml", "README.md", "LICENSE"]
+    names += listed.rstrip("\0").split("\0")
+    for name in names:
+        source = ROOT / name
+        # git also lists a file that was deleted and not yet committed as such.
+        if not source.is_file():
+            continue
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(source.read_bytes())
     run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, copy)
     (wheel,) = folder.glob("kl_comedy-*.whl")
     return wheel
 
 
 def conformance_example(folder: Path) -> Path:
-    """The first example of docs/conformance.md as a script."""
+    """Write the first example of docs/conformance.md as a script that calls each of its tests."""
     page = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
     block = re.search(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     assert block is not None, "docs/conformance.md has no example"
     tests = re.findall(r"^def (test_\w+)\(", block[1], flags=re.MULTILINE)
     assert tests, "the example of docs/conformance.md has no test"
+    # pytest is no dependency of the wheel: the script calls the tests itself.
+    calls = "".join(f"\n{test}()\n" for test in tests)
     script = folder / "conformance_example.py"
-    script.write_text(block[1] + "".join(f"\n{test}()\n" for test in tests), encoding="utf-8")
+    script.write_text(block[1] + calls, encoding="utf-8")
     return script
 
 
 def check(python: str, wheel: Path, folder: Path) -> None:
     """Install ``wheel`` for one Python and run the examples. Raises SystemExit where the install is not light."""
-    began = time.monotonic()
+    started = time.monotonic()
     run(python, "-m", "venv", folder / "venv")
     new_python = folder / "venv" / "bin" / "python"
     run(new_python, "-m", "pip", "install", "-qq", "-c", ROOT / "install" / "constraints.txt", wheel)
-    installed_s = time.monotonic() - began
+    install_s = time.monotonic() - started
 
-    # A wheel of another build tag keeps torch's version and adds a local part, as 2.13.0+cpu.
-    listed = json.loads(run(new_python, "-m", "pip", "list", "--format", "json"))
-    installed = {each["name"].lower().replace("_", "-"): each["version"] for each in listed}
-    site = Path(run(new_python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    installed = installed_versions(new_python)
+    imported = run_examples(new_python, folder)
+    total_s = time.monotonic() - started
+
+    version = run(new_python, "-c", "import platform; print(platform.python_version())").strip()
+    packages = [f"{name} {installed[name]}" for name in sorted(installed)]
+    print(f"Python {version}: installed in {install_s:.0f} s, all in {total_s:.0f} s")
+    print(f"  {len(installed)} packages: {', '.join(packages)}")
+    print(f"  imported: {', '.join(sorted(imported))}")
+
+    # Imported and not installed is possible: the environment's Python may see packages of the system.
+    present = imported | set(installed)
+    heavy = sorted(present.intersection(FORBIDDEN))
+    if heavy:
+        raise SystemExit(f"light install: {', '.join(heavy)} must come with the extra train only")
+
+
+def installed_versions(python: Path) -> dict[str, str]:
+    """The version of each installed distribution, by its normalized name."""
+    listed = json.loads(run(python, "-m", "pip", "list", "--format", "json"))
+    return {normalized(item["name"]): item["version"] for item in listed}
+
+
+def normalized(distribution: str) -> str:
+    return distribution.lower().replace("_", "-")
+
+
+def run_examples(python: Path, folder: Path) -> set[str]:
+    """Run the commands and examples, and return the distributions that any of their processes imported."""
     imports = folder / "imports.jsonl"
+    # Python imports what a .pth file of its site-packages names at every start.
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "report_imports.py").write_text(f"IMPORTED = {str(imports)!r}\n{REPORT_IMPORTS}")
     (site / "report_imports.pth").write_text("import report_imports\n")
 
+    # An empty folder: in the checkout's root, Python would import kl_comedy from the sources.
     work = folder / "work"
     work.mkdir()
-    for words in COMMANDS:
-        run(new_python.with_name("kl-comedy"), *words, cwd=work)
-    run(new_python, ROOT / "examples" / "own_trainer.py", "--steps", "5", cwd=work)
-    run(new_python, conformance_example(work), cwd=work)
+    for arguments in COMMANDS:
+        run(python.with_name("kl-comedy"), *arguments, cwd=work)
+    run(python, ROOT / "examples" / "own_trainer.py", "--steps", "5", cwd=work)
+    run(python, conformance_example(work), cwd=work)
 
-    processes = [json.loads(line) for line in imports.read_text().splitlines()]
-    assert len(processes) == len(COMMANDS) + 2, "a process did not report what it imported"
-    imported = {name.lower().replace("_", "-") for names in processes for name in names}
-    version = run(new_python, "-c", "import platform; print(platform.python_version())").strip()
-    print(f"Python {version}: installed in {installed_s:.0f} s, all in {time.monotonic() - began:.0f} s")
-    print(f"  {len(installed)} packages: {', '.join(f'{name} {installed[name]}' for name in sorted(installed))}")
-    print(f"  imported: {', '.join(sorted(imported))}")
-    heavy = {name for name in FORBIDDEN if name in installed or name in imported}
-    if heavy:
-        raise SystemExit(f"light install: {', '.join(sorted(heavy))} must come with the extra train only")
+    reports = [json.loads(line) for line in imports.read_text().splitlines()]
+    assert len(reports) == len(COMMANDS) + 2, "a process did not report what it imported"
+    imported: set[str] = set()
+    for names in reports:
+        imported.update(normalized(name) for name in names)
+    return imported
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters to try")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="kl_comedy_light_") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="kl_comedy_light_") as temporary:
+        folder = Path(temporary)
         wheel = build_wheel(folder)
         print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.2f} MiB")
         for number, python in enumerate(arguments.python):
-            part = folder / str(number)
-            part.mkdir()
-            check(python, wheel, part)
+            folder_of_python = folder / str(number)
+            folder_of_python.mkdir()
+            check(python, wheel, folder_of_python)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,15 @@
 
 import re
 
-OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#]*)[^)]*\)")
+LINK_OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#]*)[^)]*\)")
+"""A Markdown link whose path begins with ``../``: its text, and the path without an anchor."""
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Called by mkdocs with the text of every page."""
-    return OUTSIDE.sub(lambda link: f"{link[1]} (`{link[2].rstrip('/')}`)", markdown)
+    return LINK_OUTSIDE.sub(_as_path, markdown)
+
+
+def _as_path(link: re.Match[str]) -> str:
+    text, path = link.groups()
+    return f"{text} (`{path.rstrip('/')}`)"

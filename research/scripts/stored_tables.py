@@ -4,6 +4,8 @@ python research/scripts/stored_tables.py values
 
 `kl-comedy results verify results` runs this for the pages that name it, and compares every cell. It runs no study and
 measures nothing.
+
+The modules that draw each page are imported by its function: pages of bench/ need other packages than those of studies.
 """
 
 from __future__ import annotations
@@ -15,66 +17,78 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
+# The studies are a package of the root; the modules of bench/ and of this folder import each other by their bare names.
 sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "research" / "scripts")]
 
 
-def stored(name: str) -> Any:
+def read_json(name: str) -> Any:
     """A JSON file of results/."""
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
-def frame(name: str) -> Any:
-    """A CSV file of results/, whose texts may be called "none"."""
+def read_frame(name: str) -> pd.DataFrame:
+    """A CSV file of results/."""
     import pandas as pd
 
     return pd.read_csv(RESULTS / name)
+
+
+# --- pages of research/studies --------------------------------------------------------------------------------------
+# `command` is what a page says first. It is no table, so that verify does not compare it: these pages leave it empty.
 
 
 def values() -> str:
     from research.studies.pages import markdown
     from research.studies.values import error_table, gaussian_table
 
-    return "\n\n".join(map(markdown, (error_table(frame("values/errors.csv")), gaussian_table())))
+    errors = markdown(error_table(read_frame("values/errors.csv")))
+    return f"{errors}\n\n{markdown(gaussian_table())}"
 
 
 def open_problem() -> str:
     from research.studies.open_problem import parts
     from research.studies.pages import page
 
-    return page(parts(frame("open_problem/open_problem.csv"), frame("open_problem/k_lambda.csv"), command=""))
+    frame = read_frame("open_problem/open_problem.csv")
+    lambdas = read_frame("open_problem/k_lambda.csv")
+    return page(parts(frame, lambdas, command=""))
 
 
 def policy_corrections() -> str:
     from research.studies.pages import page
     from research.studies.policy_corrections import parts
 
-    return page(parts(frame("policy_corrections/policy_corrections.csv"), command=""))
+    return page(parts(read_frame("policy_corrections/policy_corrections.csv"), command=""))
 
 
 def discount() -> str:
     from research.studies.discount import parts
     from research.studies.pages import page
 
-    return page(parts(frame("discount/discount.csv"), command=""))
+    return page(parts(read_frame("discount/discount.csv"), command=""))
 
 
 def baselines() -> str:
     from research.studies.baselines import parts
     from research.studies.pages import page
 
-    return page(parts(frame("baselines/baselines.csv"), command=""))
+    return page(parts(read_frame("baselines/baselines.csv"), command=""))
 
 
 def topk() -> str:
     from research.studies.pages import page
     from research.studies.topk import parts
 
-    forms = frame("topk/forms.csv").fillna({"target": "-", "tokens": ""})
-    return page(parts(forms, frame("topk/scaling.csv"), frame("topk/cost.csv"), command=""))
+    # Empty cells of the CSV are texts of the page, and pandas reads them as NaN.
+    forms = read_frame("topk/forms.csv").fillna({"target": "-", "tokens": ""})
+    return page(parts(forms, read_frame("topk/scaling.csv"), read_frame("topk/cost.csv"), command=""))
 
 
 def long_audit() -> str:
@@ -87,7 +101,8 @@ def long_audit() -> str:
 def predictor() -> str:
     from research.studies.predictor import tables
 
-    return tables(frame("predictor/configurations.csv"), frame("predictor/scores.csv"), command="")
+    configurations = read_frame("predictor/configurations.csv")
+    return tables(configurations, read_frame("predictor/scores.csv"), command="")
 
 
 def synthetic(part: str) -> str:
@@ -96,40 +111,44 @@ def synthetic(part: str) -> str:
     return stored_tables(part, RESULTS / "synthetic")
 
 
+# --- pages of bench/ ------------------------------------------------------------------------------------------------
+
+
 def speed() -> str:
     from speed.report import page
 
-    return page(stored("speed/speed.json"))
+    return page(read_json("speed/speed.json"))
 
 
 def speed_redesign() -> str:
     from speed.report import page
 
-    return page(stored("speed/redesign/speed.json"))
+    return page(read_json("speed/redesign/speed.json"))
 
 
 def audit_cost() -> str:
     from audit_cost import page
 
-    data = stored("speed/audit_cost.json")
+    data = read_json("speed/audit_cost.json")
     return page(data["command"], data["config"], data["measurements"])
 
 
 def growth() -> str:
     from growth import table
 
+    rows = []
     with (RESULTS / "speed/growth.csv").open() as file:
-        rows = [
-            {name: text if name == "axis" else float(text or "nan") for name, text in row.items()}
-            for row in csv.DictReader(file)
-        ]
-    return table([row | {"value": int(row["value"])} for row in rows])
+        for row in csv.DictReader(file):
+            # A measurement that was not made is an empty cell.
+            numbers = {name: float(text or "nan") for name, text in row.items() if name != "axis"}
+            rows.append({**row, **numbers, "value": int(numbers["value"])})
+    return table(rows)
 
 
 def peers() -> str:
     from peers.report import markdown
 
-    data = stored("peers/peers.json")
+    data = read_json("peers/peers.json")
     return markdown(data["rows"], data["skipped"])
 
 
@@ -138,116 +157,154 @@ def harness() -> str:
 
     from harness_agreement import page
 
-    data = stored("harness/agreement.json")
-    return page(data["suites"], data["versions"], Namespace(tokens=0, model=data.get("model", "")))
-
-
-def overlap() -> str:
-    names = ("overlap", "own_overlap", "speed_up", "best_speed_up")
-    data = stored("overlap/overlap.json")
-    rows = [(str(at), *(row[name] for name in names)) for at, row in enumerate(data["rounds"], start=1)]
-    rows.append(("median", *(data[f"median_{name}"] for name in names)))
-    head = "| round | async step / larger synchronous part | async step / larger of its own parts "
-    head += "| synchronous / async step | sum of the parts / larger part |\n|---|---|---|---|---|"
-    return "\n".join([head, *(f"| {name} | {' | '.join(f'{value:.3f}' for value in each)} |" for name, *each in rows)])
+    data = read_json("harness/agreement.json")
+    arguments = Namespace(tokens=0, model=data.get("model", ""))
+    return page(data["suites"], data["versions"], arguments)
 
 
 def plan() -> str:
     from plan import page
 
-    return page(stored("plan/plan.json"))
+    return page(read_json("plan/plan.json"))
 
 
 def scaling() -> str:
     from scaling import page
 
-    return page(stored("scaling/scaling.json"))
+    return page(read_json("scaling/scaling.json"))
 
 
 def weights() -> str:
     import merged_adapter
     import weights_path
 
-    transports = weights_path.table(stored("weights/vllm_server.json"))
-    return f"{transports}\n\n{merged_adapter.table(stored('weights/merged_adapter.json'))}"
+    transports = weights_path.table(read_json("weights/vllm_server.json"))
+    adapters = merged_adapter.table(read_json("weights/merged_adapter.json"))
+    return f"{transports}\n\n{adapters}"
+
+
+# --- pages without a maker of their own -----------------------------------------------------------------------------
+
+
+def overlap() -> str:
+    """How much of an asynchronous step's parts overlaps, per round and as a median."""
+    columns = {
+        "overlap": "async step / larger synchronous part",
+        "own_overlap": "async step / larger of its own parts",
+        "speed_up": "synchronous / async step",
+        "best_speed_up": "sum of the parts / larger part",
+    }
+    data = read_json("overlap/overlap.json")
+    lines = [
+        "| round | " + " | ".join(columns.values()) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
+    for number, measured in enumerate(data["rounds"], start=1):
+        lines.append(_overlap_line(str(number), [measured[name] for name in columns]))
+    lines.append(_overlap_line("median", [data[f"median_{name}"] for name in columns]))
+    return "\n".join(lines)
+
+
+def _overlap_line(name: str, ratios: list[float]) -> str:
+    return f"| {name} | " + " | ".join(f"{ratio:.3f}" for ratio in ratios) + " |"
+
+
+def read_lags() -> list[dict[str, Any]]:
+    """The rows of lags/runs.csv, with numbers where the columns hold numbers."""
+    with (RESULTS / "lags/runs.csv").open() as file:
+        return [_typed_lag(row) for row in csv.DictReader(file)]
+
+
+def _typed_lag(row: dict[str, str]) -> dict[str, Any]:
+    typed: dict[str, Any] = {}
+    for name, text in row.items():
+        if name in ("name", "kl", "config_hash", "commit", "dirty"):
+            typed[name] = text
+        elif name in ("seed", "lag", "updates", "heldout_update"):
+            typed[name] = int(text)
+        elif name == "collapsed":
+            typed[name] = text == "True"
+        else:
+            typed[name] = float(text)
+    return typed
 
 
 def lags() -> str:
     from lag_table import table
 
-    with (RESULTS / "lags/runs.csv").open() as file:
-        return table([read_lag(row) for row in csv.DictReader(file)])
-
-
-def read_lag(row: dict[str, str]) -> dict[str, Any]:
-    """A row of lags/runs.csv with its numbers; the other columns are texts."""
-    texts = ("name", "kl", "config_hash", "commit", "dirty")
-    numbers = {name: float(text) for name, text in row.items() if name not in (*texts, "collapsed")}
-    whole = {name: int(row[name]) for name in ("seed", "lag", "updates", "heldout_update")}
-    return {**row, **numbers, **whole, "collapsed": row["collapsed"] == "True"}
+    return table(read_lags())
 
 
 def lags_heldout() -> str:
     """Means with Student's interval, as `kl-comedy results table` prints them."""
-    from kl_comedy.statistics import interval
     from kl_comedy.tracking.runs import family_of, sort_key
-    from kl_comedy.tracking.tables import markdown, number
+    from kl_comedy.tracking.tables import markdown
 
-    with (RESULTS / "lags/runs.csv").open() as file:
-        runs = [read_lag(row) for row in csv.DictReader(file)]
-
-    def cell(values: list[float]) -> str:
-        mean = interval(values)
-        return f"{number(mean.mean)} [{number(mean.low)}, {number(mean.high)}]"
-
-    def order(run: dict[str, Any]) -> Any:
+    def order(run: dict[str, Any]) -> tuple[Any, ...]:
         return run["lag"], *map(sort_key, family_of(run["kl"]))
 
     rows = []
-    for _, group in itertools.groupby(sorted(runs, key=order), key=order):
-        here = list(group)
-        cells = [cell([run[name] for run in here]) for name in ("heldout_reward", "heldout_exact_kl")]
-        collapsed = sum(run["collapsed"] for run in here)
-        rows.append([str(here[0]["lag"]), here[0]["kl"], str(len(here)), *cells, str(len(here)), "0", str(collapsed)])
+    for _, group in itertools.groupby(sorted(read_lags(), key=order), key=order):
+        runs = list(group)
+        count = str(len(runs))
+        reward = _mean_cell([run["heldout_reward"] for run in runs])
+        exact_kl = _mean_cell([run["heldout_exact_kl"] for run in runs])
+        collapsed = sum(run["collapsed"] for run in runs)
+        # The file has no status: all runs count in the means, and none of them failed.
+        rows.append([str(runs[0]["lag"]), runs[0]["kl"], count, reward, exact_kl, count, "0", str(collapsed)])
     metrics = ("eval/heldout/reward", "eval/heldout/kl/exact_reverse_sequence")
     return markdown(["lag.steps", "kl.label", "n", *metrics, "runs", "failed", "collapsed"], rows)
 
 
 def quickstart() -> str:
     """The quickstart's row of results/README.md, from results/runs.csv."""
-    from kl_comedy.statistics import interval
-    from kl_comedy.tracking.tables import markdown, number
+    from kl_comedy.tracking.tables import markdown
 
-    runs = frame("runs.csv")
+    runs = read_frame("runs.csv")
     runs = runs[runs["name"] == "quickstart"]
     metrics = ["eval/heldout/reward", "train/reward", "kl/exact_reverse_sequence"]
-    means = [interval(list(runs[name])) for name in metrics]
-    cells = [f"{number(each.mean)} [{number(each.low)}, {number(each.high)}]" for each in means]
-    row = ["quickstart", runs["kl.label"].iloc[0], str(len(runs)), *cells]
+    means = [_mean_cell(list(runs[name])) for name in metrics]
+    row = ["quickstart", runs["kl.label"].iloc[0], str(len(runs)), *means]
     return markdown(["name", "kl.label", "n", *metrics], [row])
 
 
+def _mean_cell(values: list[float]) -> str:
+    """The mean with its interval over seeds."""
+    from kl_comedy.statistics import interval
+    from kl_comedy.tracking.tables import number
+
+    mean = interval(values)
+    return f"{number(mean.mean)} [{number(mean.low)}, {number(mean.high)}]"
+
+
 PAGES: dict[str, Callable[[], str]] = {
-    function.__name__: function
-    for function in (
-        *(
-            values,
-            open_problem,
-            discount,
-            baselines,
-            topk,
-            long_audit,
-            predictor,
-            policy_corrections,
-            speed,
-            speed_redesign,
-            audit_cost,
-            growth,
-            peers,
-        ),
-        *(harness, overlap, plan, scaling, weights, lags, lags_heldout, quickstart),
-    )
-} | {f"synthetic_{part}": partial(synthetic, part) for part in ("length", "distance", "optimum", "modes")}
+    "values": values,
+    "open_problem": open_problem,
+    "discount": discount,
+    "baselines": baselines,
+    "topk": topk,
+    "long_audit": long_audit,
+    "predictor": predictor,
+    "policy_corrections": policy_corrections,
+    "speed": speed,
+    "speed_redesign": speed_redesign,
+    "audit_cost": audit_cost,
+    "growth": growth,
+    "peers": peers,
+    "harness": harness,
+    "overlap": overlap,
+    "plan": plan,
+    "scaling": scaling,
+    "weights": weights,
+    "lags": lags,
+    "lags_heldout": lags_heldout,
+    "quickstart": quickstart,
+    "synthetic_length": partial(synthetic, "length"),
+    "synthetic_distance": partial(synthetic, "distance"),
+    "synthetic_optimum": partial(synthetic, "optimum"),
+    "synthetic_modes": partial(synthetic, "modes"),
+}
+"""What each page's command names; the pages of results/ carry these names."""
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in PAGES:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +18,30 @@ Out = Annotated[Path, typer.Option(help="Folder for data, figures and README")]
 Problems = Annotated[int, typer.Option(min=1, help="Random problems per length and staleness")]
 Quick = Annotated[bool, typer.Option("--quick", help="Two lengths, three degrees of staleness, two seeds")]
 FiguresOnly = Annotated[bool, typer.Option("--figures-only", help="Make figures (and page) again from the data")]
-QUICK: dict[str, Any] = {"lengths": (4, 8), "staleness": (0.0, 0.3, 1.0), "seeds": 2}
+
+# Each command imports its study inside: `--help` must not wait for torch and matplotlib.
+# A page's command is part of the page (results verify repeats it): it names the options that change the numbers only.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudySize:
+    """The random problems of a study: one for each length, staleness and seed."""
+
+    lengths: Sequence[int]
+    staleness: Sequence[float]
+    seeds: int
+
+    @property
+    def problems(self) -> int:
+        return len(self.lengths) * len(self.staleness) * self.seeds
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a study's function."""
+        return {"lengths": self.lengths, "staleness": self.staleness, "seeds": self.seeds}
+
+
+QUICK = StudySize(lengths=(4, 8), staleness=(0.0, 0.3, 1.0), seeds=2)
 
 
 @app.command()
@@ -39,21 +64,24 @@ def synthetic(
     from research.studies.synthetic import PARTS, Size, draw, run_part
 
     check_choice("PART", part, (*PARTS, "all"))
+    parts = list(PARTS) if part == "all" else [part]
+    # From the CSV files in the folder, whatever size they were measured at.
+    if figures_only:
+        for name in parts:
+            draw(name, out)
+        return
+
     size = Size(quick=quick, seeds=seeds)
-    options = [*(["--quick"] if quick else []), *([f"--seeds {seeds}"] if seeds is not None else [])]
-    for each in PARTS if part == "all" else (part,):
-        if figures_only:
-            draw(each, out)
-            continue
-        with progress_bar(each, size.steps(each)) as advance:
-            run_part(
-                each,
-                out,
-                size,
-                command=" ".join(["python -m research.studies synthetic", each, *options]),
-                done=advance,
-            )
-        message(f"{each}: {out / f'{each}.csv'}")
+    options = ""
+    if quick:
+        options += " --quick"
+    if seeds is not None:
+        options += f" --seeds {seeds}"
+    for name in parts:
+        command = f"python -m research.studies synthetic {name}{options}"
+        with progress_bar(name, size.steps(name)) as advance:
+            run_part(name, out, size, command=command, done=advance)
+        message(f"{name}: {out / f'{name}.csv'}")
 
 
 @app.command()
@@ -64,14 +92,15 @@ def values(
 ) -> None:
     """Compute the error of an estimated KL by the number of samples (2506.09477, Fig. 1), and two Gaussians' noise.
 
-    A second.
+    It takes a second.
 
     Example: `python -m research.studies values --out results/values`
     """
     from research.studies.values import draw, token_errors, write_report
 
     if figures_only:
-        return draw(out)
+        draw(out)
+        return
     write_report(token_errors(seeds), out, command=f"python -m research.studies values --seeds {seeds}")
     message(f"{out / 'README.md'}")
 
@@ -83,7 +112,7 @@ def open_problem(
     quick: Quick = False,
     figures_only: FiguresOnly = False,
 ) -> None:
-    """Measure bias, variance and error of every off-policy KL gradient we know, by length and staleness.
+    """Measure bias, variance and error of every known off-policy KL gradient, by length and staleness.
 
     About five minutes on one core; `--quick` about ten seconds.
 
@@ -94,15 +123,28 @@ def open_problem(
     from research.studies.open_problem import BATCH, BATCHES, LENGTHS, STALENESS, lambda_study, study, write_report
 
     if figures_only:
-        frame, lambdas = (pd.read_csv(out / f"{name}.csv") for name in ("open_problem", "k_lambda"))
+        # The number of seeds is in the data; a quick study's would be wrong here, and is not published.
+        frame = pd.read_csv(out / "open_problem.csv")
+        lambdas = pd.read_csv(out / "k_lambda.csv")
         command = f"python -m research.studies open-problem --seeds {frame.seed.nunique()}"
-        return write_report(frame, lambdas, out, command=command)
-    size = QUICK if quick else {"lengths": LENGTHS, "staleness": STALENESS, "seeds": seeds}
-    batches, batch = (4, 2048) if quick else (BATCHES, BATCH)
-    with progress_bar("random problems", _count(size)) as advance:
-        frame = study(**size, batches=batches, batch=batch, done=advance)
-    command = f"python -m research.studies open-problem {'--quick' if quick else f'--seeds {seeds}'}"
-    write_report(frame, lambda_study(**size), out, command=command)
+        write_report(frame, lambdas, out, command=command)
+        return
+
+    # A quick run tests the code; its sampled biases have wide intervals.
+    if quick:
+        size = QUICK
+        batches = 4
+        batch = 2048
+        options = "--quick"
+    else:
+        size = StudySize(lengths=LENGTHS, staleness=STALENESS, seeds=seeds)
+        batches = BATCHES
+        batch = BATCH
+        options = f"--seeds {seeds}"
+    with progress_bar("random problems", size.problems) as advance:
+        frame = study(**size.arguments, batches=batches, batch=batch, done=advance)
+    command = f"python -m research.studies open-problem {options}"
+    write_report(frame, lambda_study(**size.arguments), out, command=command)
     message(f"{out / 'README.md'}")
 
 
@@ -113,20 +155,26 @@ def policy_corrections(
     quick: Quick = False,
     figures_only: FiguresOnly = False,
 ) -> None:
-    """Measure what every off-policy correction of the policy term leaves of the reward gradient.
+    """Measure how much of the reward gradient each off-policy correction of the policy term preserves.
 
-    About a minute on one core; `--quick` a second.
+    About a minute on one core; `--quick` takes a second.
 
     Example: `python -m research.studies policy-corrections --out results/policy_corrections`
     """
-    from research.studies.policy_corrections import LENGTHS, STALENESS, draw, study, write_report
+    from research.studies.open_problem import STALENESS
+    from research.studies.policy_corrections import LENGTHS, draw, study, write_report
 
     if figures_only:
-        return draw(out)
-    size = QUICK if quick else {"lengths": LENGTHS, "staleness": STALENESS, "seeds": seeds}
-    with progress_bar("random problems", _count(size)) as advance:
-        frame = study(**size, done=advance)
-    options = "--quick" if quick else f"--seeds {seeds}"
+        draw(out)
+        return
+    if quick:
+        size = QUICK
+        options = "--quick"
+    else:
+        size = StudySize(lengths=LENGTHS, staleness=STALENESS, seeds=seeds)
+        options = f"--seeds {seeds}"
+    with progress_bar("random problems", size.problems) as advance:
+        frame = study(**size.arguments, done=advance)
     write_report(frame, out, command=f"python -m research.studies policy-corrections {options}")
     message(f"{out / 'README.md'}")
 
@@ -145,7 +193,8 @@ def topk(
     from research.studies.topk import cost_study, draw, form_study, scaling_study, write_report
 
     if figures_only:
-        return draw(out)
+        draw(out)
+        return
     write_report(form_study(), scaling_study(), cost_study(), out, command="python -m research.studies topk")
     message(f"{out / 'README.md'}")
 
@@ -192,11 +241,11 @@ def baselines(
 def predictor(
     sources: Annotated[list[str], typer.Argument(help="Finished runs: a store, an export, the CSV of the first lags")],
     out: Out = Path("results/predictor"),
-    only: Annotated[str, typer.Option(help="Measure gradients in settings whose name has this only")] = "",
+    only: Annotated[str, typer.Option(help="Measure gradients only in settings whose name contains this text")] = "",
 ) -> None:
-    """Ask which number of a KL gradient predicts how training ends.
+    """Test which number of a KL gradient predicts how training ends.
 
-    Gradients are measured, about a minute of CPU time a setting, where `gradients.csv` lacks the setting. Only the
+    Gradients are measured where `gradients.csv` lacks the setting, in about a minute of CPU time per setting. Only the
     generated block of the README in the folder is replaced.
 
     Example: `python -m research.studies predictor results/lags/runs.csv results/study/export.parquet`
@@ -206,14 +255,22 @@ def predictor(
     from research.studies.pages import save_csv
     from research.studies.predictor import gradient_table, measure, outcomes, report, settings
 
+    # The slow part is stored: a page for further runs needs no new gradients.
     file = out / "gradients.csv"
     gradients = pd.read_csv(file) if file.exists() else pd.DataFrame({"setting": []})
-    missing = [each for each in settings() if each.name not in set(gradients.setting) and only in each.name]
+    measured = set(gradients.setting)
+    missing = []
+    for setting in settings():
+        if setting.name not in measured and only in setting.name:
+            missing.append(setting)
+
     with progress_bar("settings", len(missing)) as advance:
-        for each in missing:
-            gradients = pd.concat([gradients, gradient_table(each, measure(each))], ignore_index=True)
+        for setting in missing:
+            gradients = pd.concat([gradients, gradient_table(setting, measure(setting))], ignore_index=True)
+            # After each setting: what was measured before an interruption is not measured again.
             save_csv(gradients, file)
             advance()
+
     runs = pd.concat([outcomes(source) for source in sources], ignore_index=True)
     report(gradients, runs, out, command=f"python -m research.studies predictor {' '.join(sources)}")
     message(f"{out / 'README.md'}: {len(runs)} runs")
@@ -224,20 +281,23 @@ def long_audit(
     out: Out = Path("results/long_audit"),
     folder: Annotated[Path, typer.Option(help="Folder for completions and passes")] = Path("runs/long_audit"),
     model: Annotated[str, typer.Option(help="Folder or hub id")] = "models/SmolLM2-135M-Instruct",
-    groups: Annotated[int, typer.Option(help="Prompts, with 4 completions each, for each age of the samples")] = 8,
+    groups: Annotated[int, typer.Option(help="Prompts per age of the samples, with 4 completions each")] = 8,
     figures_only: FiguresOnly = False,
 ) -> None:
     """Measure the gradient of KL terms on SmolLM2-135M at 256 tokens, from samples up to 10 updates old, by position.
 
-    About twenty minutes on a busy core, a gigabyte of disk in `--folder`; a run that was stopped resumes there.
+    It takes about twenty minutes on a busy core and a gigabyte of disk in `--folder`, where a stopped run resumes.
 
     Example: `python -m research.studies long-audit --out results/long_audit`
     """
     from research.studies.long_audit import AGES, run, write_report
 
+    # Without --model and --folder: the page is about one model, wherever its files are.
     command = f"python -m research.studies long-audit --groups {groups}"
     if figures_only:
-        return write_report(out, command=command)
+        write_report(out, command=command)
+        return
+    # A step per group and age, and one per age for its tables.
     with progress_bar("groups of completions", len(AGES) * (groups + 1)) as advance:
         run(folder, out, model=model, groups=groups, command=command, done=advance)
 
@@ -251,9 +311,9 @@ def evidence(
         bool, typer.Option("--summary", help="Print the table of verdicts for results/README.md; write nothing")
     ] = False,
 ) -> None:
-    """Decide the claims of docs/protocol.md from the runs of its blocks: README.md and a figure a claim.
+    """Decide the claims of docs/protocol.md from the runs of its blocks: README.md and one figure per claim.
 
-    Claims whose runs are missing say so.
+    A claim with missing runs is marked as such.
 
     Example: `python -m research.studies evidence`
 
@@ -261,19 +321,24 @@ def evidence(
     """
     from research.studies.evidence import page
 
-    text, verdicts = page(uri, "python -m research.studies evidence --print", None if print_only or summary else out)
-    if print_only or summary:
-        return print(verdicts.replace("](#", "](evidence/README.md#") if summary else text)
+    command = "python -m research.studies evidence --print"
+    if summary:
+        _, verdicts = page(uri, command)
+        # Links of the page to its own sections, seen from the folder above.
+        print(verdicts.replace("](#", "](evidence/README.md#"))
+        return
+    if print_only:
+        text, _ = page(uri, command)
+        print(text)
+        return
+    text, _ = page(uri, command, figures=out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "README.md").write_text(text)
     message(f"{out / 'README.md'}")
 
 
-def _count(size: dict[str, Any]) -> int:
-    return len(size["lengths"]) * len(size["staleness"]) * int(size["seeds"])
-
-
 if __name__ == "__main__":
+    # One line for a mistake of the user; a traceback is for a bug.
     try:
         app()
     except UserError as error:

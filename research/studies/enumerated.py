@@ -1,10 +1,11 @@
-"""Claims that need no training: what their terms optimize, enumerated, or numbers of a stored study.
+"""Claims that need no training: certificates of their terms, or numbers of a stored study.
 
 Data: enumerated.yaml. The page of :mod:`research.studies.evidence` has a section for each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from research.studies.pages import three_digits
 
 CLAIMS = Path(__file__).with_name("enumerated.yaml")
 RESULTS = Path(__file__).parents[2] / "results"
+# "optimizes" is what enumeration finds, "claimed" what the paper says.
 CERTIFICATES = ["term", "regime", "optimizes", "claimed", "bias", "cosine", "variance"]
 
 
@@ -28,8 +30,11 @@ class EnumeratedClaim:
     name: str
     hypothesis: str
     optimizes: list[tuple[Any, str, str | None]] = field(default_factory=list)
+    """Terms, regime, and the target that the claim says they have; None where it says that they have none."""
     numbers: list[tuple[str, str, dict[str, Any], str, str]] = field(default_factory=list)
+    """Label, CSV file under results/, values that select its rows, column, and how its values become one number."""
     verdict: str = ""
+    """Stated where no certificate decides; else empty."""
     remark: str = ""
     figure: str = ""
     command: str = ""
@@ -42,12 +47,17 @@ def read_claims(path: Path = CLAIMS) -> list[EnumeratedClaim]:
 
 def certificates(claim: EnumeratedClaim) -> list[Certificate]:
     """One for each row of ``optimizes``; the name is the recipe's, or the terms' label."""
-
-    def named(terms: Any) -> str:
-        return terms if isinstance(terms, str) else " + ".join(term.label() for term in resolve_terms(terms))
-
-    rows = [certify(named(terms), resolve_terms(terms), regimes=(regime,)) for terms, regime, _ in claim.optimizes]
-    return [certificate for (certificate,) in rows]
+    # A recipe has a name that a reader can type; a list of terms has only its label.
+    rows = []
+    for raw_terms, regime, _ in claim.optimizes:
+        terms = resolve_terms(raw_terms)
+        if isinstance(raw_terms, str):
+            name = raw_terms
+        else:
+            name = " + ".join(term.label() for term in terms)
+        (certificate,) = certify(name, terms, regimes=(regime,))
+        rows.append(certificate)
+    return rows
 
 
 def numbers(claim: EnumeratedClaim) -> list[tuple[str, float]]:
@@ -55,11 +65,12 @@ def numbers(claim: EnumeratedClaim) -> list[tuple[str, float]]:
     import pandas as pd
 
     rows = []
-    for label, file, where, column, take in claim.numbers:
+    # From the stored file and not from a new run of the study, so that the page and the file cannot differ.
+    for label, file, where, column, aggregate in claim.numbers:
         frame = pd.read_csv(RESULTS / file)
         for name, value in where.items():
             frame = frame[frame[name] == value]
-        rows.append((label, float(frame[column].agg(take))))
+        rows.append((label, float(frame[column].agg(aggregate))))
     return rows
 
 
@@ -67,35 +78,59 @@ def decide(claim: EnumeratedClaim, rows: Sequence[Certificate]) -> str:
     """The stated verdict, or from certificates: confirmed where each is as claimed, contradicted where none is."""
     if claim.verdict:
         return claim.verdict
-    right = [row.target == target for row, (_, _, target) in zip(rows, claim.optimizes, strict=True)]
-    return "confirmed" if all(right) else "mixed" if any(right) else "contradicted"
+    claimed_targets = [target for _, _, target in claim.optimizes]
+    as_claimed = [row.target == target for row, target in zip(rows, claimed_targets, strict=True)]
+    if all(as_claimed):
+        return "confirmed"
+    return "mixed" if any(as_claimed) else "contradicted"
 
 
 def section(claim: EnumeratedClaim) -> tuple[list[str], list[str]]:
     """The claim's row of the summary, and its section of the page."""
-    rows, values = certificates(claim), [[label, three_digits(value)] for label, value in numbers(claim)]
+    rows = certificates(claim)
+    values = [[label, three_digits(value)] for label, value in numbers(claim)]
     figures = [_figures(row) for row in rows]
     verdict = decide(claim, rows)
+
     sentence = f"{claim.hypothesis[0].upper()}{claim.hypothesis[1:]}."
     parts = [f"## {claim.name}", sentence, f"**Verdict: {verdict}.** No training."]
-    parts += [claim.remark] * bool(claim.remark)
+    if claim.remark:
+        parts.append(claim.remark)
     if rows:
-        claimed = [target or "none" for _, _, target in claim.optimizes]
-        cells = [[*each[:3], target, *each[3:]] for each, target in zip(figures, claimed, strict=True)]
-        parts.append(tables.markdown(CERTIFICATES, cells))
+        parts.append(_certificate_table(claim, figures))
     if values:
         parts.append(tables.markdown(["number", "value"], values))
-    parts += [f"![{claim.hypothesis}](../{claim.figure})"] * bool(claim.figure)
+    if claim.figure:
+        parts.append(f"![{claim.hypothesis}](../{claim.figure})")
+    parts.append(f"    {claim.command or _certify_command(claim)}")
+
+    key_numbers = [f"{name}: {value}" for name, value in values]
+    for term, regime, target, bias, *_ in figures:
+        key_numbers.append(f"{term}, {regime}: {target}, bias {bias}")
+    shown_verdict = f"{verdict}, with a remark" if claim.remark else verdict
+    link = f"[{claim.name}](#{claim.name.lower()})"
+    return [link, claim.hypothesis, shown_verdict, "; ".join(key_numbers), "none needed"], parts
+
+
+def _certificate_table(claim: EnumeratedClaim, figures: Sequence[Sequence[str]]) -> str:
+    """The certificates, with the claimed target beside the enumerated one."""
+    cells = []
+    for (_, _, claimed), (term, regime, target, *others) in zip(claim.optimizes, figures, strict=True):
+        cells.append([term, regime, target, claimed or "none", *others])
+    return tables.markdown(CERTIFICATES, cells)
+
+
+def _certify_command(claim: EnumeratedClaim) -> str:
+    """The command that certifies the claim's recipes, each once; terms that are no recipe have no name to type."""
     recipes = [terms for terms, _, _ in claim.optimizes if isinstance(terms, str)]
-    parts.append(f"    {claim.command or 'kl-comedy certify ' + ' '.join(dict.fromkeys(recipes))}")
-    shown = [f"{name}: {value}" for name, value in values]
-    shown += [f"{term}, {regime}: {target}, bias {bias}" for term, regime, target, bias, *_ in figures]
-    noted = f"{verdict}, with a remark" if claim.remark else verdict
-    return [f"[{claim.name}](#{claim.name.lower()})", claim.hypothesis, noted, "; ".join(shown), "none needed"], parts
+    return "kl-comedy certify " + " ".join(dict.fromkeys(recipes))
 
 
 def _figures(row: Certificate) -> list[str]:
     """Term, regime, target; bias, cosine and variance of one completion's gradient, against the KL of completions."""
-    bias, cosine = row.relative_bias["sequence_reverse"], row.cosine["sequence_reverse"]
-    figures = [three_digits(bias), "-" if cosine != cosine else f"{cosine:.2f}", three_digits(row.variance)]
-    return [row.name, row.regime.replace("_", "-"), row.target or "none", *figures]
+    bias = row.relative_bias["sequence_reverse"]
+    cosine = row.cosine["sequence_reverse"]
+    # A gradient of zero has no direction.
+    cosine_text = "-" if math.isnan(cosine) else f"{cosine:.2f}"
+    regime = row.regime.replace("_", "-")
+    return [row.name, regime, row.target or "none", three_digits(bias), cosine_text, three_digits(row.variance)]

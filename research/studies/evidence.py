@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.io import read_yaml
-from kl_comedy.slurm.grid import expand, read_grid
+from kl_comedy.slurm.grid import GridPoint, expand, read_grid
 from kl_comedy.statistics import holm, parse_rule
 from kl_comedy.tracking import tables, values
-from kl_comedy.tracking.compare import SEED, compare_families, groups_of
+from kl_comedy.tracking.compare import SEED, EqualKL, compare_families, groups_of
 from kl_comedy.tracking.figures import legend_below, look
 from kl_comedy.tracking.runs import BETA, FAMILY, NO_KL, history, read_runs
 from research.studies import enumerated, pages
@@ -32,8 +32,17 @@ CLAIMS = Path(__file__).with_name("claims.yaml")
 REAL_MODEL = ("smollm2", "smollm2_betas", "smollm2_async")
 """Blocks with three seeds, too few to find two forms the same."""
 
-BLOCKS = ("core", "core_betas", "core_seeds", "updates", "fix", "lags", "lags_parts", "liu", "paper_async", "lora")
-BLOCKS += (
+BLOCKS = (
+    "core",
+    "core_betas",
+    "core_seeds",
+    "updates",
+    "fix",
+    "lags",
+    "lags_parts",
+    "liu",
+    "paper_async",
+    "lora",
     *REAL_MODEL,
     "lags_fresh",
     "lags_exact",
@@ -43,20 +52,32 @@ BLOCKS += (
     "async_fresh",
     "liu_bounded",
 )
+"""The grids of configs/evidence, in the order of the protocol and of the page."""
+
+# Written into the page: a reader can see that the hypotheses are older than the runs.
 PROTOCOL = "56d1acf (second stage: S1 to S4 c77ca72, L5 fd490ac, S5 c08674d, S6 855ee8d, S7 and S8 7696b38, S9 9d9ab29)"
 """The last commits of docs/protocol.md before the runs."""
 
+# The rules of docs/protocol.md. A change here would change verdicts that are published.
 COLLAPSE = "eval/heldout/reward < 0.5 start last 2"
-MARGIN, LEVEL, LAST_UPDATES = 0.03, 0.05, 20
-POWER, MOST_PAIRS = 0.8, 1000
-REWARD, KL = "eval/heldout/reward", "eval/heldout/kl/exact_reverse_sequence"
+MARGIN = 0.03
+"""Two rewards within it are the same."""
+
+LEVEL = 0.05
+LAST_UPDATES = 20
+POWER = 0.8
+MOST_PAIRS = 1000
+"""Beyond it the number of seeds is not computed: nobody would run them."""
+
+REWARD = "eval/heldout/reward"
+KL = "eval/heldout/kl/exact_reverse_sequence"
 OTHER_FAMILIES = ("two_terms", "four_terms", "three_digits", "subtraction")
 LABELS = {
     "end": "held-out reward, end",
     "area": "held-out reward, area",
-    "kl": "KL, nats a completion",
+    "kl": "KL, nats per completion",
     "outside": "out-of-domain reward",
-    "entropy": "held-out entropy, nats a token",
+    "entropy": "held-out entropy, nats per token",
     "length_sd": f"sd of length over the last {LAST_UPDATES} updates, tokens",
     "reward_sd": f"sd of training reward over the last {LAST_UPDATES} updates",
     "collapsed": "share of runs that collapsed",
@@ -90,10 +111,20 @@ FORMS = {
     "exact-robust": "exact x prefix, bounded",
     "exact-token": "exact, own token",
 }
-DIFFERENCE = {"difference": "minus_baseline", "low": "difference_low", "high": "difference_high"}
 UNITS = {"lag": "lag ", "rate": "learning rate ", "beta": "beta ", "updates": "updates of a batch: "}
+"""What stands before the value of each variable that contrasts are split by."""
+
+Row = dict[str, Any]
+"""One contrast in one cell, for one outcome: a row of the page's tables.
+
+- ``contrast``, ``at``, ``outcome``, ``sign``: what is compared, where, and what the claim says of it
+- ``key``, ``planned``, ``pairs``: the cell, and the seeds that both sides share in the plan and among the runs
+- ``a``, ``b``, ``difference``, ``low``, ``high``, ``p``, ``p_same``, ``collapsed``: only where both sides have runs
+- ``p_holm``, ``decision``: added by :func:`evaluate`
+"""
 
 
+# --- claims ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
 class Contrast:
     """``a`` minus ``b``, two of :data:`FORMS`; the other fields are those of claims.yaml."""
@@ -111,16 +142,48 @@ class Contrast:
 
     def __post_init__(self) -> None:
         if self.at_kl and "collapsed" in self.signs:
-            why = "the runs without KL are points of both frontiers, and Fisher's test needs two sets of runs"
-            raise bad_value("signs", "collapsed", "an outcome other than collapsed beside at_kl", why)
+            reason = "the runs without KL are points of both frontiers, and Fisher's test needs two sets of runs"
+            raise bad_value("signs", "collapsed", "an outcome other than collapsed beside at_kl", reason)
 
     @property
     def name(self) -> str:
-        return self.label.format(form=FORMS[self.a]) if self.label else f"{FORMS[self.a]} - {FORMS[self.b]}"
+        """As the page shows it. Two contrasts of one form differ in what ``label`` says."""
+        if self.label:
+            return self.label.format(form=FORMS[self.a])
+        return f"{FORMS[self.a]} - {FORMS[self.b]}"
+
+    @property
+    def sides(self) -> dict[str, Side]:
+        """The runs that are compared, by the name that they have in the comparison.
+
+        At equal KL a side is a frontier: a point per run over its KL. The runs without KL end both frontiers.
+        """
+        if not self.at_kl:
+            # Not the forms' names: both sides may be the same form, with other settings.
+            return {"a": Side(self.a, self.a_where), "b": Side(self.b, self.b_where)}
+        return {FORMS[form]: Side(form, {}) for form in (self.a, self.b, "none")}
 
     def margin(self, outcome: str) -> float | None:
-        """Within what the two sides are the same; None where that is not tested."""
-        return MARGIN if outcome in REWARDS and not {*self.blocks} & {*REAL_MODEL} else None
+        """The difference below which the two sides are the same; None where that is not tested."""
+        on_real_model = any(block in REAL_MODEL for block in self.blocks)
+        if outcome not in REWARDS or on_real_model:
+            return None
+        return MARGIN
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a contrast: a form, and the values of columns to which its runs are restricted."""
+
+    form: str
+    where: Mapping[str, str]
+
+    def rows(self, frame: pd.DataFrame, blocks: Sequence[str]) -> pd.DataFrame:
+        """The rows of this side, of a plan or of runs."""
+        chosen = frame["block"].isin(blocks) & (frame["form"] == self.form)
+        for column, value in self.where.items():
+            chosen &= frame[column] == value
+        return frame[chosen]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,336 +199,590 @@ class Claim:
     def anchor(self) -> str:
         return self.name.lower().replace(", ", "-")
 
+    @property
+    def contrasts(self) -> list[Contrast]:
+        """The contrasts of all parts."""
+        return [contrast for contrasts in self.parts.values() for contrast in contrasts]
+
 
 def read_claims(path: Path = CLAIMS) -> list[Claim]:
     """The claims of ``path``, a contrast for each pair of forms."""
-
-    def contrasts(raw: dict[str, Any]) -> list[Contrast]:
-        sides = [(form, form) for form in raw.pop("forms", ())]
-        sides = sides or list(itertools.product(raw.pop("a"), raw.pop("b")))
-        return [Contrast(a=a, b=b, **raw) for a, b in sides]
-
-    return [
-        Claim(
-            name=name,
-            hypothesis=raw["hypothesis"],
-            remark=raw.get("remark"),
-            parts={part: [each for row in rows for each in contrasts(row)] for part, rows in raw["parts"].items()},
-        )
-        for name, raw in read_yaml(path, "table of claims").items()
-    ]
+    claims = []
+    for name, raw in read_yaml(path, "table of claims").items():
+        parts: dict[str, list[Contrast]] = {}
+        for part, entries in raw["parts"].items():
+            parts[part] = []
+            for entry in entries:
+                parts[part] += _contrasts(entry)
+        claims.append(Claim(name=name, hypothesis=raw["hypothesis"], remark=raw.get("remark"), parts=parts))
+    return claims
 
 
+def _contrasts(entry: dict[str, Any]) -> list[Contrast]:
+    """One per form of ``forms``, or per pair of a form of ``a`` and one of ``b``."""
+    fields = dict(entry)
+    if "forms" in fields:
+        pairs = [(form, form) for form in fields.pop("forms")]
+    else:
+        pairs = list(itertools.product(fields.pop("a"), fields.pop("b")))
+    return [Contrast(a=a, b=b, **fields) for a, b in pairs]
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
 def planned_runs() -> pd.DataFrame:
-    """One row a planned run: block, name, seed, and the text of what blocks vary: kl, beta, rate, lag, updates, ..."""
+    """One row per planned run: block, name, seed, and what blocks vary as texts: form, beta, rate, lag, updates, ..."""
     import pandas as pd
 
     rows = []
     for block in BLOCKS:
         grid = read_grid(GRIDS / f"{block}.yaml")
         for point in expand(grid):
-            settings = {**grid.overrides, **point.settings}
-            kl, lag = settings["kl"], str(settings.get("lag", {}).get("steps", ""))
-            terms = kl if isinstance(kl, list) else [kl]
-            beta = 0 if kl == "none" else settings.get("kl.beta", terms[0].get("beta"))
-            row = {"block": block, "name": point.label, "seed": str(point.seed), "beta": str(beta), "lag": lag}
-            row |= {"form": point.values.get("kl", "none" if kl == "none" else "k1-reward")}
-            row |= {"rate": f"{float(settings['optimizer.lr']):g}" if "optimizer.lr" in settings else ""}
-            updates = settings.get("algorithm.updates_per_batch", "")
-            row |= {"updates": point.values.get("algorithm.updates_per_batch", str(updates))}
-            row |= {"parts": ", ".join(value for key, value in point.values.items() if key.startswith("kl.0."))}
-            rows.append(row | {"stale": "yes" if lag not in ("", "0") else ""})
+            rows.append({"block": block, **_planned_run(point, {**grid.overrides, **point.settings})})
     return pd.DataFrame(rows)
+
+
+def _planned_run(point: GridPoint, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The columns of one planned run, all texts: they are matched with the texts of claims.yaml."""
+    kl = settings["kl"]
+    if kl == "none":
+        form = "none"
+        beta = 0
+    else:
+        # Both terms of a form in reward and loss have one beta.
+        first_term = kl[0] if isinstance(kl, list) else kl
+        # A grid that does not vary the KL trains k1 in reward.
+        form = "k1-reward"
+        beta = settings.get("kl.beta", first_term.get("beta"))
+    rate = ""
+    if "optimizer.lr" in settings:
+        rate = f"{float(settings['optimizer.lr']):g}"
+    lag = str(settings.get("lag", {}).get("steps", ""))
+    updates = str(settings.get("algorithm.updates_per_batch", ""))
+    parts = [label for key, label in point.values.items() if key.startswith("kl.0.")]
+    return {
+        "name": point.label,
+        "seed": str(point.seed),
+        "beta": str(beta),
+        "lag": lag,
+        # The labels of the grid, where it varies the key, are those of claims.yaml.
+        "form": point.values.get("kl", form),
+        "rate": rate,
+        "updates": point.values.get("algorithm.updates_per_batch", updates),
+        "parts": ", ".join(parts),
+        "stale": "" if lag in ("", "0") else "yes",
+    }
 
 
 def measured_runs(uri: str, plan: pd.DataFrame) -> pd.DataFrame:
     """The finished runs of the plan with its columns, one column for each outcome, ``start`` and ``commit``."""
     import pandas as pd
 
-    runs = read_runs(uri)
-    runs = runs[runs["status"].isin(("FINISHED", "FAILED"))] if len(runs) else runs
-    sweeps = [f"evidence_{block}" for block in BLOCKS]
-    if runs.empty or "tags.sweep" not in runs or not runs["tags.sweep"].isin(sweeps).any():
-        raise UserError(f"{uri}: no finished run of docs/protocol.md")
-    runs = values.drop_repeats(runs[runs["tags.sweep"].isin(sweeps)], ("FINISHED",), ["tags.sweep"])
+    runs = _runs_of_protocol(uri)
+    # A run that was made again counts once, with its newest finished attempt.
+    runs = values.drop_repeats(runs, ("FINISHED",), ["tags.sweep"])
     runs = values.with_collapsed(uri, runs, parse_rule(COLLAPSE))
-    keys = {"block": runs["tags.sweep"].str.removeprefix("evidence_"), "name": runs["params.name"], "seed": runs[SEED]}
-    reward = f"metrics.{REWARD}"
-    first, area = (values.with_values(uri, runs, [reward], rule)[reward] for rule in ("first", "area"))
-    last = values.at_last_update(runs)
 
-    def at_end(name: str) -> pd.Series:
-        return last.get(f"metrics.{name}", pd.Series(math.nan, last.index))
-
-    def deviation(name: str) -> pd.Series:
-        curves = history(uri, runs["run_id"], name).groupby("run_id")["value"]
-        return runs["run_id"].map(curves.agg(lambda curve: curve.tail(LAST_UPDATES).std()))
-
-    outcomes = {
-        **{outcome: at_end(metric) for outcome, metric in METRICS.items()},
-        **{f"{name}_sd": deviation(f"train/{name}") for name in ("length", "reward")},
-        **{"start": first, "area": area},
-        "outside": sum(at_end(f"eval/{name}/reward") for name in OTHER_FAMILIES) / len(OTHER_FAMILIES),
+    dirty_mark = runs["tags.git.dirty"].map({"true": "+"}).fillna("")
+    columns = {
+        "block": runs["tags.sweep"].str.removeprefix("evidence_"),
+        "name": runs["params.name"],
+        "seed": runs[SEED],
+        **_outcomes(uri, runs),
+        SEED: runs[SEED],
+        FAMILY: runs[FAMILY],
+        # Empty: cells and sides say which betas are compared, and compare_families would compare each beta apart.
+        BETA: "",
+        "collapsed": runs["collapsed"],
+        "status": runs["status"],
+        "hours": runs["duration_s"] / 3600,
+        "commit": runs["tags.git.commit"].str[:12] + dirty_mark,
     }
-    commits = runs["tags.git.commit"].str[:12] + runs["tags.git.dirty"].map({"true": "+"}).fillna("")
-    own = {SEED: runs[SEED], FAMILY: runs[FAMILY], BETA: "", "collapsed": runs["collapsed"], "status": runs["status"]}
-    own["hours"] = runs["duration_s"] / 3600
-    frame = pd.DataFrame({**keys, **outcomes, **own, "commit": commits})
-    return frame.merge(plan, on=["block", "name", "seed"], how="inner")
+    # Runs that no grid plans (any more) have no row.
+    return pd.DataFrame(columns).merge(plan, on=["block", "name", "seed"], how="inner")
 
 
-def side(frame: pd.DataFrame, contrast: Contrast, form: str, where: Mapping[str, str]) -> pd.DataFrame:
-    """The rows of one side of a contrast, of a plan or of runs."""
-    chosen = frame["block"].isin(contrast.blocks) & (frame["form"] == form)
-    for column, value in where.items():
-        chosen &= frame[column] == value
-    return frame[chosen]
+def _runs_of_protocol(uri: str) -> pd.DataFrame:
+    """The runs of all blocks that ended. Raises :class:`UserError` where there are none."""
+    runs = read_runs(uri)
+    sweeps = [f"evidence_{block}" for block in BLOCKS]
+    # A store without runs has no columns.
+    if not runs.empty and "tags.sweep" in runs:
+        ended = runs["status"].isin(("FINISHED", "FAILED"))
+        runs = runs[ended & runs["tags.sweep"].isin(sweeps)]
+        if not runs.empty:
+            return runs
+    raise UserError(f"{uri}: no finished run of docs/protocol.md")
 
 
-def cells_of(contrast: Contrast, plan: pd.DataFrame) -> dict[tuple[str, ...], int]:
-    """The cells that are planned for both sides, with the number of common seeds."""
-    sides = ((contrast.a, contrast.a_where), (contrast.b, contrast.b_where))
-    left, right = (dict(groups_of(side(plan, contrast, *each), contrast.by)) for each in sides)
-    return {key: len({*left[key]["seed"]} & {*right[key]["seed"]}) for key in left if key in right}
-
-
-def compare(contrast: Contrast, outcome: str, runs: pd.DataFrame, plan: pd.DataFrame) -> list[dict[str, Any]]:
-    """A row for each planned cell (and KL): means, difference with interval, p-values, collapsed runs, pairs.
-
-    Shares of collapsed runs are compared by Fisher's exact test.
-    """
+def _outcomes(uri: str, runs: pd.DataFrame) -> dict[str, pd.Series]:
+    """The outcomes of :data:`LABELS` but ``collapsed``, and ``start``: the held-out reward before training."""
     import pandas as pd
 
-    a, b, by = "a", "b", list(contrast.by)
-    sides = {a: (contrast.a, contrast.a_where), b: (contrast.b, contrast.b_where)}
-    if contrast.at_kl:  # runs without KL are points of both frontiers
-        a, b, none = (FORMS[form] for form in (contrast.a, contrast.b, "none"))
-        sides = {a: (contrast.a, {}), b: (contrast.b, {}), none: ("none", {})}
-    chosen = pd.concat([side(runs, contrast, *each).assign(**{FAMILY: name}) for name, each in sides.items()])
-    table = {}
-    if {a, b} <= {*chosen[FAMILY]}:
-        options: dict[str, Any] = {"margin": contrast.margin(outcome)}
-        options |= {"at_kl": ("kl", contrast.at_kl), "start": "start"} if contrast.at_kl else {}
-        compared = compare_families(chosen.astype({outcome: float}), by, outcome, b, "t", **options)
-        table = {(*(row[key] for key in by), row["at"], row["kl.family"]): row for row in compared.to_dict("records")}
-    rows = []
-    for (key, planned), nats in itertools.product(cells_of(contrast, plan).items(), contrast.at_kl or (None,)):
-        place = [f"{UNITS.get(name, '')}{value}" for name, value in zip(by, key, strict=True)]
-        row = {"contrast": contrast.name, "at": ", ".join([*place, *([] if nats is None else [f"{nats:g} nats"])])}
-        row |= {"outcome": outcome, "sign": contrast.signs[outcome], "planned": planned, "pairs": 0, "key": key}
-        at = "beta " if nats is None else f"KL {nats:g}"
-        left, right = (table.get((*key, at, name), {}) for name in (a, b))
-        if left and right:
-            row |= {"a": left["mean"], "b": right["mean"], "pairs": int(left["pairs"]), "p": left["p"]}
-            row |= {name: left[key] for name, key in DIFFERENCE.items()}
-            row |= {"p_same": left.get("p_equivalent"), "collapsed": f"{left['collapsed']}, {right['collapsed']}"}
-        if left and right and outcome == "collapsed":
-            from scipy.stats import fisher_exact
+    last = values.at_last_update(runs)
+    reward = f"metrics.{REWARD}"
 
-            counts = [[each["collapsed"], each["runs"] - each["collapsed"]] for each in (left, right)]
-            row |= {"p": float(fisher_exact(counts).pvalue), "low": None, "high": None}
-        rows.append({name: None if value != value else value for name, value in row.items()})
-    if contrast.ranked_as:
-        full = replace(contrast, blocks=(contrast.ranked_as,), ranked_as="")
-        order = {float(row["key"][0]): row.get("difference") for row in compare(full, outcome, runs, plan)}
-        signs = [order[round(float(row["key"][0]) / 5, 9)] for row in rows]
-        rows = [row | {"sign": sign and math.copysign(1, sign)} for row, sign in zip(rows, signs, strict=True)]
-    return rows
+    def at_end(metric: str) -> pd.Series:
+        # A store of a few blocks may lack the metric altogether.
+        missing = pd.Series(math.nan, last.index)
+        return last.get(f"metrics.{metric}", missing)
 
+    def deviation(metric: str) -> pd.Series:
+        """Over the last updates of each run."""
+        curves = history(uri, runs["run_id"], metric).groupby("run_id")["value"]
+        return runs["run_id"].map(curves.agg(lambda curve: curve.tail(LAST_UPDATES).std()))
 
-def decide(row: Mapping[str, Any]) -> str:
-    """What one contrast says of the claim: ``for``, ``against``, ``the same`` or nothing."""
-    same = row.get("p_same") is not None and row["p_same"] < LEVEL
-    if row["sign"] == 0 and same:
-        return "for"
-    if row["sign"] is not None and row["p_holm"] is not None and row["p_holm"] < LEVEL:
-        return "for" if row["sign"] * row["difference"] > 0 else "against"
-    return "the same" if same else ""
-
-
-def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The protocol's verdict of a part from its decided contrasts."""
-    says = [row["decision"] for row in rows if row["pairs"]]
-    if not says:
-        return "runs missing"
-    if "for" in says or "against" in says:
-        both = "for" in says and "against" in says
-        return "mixed" if both else "confirmed" if "for" in says else "contradicted"
-    of_rewards = {row["decision"] for row in rows if row["outcome"] in REWARDS}
-    return "the same" if of_rewards == {"the same"} else "not resolved"
-
-
-def evaluate(claim: Claim, runs: pd.DataFrame, plan: pd.DataFrame) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each part, with p-values adjusted over the whole claim, and decided."""
-    parts = {
-        part: [row for each in contrasts for outcome in each.signs for row in compare(each, outcome, runs, plan)]
-        for part, contrasts in claim.parts.items()
-    }
-    every = [row for rows in parts.values() for row in rows]
-    for row, p in zip(every, holm([_tested(row) for row in every]), strict=True):
-        row["p_holm"] = p
-        row["decision"] = decide(row) if row["pairs"] else ""
-    return parts
-
-
-def _tested(row: Mapping[str, Any]) -> float | None:
-    """The p-value of a contrast with a hypothesis."""
-    return None if row["sign"] is None else row.get("p")
+    outcomes: dict[str, Any] = {outcome: at_end(metric) for outcome, metric in METRICS.items()}
+    outcomes["length_sd"] = deviation("train/length")
+    outcomes["reward_sd"] = deviation("train/reward")
+    outcomes["start"] = values.with_values(uri, runs, [reward], "first")[reward]
+    # METRICS names the metric of the area too; its value is not that at the end.
+    outcomes["area"] = values.with_values(uri, runs, [reward], "area")[reward]
+    # Each family counts the same, whatever its number of problems.
+    outcomes["outside"] = sum(at_end(f"eval/{name}/reward") for name in OTHER_FAMILIES) / len(OTHER_FAMILIES)
+    return outcomes
 
 
 def needed(claim: Claim, frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of a plan, or of runs, that the contrasts of a claim read."""
-    sides = []
-    for contrast in itertools.chain.from_iterable(claim.parts.values()):
-        wanted = [(contrast.a, contrast.a_where), (contrast.b, contrast.b_where)]
-        sides += [side(frame, contrast, *each) for each in [*wanted, *[("none", {})] * bool(contrast.at_kl)]]
-    return frame.loc[sorted({at for each in sides for at in each.index})]
+    # A set: contrasts of one claim share runs, and each counts once.
+    indices: set[Any] = set()
+    for contrast in claim.contrasts:
+        for side in (Side(contrast.a, contrast.a_where), Side(contrast.b, contrast.b_where)):
+            indices.update(side.rows(frame, contrast.blocks).index)
+        if contrast.at_kl:
+            indices.update(Side("none", {}).rows(frame, contrast.blocks).index)
+    return frame.loc[sorted(indices)]
 
 
-def key_number(rows: Sequence[Mapping[str, Any]]) -> str:
+# --- contrasts ------------------------------------------------------------------------------------------------------
+def cells_of(contrast: Contrast, plan: pd.DataFrame) -> dict[tuple[str, ...], int]:
+    """The cells that are planned for both sides, with the number of common seeds."""
+    a = Side(contrast.a, contrast.a_where).rows(plan, contrast.blocks)
+    b = Side(contrast.b, contrast.b_where).rows(plan, contrast.blocks)
+    b_of_cell = dict(groups_of(b, contrast.by))
+    # Cells that only one side has, as a lag that only its block varies, cannot be paired.
+    seeds = {}
+    for cell, a_runs in groups_of(a, contrast.by):
+        if cell in b_of_cell:
+            seeds[cell] = len(set(a_runs["seed"]) & set(b_of_cell[cell]["seed"]))
+    return seeds
+
+
+def compare(contrast: Contrast, outcome: str, runs: pd.DataFrame, plan: pd.DataFrame) -> list[Row]:
+    """A row for each planned cell (and KL): means, difference with interval, p-values, collapsed runs, pairs.
+
+    Shares of collapsed runs are compared by Fisher's exact test.
+    """
+    measured = _measured(contrast, outcome, runs)
+    rows = []
+    for cell, planned in cells_of(contrast, plan).items():
+        for nats in contrast.at_kl or (None,):
+            row: Row = {
+                "contrast": contrast.name,
+                "at": _place(contrast, cell, nats),
+                "outcome": outcome,
+                "sign": contrast.signs[outcome],
+                "planned": planned,
+                "pairs": 0,
+                "key": cell,
+            }
+            both_sides = measured.get((cell, nats))
+            if both_sides is not None:
+                row |= _difference(*both_sides)
+                if outcome == "collapsed":
+                    row |= _fisher(*both_sides)
+            rows.append(_without_nan(row))
+
+    if contrast.ranked_as:
+        reference = replace(contrast, blocks=[contrast.ranked_as], ranked_as="")
+        rows = _with_signs_of(rows, compare(reference, outcome, runs, plan))
+    return rows
+
+
+def _measured(
+    contrast: Contrast, outcome: str, runs: pd.DataFrame
+) -> dict[tuple[tuple[str, ...], float | None], tuple[Row, Row]]:
+    """The compared rows of ``a`` and ``b``, by cell and KL (None without ``at_kl``), where both have runs."""
+    import pandas as pd
+
+    sides = contrast.sides
+    a, b, *_ = sides
+    chosen = [side.rows(runs, contrast.blocks).assign(**{FAMILY: name}) for name, side in sides.items()]
+    if chosen[0].empty or chosen[1].empty:
+        return {}
+
+    frame = pd.concat(chosen).astype({outcome: float})
+    options: dict[str, Any] = {"margin": contrast.margin(outcome)}
+    if contrast.at_kl:
+        options["at_kl"] = EqualKL(column="kl", nats=contrast.at_kl, start="start")
+    table: dict[tuple[tuple[str, ...], str, str], Any] = {}
+    for row in compare_families(frame, contrast.by, outcome, b, "t", **options).to_dict("records"):
+        cell = tuple(row[variable] for variable in contrast.by)
+        table[cell, row["at"], row["kl.family"]] = row
+
+    # The places as compare_families writes them; the beta is the empty one of `measured_runs`.
+    places: dict[float | None, str] = {None: "beta "}
+    if contrast.at_kl:
+        places = {nats: f"KL {nats:g}" for nats in contrast.at_kl}
+    cells = {cell for cell, _, _ in table}
+    measured = {}
+    for cell in cells:
+        for nats, place in places.items():
+            # A frontier may not reach a KL, and then has no row there.
+            a_row = table.get((cell, place, a))
+            b_row = table.get((cell, place, b))
+            if a_row is not None and b_row is not None:
+                measured[cell, nats] = (a_row, b_row)
+    return measured
+
+
+def _without_nan(row: Row) -> Row:
+    """The row with None where pandas wrote NaN for what was not computed."""
+    cleaned: Row = {}
+    for name, value in row.items():
+        is_nan = isinstance(value, float) and math.isnan(value)
+        cleaned[name] = None if is_nan else value
+    return cleaned
+
+
+def _place(contrast: Contrast, cell: tuple[str, ...], nats: float | None) -> str:
+    """The cell in words, as ``learning rate 0.0001, 0.5 nats``."""
+    parts = [f"{UNITS.get(variable, '')}{value}" for variable, value in zip(contrast.by, cell, strict=True)]
+    if nats is not None:
+        parts.append(f"{nats:g} nats")
+    return ", ".join(parts)
+
+
+def _difference(a: Row, b: Row) -> Row:
+    """Means, difference with its interval, p-values and counts of two compared families."""
+    return {
+        "a": a["mean"],
+        "b": b["mean"],
+        "pairs": int(a["pairs"]),
+        "p": a["p"],
+        "difference": a["minus_baseline"],
+        "low": a["difference_low"],
+        "high": a["difference_high"],
+        "p_same": a.get("p_equivalent"),
+        "collapsed": f"{a['collapsed']}, {b['collapsed']}",
+    }
+
+
+def _fisher(a: Row, b: Row) -> Row:
+    """Fisher's test of two shares of collapsed runs, in place of the paired t-test; it has no interval."""
+    from scipy.stats import fisher_exact
+
+    counts = [[side["collapsed"], side["runs"] - side["collapsed"]] for side in (a, b)]
+    return {"p": float(fisher_exact(counts).pvalue), "low": None, "high": None}
+
+
+def _with_signs_of(rows: list[Row], reference: list[Row]) -> list[Row]:
+    """The rows with the signs of the differences in ``reference``, whose learning rates are five times smaller."""
+    difference_at_rate = {float(row["key"][0]): row.get("difference") for row in reference}
+    signed = []
+    for row in rows:
+        # The quotient of two decimals: without rounding it would miss the key.
+        rate = round(float(row["key"][0]) / 5, 9)
+        difference = difference_at_rate[rate]
+        if difference is None or difference == 0:
+            # There is no order to follow.
+            sign = difference
+        else:
+            sign = math.copysign(1, difference)
+        signed.append({**row, "sign": sign})
+    return signed
+
+
+# --- verdicts -------------------------------------------------------------------------------------------------------
+def evaluate(claim: Claim, runs: pd.DataFrame, plan: pd.DataFrame) -> dict[str, list[Row]]:
+    """The rows of each part, with p-values adjusted over the whole claim, and decided."""
+    parts: dict[str, list[Row]] = {}
+    all_rows: list[Row] = []
+    for part, contrasts in claim.parts.items():
+        parts[part] = []
+        for contrast in contrasts:
+            for outcome in contrast.signs:
+                parts[part] += compare(contrast, outcome, runs, plan)
+        all_rows += parts[part]
+
+    # The protocol: all contrasts of a claim are one family, whatever part they decide.
+    adjusted = holm([_tested_p(row) for row in all_rows])
+    for row, p in zip(all_rows, adjusted, strict=True):
+        row["p_holm"] = p
+        row["decision"] = decide(row)
+    return parts
+
+
+def _tested_p(row: Row) -> float | None:
+    """The p-value of a contrast with a hypothesis; None for one that is only shown."""
+    if row["sign"] is None:
+        return None
+    return row.get("p")
+
+
+def decide(row: Row) -> str:
+    """What one contrast says about the claim: ``for``, ``against``, ``the same`` or nothing."""
+    if row["pairs"] == 0:
+        return ""
+    p_same = row.get("p_same")
+    is_same = p_same is not None and p_same < LEVEL
+    if is_same and row["sign"] == 0:
+        return "for"
+    # Before "the same": a difference can be resolved and lie within the margin, and then it decides.
+    if row["sign"] is not None and row["p_holm"] is not None and row["p_holm"] < LEVEL:
+        as_claimed = row["sign"] * row["difference"] > 0
+        return "for" if as_claimed else "against"
+    return "the same" if is_same else ""
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """The protocol's verdict of a part from its decided contrasts."""
+    decisions = {row["decision"] for row in rows if row["pairs"]}
+    if not decisions:
+        return "runs missing"
+    if {"for", "against"} <= decisions:
+        return "mixed"
+    if "for" in decisions:
+        return "confirmed"
+    if "against" in decisions:
+        return "contradicted"
+    # Only rewards have a margin within which they are the same.
+    about_rewards = {row["decision"] for row in rows if row["outcome"] in REWARDS}
+    if about_rewards == {"the same"}:
+        return "the same"
+    return "not resolved"
+
+
+def key_number(rows: Sequence[Row]) -> str:
     """The contrast with the least adjusted p among those that decide, else among all."""
     measured = [row for row in rows if row.get("difference") is not None]
-    decided = [row for row in measured if row["decision"] in ("for", "against")] or measured
-    if not decided:
+    deciding = [row for row in measured if row["decision"] in ("for", "against")]
+    candidates = deciding or measured
+    if not candidates:
         return ""
-    row = min(decided, key=lambda row: 1.0 if row["p_holm"] is None else row["p_holm"])
-    p = "" if row["p_holm"] is None else f", adjusted p {pages.three_digits(row['p_holm'])}"
-    return f"{row['contrast']}, {row['at']}, {LABELS[row['outcome']]}: {_interval(row)}{p}"
+    row = min(candidates, key=_adjusted_p)
+    text = f"{_title(row)}: {_interval(row)}"
+    if row["p_holm"] is not None:
+        text += f", adjusted p {pages.three_digits(row['p_holm'])}"
+    return text
 
 
+def _adjusted_p(row: Row) -> float:
+    """1 for a contrast that is not tested, so that it comes last."""
+    p: float | None = row["p_holm"]
+    return 1.0 if p is None else p
+
+
+def _title(row: Row) -> str:
+    return f"{row['contrast']}, {row['at']}, {LABELS[row['outcome']]}"
+
+
+# --- what would resolve a claim -------------------------------------------------------------------------------------
 def pairs_needed(difference: float, deviation: float, level: float) -> int:
     """Pairs at which a two-sided paired t-test at ``level`` finds ``difference`` with probability :data:`POWER`.
 
-    ``deviation``: of the paired differences, in the unit of ``difference``.
+    ``deviation``: of the paired differences, in the unit of ``difference``. At most :data:`MOST_PAIRS`.
 
     >>> [pairs_needed(difference, 0.04, 0.05) for difference in (0.067, 0.040)]
     [5, 10]
     """
     from scipy.stats import nct, t
 
-    def missed(n: int) -> bool:
-        bound = t.ppf(1 - level / 2, n - 1)
-        return bool(nct.sf(bound, n - 1, abs(difference) / deviation * math.sqrt(n)) < POWER)
-
-    return next(itertools.dropwhile(missed, range(2, MOST_PAIRS)), MOST_PAIRS)
+    for pairs in range(2, MOST_PAIRS):
+        # The statistic of a true difference has a noncentral t distribution.
+        bound = t.ppf(1 - level / 2, pairs - 1)
+        power = nct.sf(bound, pairs - 1, abs(difference) / deviation * math.sqrt(pairs))
+        # Written so that a power of NaN, which the tails of `nct` can have, ends the search.
+        if not power < POWER:
+            return pairs
+    return MOST_PAIRS
 
 
 def unresolved(
-    claim: Claim, parts: Mapping[str, Sequence[Mapping[str, Any]]], runs: pd.DataFrame, plan: pd.DataFrame
+    claim: Claim, parts: Mapping[str, Sequence[Row]], runs: pd.DataFrame, plan: pd.DataFrame
 ) -> list[list[str]]:
-    """For each part that is whole and not resolved, its contrast nearest to it, and what would resolve that."""
-    from scipy.stats import t
-
-    family = sum(_tested(row) is not None for rows in parts.values() for row in rows)
+    """For each part that is complete and not resolved, the contrast with the least p, and what would resolve it."""
+    tested = [row for rows in parts.values() for row in rows if _tested_p(row) is not None]
     cells = []
     for part, rows in parts.items():
-        mine = replace(claim, parts={part: claim.parts[part]})
-        done = needed(mine, runs)
-        near = [row for row in rows if row.get("low") is not None and row["p_holm"] is not None]
-        if verdict(rows) != "not resolved" or not near or len(done) < len(needed(mine, plan)):
-            continue
-        row = min(near, key=lambda row: row["p"])
-        pairs = row["pairs"]
-        deviation = (row["high"] - row["low"]) / 2 * math.sqrt(pairs) / t.ppf(1 - LEVEL / 2, pairs - 1)
-        seeds = pairs_needed(row["difference"], deviation, LEVEL / family)
-        at = f"{row['contrast']}, {row['at']}, {LABELS[row['outcome']]}"
-        hours = 2 * (seeds - pairs) * done["hours"].mean()
-        needs = (str(seeds), f"{hours:.1f}") if seeds < MOST_PAIRS else (f"over {seeds}", "-")
-        cells.append([f"[{claim.name}](#{claim.anchor})", part or "-", at, _interval(row), str(pairs), *needs])
+        claim_of_part = replace(claim, parts={part: claim.parts[part]})
+        part_runs = needed(claim_of_part, runs)
+        is_complete = len(part_runs) >= len(needed(claim_of_part, plan))
+        # A contrast without an interval has no deviation: that of shares of collapsed runs.
+        candidates = [row for row in rows if row.get("low") is not None and row["p_holm"] is not None]
+        if verdict(rows) == "not resolved" and is_complete and candidates:
+            row = min(candidates, key=lambda row: row["p"])
+            cost = _cost(row, len(tested), part_runs["hours"].mean())
+            cells.append([f"[{claim.name}](#{claim.anchor})", part or "-", _title(row), _interval(row), *cost])
     return cells
 
 
-def _interval(row: Mapping[str, Any]) -> str:
-    difference, low, high = (row.get(name) for name in ("difference", "low", "high"))
+def _cost(row: Row, family: int, hours_per_run: float) -> tuple[str, str, str]:
+    """Seeds so far, seeds that would resolve the contrast among ``family`` tests, and the hours of the further runs."""
+    from scipy.stats import t
+
+    pairs = row["pairs"]
+    # The interval is difference +- t deviation / sqrt(pairs).
+    deviation = (row["high"] - row["low"]) / 2 * math.sqrt(pairs) / t.ppf(1 - LEVEL / 2, pairs - 1)
+    # Bonferroni over the claim: the first step of Holm, which has to be passed by the least p.
+    seeds = pairs_needed(row["difference"], deviation, LEVEL / family)
+    if seeds >= MOST_PAIRS:
+        return str(pairs), f"over {seeds}", "-"
+    hours = 2 * (seeds - pairs) * hours_per_run  # both sides
+    return str(pairs), str(seeds), f"{hours:.1f}"
+
+
+# --- the page -------------------------------------------------------------------------------------------------------
+def _interval(row: Row) -> str:
+    """The difference with its interval."""
+    difference = row.get("difference")
     if difference is None:
-        return "runs missing" if row["pairs"] == 0 and "a" not in row else "none"
-    bounds = "" if low is None else f" [{pages.three_digits(low)}, {pages.three_digits(high)}]"
-    return pages.three_digits(difference) + bounds
+        # Runs of both sides without a common seed have means and no difference.
+        has_runs = row["pairs"] > 0 or "a" in row
+        return "none" if has_runs else "runs missing"
+    text = pages.three_digits(difference)
+    if row.get("low") is not None:
+        text += f" [{pages.three_digits(row['low'])}, {pages.three_digits(row['high'])}]"
+    return text
 
 
-def table(rows: Iterable[Mapping[str, Any]]) -> str:
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return pages.three_digits(value)
+
+
+def table(rows: Iterable[Row]) -> str:
     """The contrasts as Markdown."""
-
-    def text(value: float | None) -> str:
-        return "-" if value is None else pages.three_digits(value)
-
     header = ["contrast", "at", "outcome", "means", "difference [95%]", "p", "p, Holm", "p, the same"]
     header += ["collapsed", "n", "says"]
-    cells = [
-        [
-            row["contrast"],
-            row["at"],
-            LABELS[row["outcome"]],
-            f"{text(row.get('a'))}, {text(row.get('b'))}",
-            _interval(row),
-            *(text(row.get(name)) for name in ("p", "p_holm", "p_same")),
-            row.get("collapsed", "-"),
-            f"{row['pairs']} of {row['planned']}",
-            row["decision"] or "-",
-        ]
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        cells.append(
+            [
+                row["contrast"],
+                row["at"],
+                LABELS[row["outcome"]],
+                f"{_number(row.get('a'))}, {_number(row.get('b'))}",
+                _interval(row),
+                _number(row.get("p")),
+                _number(row["p_holm"]),
+                _number(row.get("p_same")),
+                row.get("collapsed") or "-",
+                f"{row['pairs']} of {row['planned']}",
+                row["decision"] or "-",
+            ]
+        )
     return tables.markdown(header, cells)
 
 
-def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Differences with intervals over cells, a panel an outcome; filled where a contrast decides."""
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Differences with intervals over cells, a panel per outcome; filled where a contrast decides."""
     shown = [row for row in rows if row.get("difference") is not None]
-    outcomes, names = (list(dict.fromkeys(row[key] for row in shown)) for key in ("outcome", "contrast"))
+    outcomes = list(dict.fromkeys(row["outcome"] for row in shown))
+    contrasts = list(dict.fromkeys(row["contrast"] for row in shown))
     with pages.figure(path, len(outcomes), 1, 2.0) as (drawing, panels):
         for axes, outcome in zip(panels.flat, outcomes, strict=True):
-            here = [row for row in shown if row["outcome"] == outcome]
-            places = list(dict.fromkeys(row["at"] for row in here))
             axes.axhline(0.0, color="0.3", linewidth=0.8)
             if outcome in REWARDS:
                 axes.axhspan(-MARGIN, MARGIN, color="0.9", linewidth=0)
-            for at, name in enumerate(names):
-                mine = [row for row in here if row["contrast"] == name]
-                x = [places.index(row["at"]) + 0.7 * ((at + 0.5) / len(names) - 0.5) for row in mine]
-                y = [row["difference"] for row in mine]
-                ends = [
-                    [row["difference"] if row.get(end) is None else row[end] for row in mine] for end in ("low", "high")
-                ]
-                error = [[abs(bound - middle) for bound, middle in zip(each, y, strict=True)] for each in ends]
-                style = look(at) | {"linestyle": ""}
-                axes.errorbar(x, y, yerr=error, capsize=2, label=name, markerfacecolor="white", **style)
-                filled = [(left, up) for left, up, row in zip(x, y, mine, strict=True) if row["decision"]]
-                axes.plot([left for left, _ in filled], [up for _, up in filled], **style)
-            axes.set(title=LABELS[outcome], ylabel="difference", xticks=range(len(places)))
-            axes.set_xticklabels([place.replace("learning rate ", "").replace(", ", "\n") for place in places])
+            rows_of_outcome = [row for row in shown if row["outcome"] == outcome]
+            _draw_contrasts(axes, rows_of_outcome, contrasts)
+            axes.set(title=LABELS[outcome], ylabel="difference")
         legend_below(drawing, "difference with 95% interval; filled: resolved after Holm, or the same")
 
 
+def _draw_contrasts(axes: Any, rows: Sequence[Row], contrasts: Sequence[str]) -> None:
+    """The differences of one outcome: cells from left to right, and in each cell the contrasts side by side."""
+    places = list(dict.fromkeys(row["at"] for row in rows))
+    for number, contrast in enumerate(contrasts):
+        points = [row for row in rows if row["contrast"] == contrast]
+        # Within 0.7 of the distance between two cells, so that the cells stay apart.
+        offset = 0.7 * ((number + 0.5) / len(contrasts) - 0.5)
+        x = [places.index(row["at"]) + offset for row in points]
+        y = [row["difference"] for row in points]
+        error = [_distances(points, "low"), _distances(points, "high")]
+        style = look(number) | {"linestyle": ""}
+        axes.errorbar(x, y, yerr=error, capsize=2, label=contrast, markerfacecolor="white", **style)
+
+        decided = [index for index, row in enumerate(points) if row["decision"]]
+        axes.plot([x[index] for index in decided], [y[index] for index in decided], **style)
+
+    axes.set(xticks=range(len(places)))
+    axes.set_xticklabels([place.replace("learning rate ", "").replace(", ", "\n") for place in places])
+
+
+def _distances(rows: Sequence[Row], bound: str) -> list[float]:
+    """From the difference to one end of its interval; 0 where it has none."""
+    distances = []
+    for row in rows:
+        if row.get(bound) is None:
+            distances.append(0.0)
+        else:
+            distances.append(abs(row[bound] - row["difference"]))
+    return distances
+
+
 GROUPS = {"rate": "optimizer.lr", "lag": "lag.steps", "updates": "algorithm.updates_per_batch"}
-
-
-def commands(claim: Claim, runs: pd.DataFrame) -> list[str]:
-    """The commands that print the differences of a claim, of those contrasts whose sides differ in their KL only."""
-    lines = []
-    for contrast in itertools.chain.from_iterable(claim.parts.values()):
-        family = runs.loc[runs["form"] == contrast.b, FAMILY]
-        if family.empty or contrast.label or {*contrast.a_where} - {"stale"}:
-            continue
-        where = "tags.sweep IN (" + ", ".join(f"'evidence_{block}'" for block in contrast.blocks) + ")"
-        where += " and lag.mode = 'replayed'" if contrast.a_where else ""
-        words = ["--where", where, "--group", ",".join(GROUPS[name] for name in contrast.by if name in GROUPS)]
-        words += ["--baseline", str(family.iloc[0]), "--collapse", COLLAPSE]
-        words += ["--at-kl", ",".join(map(str, contrast.at_kl)), "--from-start"] if contrast.at_kl else []
-        for outcome in contrast.signs:
-            if outcome in METRICS:
-                more = ["--of", "area"] if outcome == "area" else []
-                more += ["--margin", str(MARGIN)] if contrast.margin(outcome) else []
-                lines.append(" ".join(map(_quoted, [*COMPARE, METRICS[outcome], *more, *words])))
-    return ["\n".join(f"    {line}" for line in dict.fromkeys(lines))] if lines else []
-
-
-def _quoted(word: str) -> str:
-    return f'"{word}"' if " " in word else word
-
-
-WITHOUT = "run.*,output,tracking.*,metrics.time/*,*kl_error*,tags.data.*,tags.process.*,tags.mlflow.*,tags.command"
+"""The parameters of the variables by which contrasts are split, for ``results compare --group``."""
 COMPARE = ("kl-comedy", "results", "compare", "--uri", "results/evidence/export.parquet", "--metric")
+
+
+def commands(claim: Claim, runs: pd.DataFrame) -> str:
+    """The commands that print the differences of a claim, of those contrasts whose sides differ in their KL only.
+
+    Empty where there are none.
+    """
+    lines: list[str] = []
+    for contrast in claim.contrasts:
+        family = runs.loc[runs["form"] == contrast.b, FAMILY]
+        # `results compare` compares families of the same runs: it has no option for a side of its own.
+        differs_in_more = contrast.label != "" or set(contrast.a_where) - {"stale"}
+        if family.empty or differs_in_more:
+            continue
+        options = _compare_options(contrast, baseline=str(family.iloc[0]))
+        for outcome in contrast.signs:
+            if outcome not in METRICS:
+                continue
+            arguments = [*COMPARE, METRICS[outcome]]
+            if outcome == "area":
+                arguments += ["--of", "area"]
+            if contrast.margin(outcome):
+                arguments += ["--margin", str(MARGIN)]
+            lines.append("    " + " ".join(_quoted(argument) for argument in [*arguments, *options]))
+    # Contrasts of one claim can share a command, which compares all families with one baseline.
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _compare_options(contrast: Contrast, baseline: str) -> list[str]:
+    sweeps = ", ".join(f"'evidence_{block}'" for block in contrast.blocks)
+    where = f"tags.sweep IN ({sweeps})"
+    if contrast.a_where:
+        # The only restriction left here is that of stale samples (`commands`).
+        where += " and lag.mode = 'replayed'"
+    group = ",".join(GROUPS[variable] for variable in contrast.by if variable in GROUPS)
+    options = ["--where", where, "--group", group, "--baseline", baseline, "--collapse", COLLAPSE]
+    if contrast.at_kl:
+        options += ["--at-kl", ",".join(map(str, contrast.at_kl)), "--from-start"]
+    return options
+
+
+def _quoted(argument: str) -> str:
+    return f'"{argument}"' if " " in argument else argument
+
+
 SUMMARY = ["claim", "hypothesis", "verdict", "key number", "runs"]
+SECTION_ORDER = "CTLPS"
+"""First letters of the claims' names: papers in the protocol's order, then our own claims."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimReport:
+    """A claim on the page: its row of the summary, its section, and its rows of what is not resolved."""
+
+    summary: list[str]
+    section: list[str]
+    unresolved: list[list[str]]
 
 
 def page(uri: str, command: str, figures: Path | None = None) -> tuple[str, str]:
@@ -476,49 +793,97 @@ def page(uri: str, command: str, figures: Path | None = None) -> tuple[str, str]
     """
     plan = planned_runs()
     runs = measured_runs(uri, plan)
-    sections, verdicts, open_parts = list[str](), list[list[str]](), list[list[str]]()
-    for claim in sorted([*enumerated.read_claims(), *read_claims()], key=_place):
+    verdicts: list[list[str]] = []
+    sections: list[str] = []
+    open_parts: list[list[str]] = []
+    claims: list[Claim | enumerated.EnumeratedClaim] = [*enumerated.read_claims(), *read_claims()]
+    for claim in sorted(claims, key=_position):
         if isinstance(claim, enumerated.EnumeratedClaim):
             row, section = enumerated.section(claim)
             verdicts.append(row)
             sections += section
-            continue
-        parts = evaluate(claim, runs, plan)
-        rows = [row for each in parts.values() for row in each]
-        done, all_runs = len(needed(claim, runs)), len(needed(claim, plan))
-        anchor = claim.anchor
-        decided = {part: verdict(each) for part, each in parts.items()}
-        state = "; ".join(f"{part}: {word}" if part else word for part, word in decided.items())
-        if done < all_runs and set(decided.values()) != {"runs missing"}:
-            state = f"preliminary: {state}"
-        numbers = [key_number(each) for each in parts.values()]
-        count = f"{done} of {all_runs}" + (", runs missing" if done < all_runs else "")
-        link, number = f"[{claim.name}](#{anchor})", "; ".join(filter(None, numbers))
-        noted = state if claim.remark is None else f"{state}, with a remark"
-        verdicts.append([link, claim.hypothesis, noted, number, count])
-        sentence = f"{claim.hypothesis[0].upper()}{claim.hypothesis[1:]}."
-        sections += [f"## {claim.name}", sentence, f"**Verdict: {state}.** Runs: {count}."]
-        sections += [claim.remark] * (claim.remark is not None)
-        keyed = [f"- {part or 'key number'}: {text}" for part, text in zip(parts, numbers, strict=True) if text]
-        sections += ["\n".join(keyed)] * bool(keyed) + [table(rows)]
-        if any(row.get("difference") is not None for row in rows):
-            sections.append(f"![{claim.hypothesis}]({anchor}.svg)")
-            if figures is not None:
-                draw(rows, figures / f"{anchor}.svg")
-        sections += commands(claim, runs)
-        open_parts += unresolved(claim, parts, runs, plan)
+        else:
+            report = claim_report(claim, runs, plan, figures)
+            verdicts.append(report.summary)
+            sections += report.section
+            open_parts += report.unresolved
+
     summary = tables.markdown(SUMMARY, verdicts)
-    facts = {"command": command, "protocol": PROTOCOL, "level": LEVEL, "margin": MARGIN}
-    header = HEADER.format(**facts, summary=summary, blocks=block_table(runs, plan))
-    sections += [UNRESOLVED.format(power=POWER, level=LEVEL), tables.markdown(COSTS, open_parts)]
-    return "\n\n".join([header, *sections, FOOTER]) + "\n", summary
+    header = HEADER.format(
+        command=command,
+        protocol=PROTOCOL,
+        level=LEVEL,
+        margin=MARGIN,
+        summary=summary,
+        blocks=block_table(runs, plan),
+    )
+    costs = [UNRESOLVED.format(power=POWER, level=LEVEL), tables.markdown(COSTS, open_parts)]
+    return "\n\n".join([header, *sections, *costs, FOOTER]) + "\n", summary
 
 
-def _place(claim: Claim | enumerated.EnumeratedClaim) -> tuple[int, int]:
-    """Papers in the protocol's order, then our own claims; by number."""
-    letter, number = claim.name[0], claim.name.partition(",")[0][1:]
-    return "CTLPS".index(letter), int(number)
+def _position(claim: Claim | enumerated.EnumeratedClaim) -> tuple[int, int]:
+    """By letter, then by number; a name is a letter and a number, with a remark after a comma."""
+    letter = claim.name[0]
+    number = claim.name.partition(",")[0][1:]
+    return SECTION_ORDER.index(letter), int(number)
 
+
+def claim_report(claim: Claim, runs: pd.DataFrame, plan: pd.DataFrame, figures: Path | None) -> ClaimReport:
+    """Evaluate a claim and describe it; its figure is drawn in the folder ``figures``, if given."""
+    parts = evaluate(claim, runs, plan)
+    rows = [row for rows_of_part in parts.values() for row in rows_of_part]
+    finished = len(needed(claim, runs))
+    planned = len(needed(claim, plan))
+
+    state = _state(parts, is_complete=finished >= planned)
+    count = f"{finished} of {planned}"
+    if finished < planned:
+        count += ", runs missing"
+    key_numbers = {part: key_number(rows_of_part) for part, rows_of_part in parts.items()}
+
+    link = f"[{claim.name}](#{claim.anchor})"
+    shown_state = state if claim.remark is None else f"{state}, with a remark"
+    numbers = "; ".join(text for text in key_numbers.values() if text)
+
+    section = [f"## {claim.name}", _sentence(claim.hypothesis), f"**Verdict: {state}.** Runs: {count}."]
+    if claim.remark is not None:
+        section.append(claim.remark)
+    items = [f"- {part or 'key number'}: {text}" for part, text in key_numbers.items() if text]
+    if items:
+        section.append("\n".join(items))
+    section.append(table(rows))
+    if any(row.get("difference") is not None for row in rows):
+        section.append(f"![{claim.hypothesis}]({claim.anchor}.svg)")
+        if figures is not None:
+            draw(rows, figures / f"{claim.anchor}.svg")
+    command_lines = commands(claim, runs)
+    if command_lines:
+        section.append(command_lines)
+
+    return ClaimReport(
+        summary=[link, claim.hypothesis, shown_state, numbers, count],
+        section=section,
+        unresolved=unresolved(claim, parts, runs, plan),
+    )
+
+
+def _state(parts: Mapping[str, Sequence[Row]], *, is_complete: bool) -> str:
+    """The verdicts of all parts; preliminary where runs are missing, unless all of them are."""
+    verdicts = {part: verdict(rows) for part, rows in parts.items()}
+    described = [f"{part}: {text}" if part else text for part, text in verdicts.items()]
+    state = "; ".join(described)
+    no_runs = set(verdicts.values()) == {"runs missing"}
+    if is_complete or no_runs:
+        return state
+    return f"preliminary: {state}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+WITHOUT = "run.*,output,tracking.*,metrics.time/*,*kl_error*,tags.data.*,tags.process.*,tags.mlflow.*,tags.command"
+"""Columns that the committed export leaves out: they differ between machines, or no number is computed from them."""
 
 HEADER = """# The claims of the protocol
 
@@ -542,14 +907,14 @@ computes every number, those of runs from [export.parquet](export.parquet).
 {blocks}"""
 UNRESOLVED = """## What is not resolved, and what would resolve it
 
-Of each claim whose runs are all in: the contrast with the least p, and the seeds a side at which a test at {level} over
-the number of the claim's contrasts finds that difference with probability {power}, if it is the true one. *Hours*: wall
+For each claim with all of its runs: the contrast with the least p, and the seeds per side at which a test at {level}
+over the number of the claim's contrasts finds that difference with probability {power}, if it is the true one. *Hours*: wall
 times of the further runs, at the mean of those that there are."""
 COSTS = ["claim", "part", "contrast", "difference [95%]", "seeds", "seeds needed", "hours"]
 FOOTER = f"""## Commands
 
 Without `--finished-in` all runs are made again. The blocks on SmolLM2 need `make smollm2` first, 1.4 GB of
-disk a run, and `model.source=models/SmolLM2-135M-Instruct` at the end of their command.
+disk per run, and `model.source=models/SmolLM2-135M-Instruct` at the end of their command.
 
     for block in {" ".join(BLOCKS)}; do
       kl-comedy sweep configs/evidence/$block.yaml --local 2 --finished-in results/evidence/export.parquet \\
@@ -562,16 +927,21 @@ disk a run, and `model.source=models/SmolLM2-135M-Instruct` at the end of their 
 
 
 def block_table(runs: pd.DataFrame, plan: pd.DataFrame) -> str:
-    """Of each block the finished runs of those planned, those that failed, collapsed, their hours and their commits."""
+    """The runs of each block: finished of planned, failed, collapsed, their hours and their commits."""
     rows = []
     for block in BLOCKS:
-        mine, planned = runs[runs["block"] == block], int((plan["block"] == block).sum())
-        counts = [
-            f"{len(mine)} of {planned}",
-            *(str(int(flag.sum())) for flag in (mine["status"] == "FAILED", mine["collapsed"].eq(True))),
-            f"{mine['hours'].sum():.1f}",
-        ]
+        runs_of_block = runs[runs["block"] == block]
+        planned = int((plan["block"] == block).sum())
+        failed = int((runs_of_block["status"] == "FAILED").sum())
+        collapsed = int(runs_of_block["collapsed"].eq(True).sum())
         rows.append(
-            [f"[{block}](../../configs/evidence/{block}.yaml)", *counts, ", ".join(sorted({*mine["commit"]})) or "-"]
+            [
+                f"[{block}](../../configs/evidence/{block}.yaml)",
+                f"{len(runs_of_block)} of {planned}",
+                str(failed),
+                str(collapsed),
+                f"{runs_of_block['hours'].sum():.1f}",
+                ", ".join(sorted(set(runs_of_block["commit"]))) or "-",
+            ]
         )
     return tables.markdown(["block", "runs", "failed", "collapsed", "hours", "commit"], rows)

@@ -10,7 +10,7 @@ completion is ``sum_t (a_t u_t + b_t v_t) h_t^T`` with ``u = d log pi(y) / d log
 surrogate in the token's log-prob and exact KL. So every term and every range of positions comes from one pass. ``u``
 and ``v`` are count sketches of :data:`SKETCH` numbers over the vocabulary.
 
-Every stage writes its files before the next and is skipped where they exist: a run that was stopped resumes.
+Every stage writes its files before the next one starts, and is skipped where they exist: a stopped run resumes.
 
 Legend: ``B`` completions of a group, ``T`` tokens, ``K`` groups (blocks of the statistics), ``S`` sketch, ``H`` width.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ from kl_comedy.lab.audit.grams import (
 from kl_comedy.models import load_model
 from kl_comedy.models.introspection import head_weights
 from kl_comedy.models.logprobs import completion_hidden
+from kl_comedy.records import Rollout
 from kl_comedy.rollouts import sampling_from
 from kl_comedy.tracking.figures import legend_below, look
 from research.studies.pages import figure, save_csv, write_page
@@ -51,20 +52,25 @@ from research.studies.pages import figure, save_csv, write_page
 if TYPE_CHECKING:
     import pandas as pd
 
+    from kl_comedy.training.module import PolicyModule
+
 CONFIG = Path("research/studies/long_audit.yaml")
 UPDATES = 12
 AGES = (0, 1, 4, 10)
 """How many updates before the audited policy the completions were drawn."""
 TOKENS = 256
 BIN = 32
+"""Tokens per range of positions."""
 GROUP = 4
+"""Completions per prompt."""
 SKETCH = 1024
 CAP = 8.0
+"""Largest prefix ratio of the term that bounds it (`rb/robust`)."""
 
 REFERENCE = KLTerm("exact", placement="loss")
 """On-policy, the gradient that the others are measured against: that of the exact KL of each visited prefix.
 
-The gradient of the KL of whole completions has the future credit besides, whose noise hides it at any number of
+The gradient of the KL of whole completions contains the future credit too, whose noise hides it at any number of
 completions that a CPU can draw at this length.
 """
 
@@ -95,38 +101,47 @@ SHOWN = (
     "exact x prefix (rb/per_decision)",
     "the same, ratio up to 8 (rb/robust)",
 )
-"""What the figure shows."""
+"""The terms of the figure."""
 
 
 # --- completions of four versions of the policy ------------------------------------------------------------------
 class _DrawAtVersions(Callback):
-    """Draws ``groups`` groups at each version that is wanted, writes them, and the weights after the last update."""
+    """Writes ``groups`` groups drawn at each version of :data:`AGES`, and the weights after the last update."""
 
     def __init__(self, folder: Path, groups: int) -> None:
-        self._folder, self._groups = folder, groups
+        self._folder = folder
+        self._groups = groups
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        age, data = UPDATES - pl_module.version, trainer.datamodule
+        self._at_version(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._at_version(trainer, pl_module)
+
+    def _at_version(self, trainer: Any, module: PolicyModule) -> None:
+        data = trainer.datamodule
+        age = UPDATES - module.version
         if age in AGES:
             sampling = dataclasses.replace(sampling_from(data.config.rollout), max_new_tokens=TOKENS)
             prompts = data.prompts.train[-self._groups :]
+            # A seed per age: completions of two ages are independent.
             rollouts = data.backend.generate(prompts, group_size=GROUP, sampling=sampling, seed=1000 + age)
             _write(rollouts, self._folder / f"rollouts-{age}.pt")
         if age == 0:
-            _write(pl_module.policy.state_dict(), self._folder / "policy.pt")
+            # Written last: where this file exists, the stage is complete.
+            _write(module.policy.state_dict(), self._folder / "policy.pt")
             trainer.should_stop = True
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        self.on_train_start(trainer, pl_module)
 
 
 def _write(value: Any, path: Path) -> None:
-    torch.save(value, path.with_suffix(".part"))
-    path.with_suffix(".part").rename(path)
+    """Save atomically: a file that exists is complete, also after a run was killed."""
+    part = path.with_suffix(".part")
+    torch.save(value, part)
+    part.rename(path)
 
 
 def draw_completions(config: Config, folder: Path, groups: int) -> None:
-    """Train for :data:`UPDATES` updates; completions of every age and the weights go to ``folder``."""
+    """Train for :data:`UPDATES` updates and write completions of every age, and the weights, to ``folder``."""
     from kl_comedy.training.experience_module import ExperienceModule
     from kl_comedy.training.module import PolicyModule
     from kl_comedy.training.run import make_trainer
@@ -134,7 +149,8 @@ def draw_completions(config: Config, folder: Path, groups: int) -> None:
     if (folder / "policy.pt").is_file():
         return
     folder.mkdir(parents=True, exist_ok=True)
-    module, data = PolicyModule(config), ExperienceModule(config)
+    module = PolicyModule(config)
+    data = ExperienceModule(config)
     try:
         make_trainer(config, [_DrawAtVersions(folder, groups)]).fit(module, datamodule=data)
     finally:
@@ -143,23 +159,29 @@ def draw_completions(config: Config, folder: Path, groups: int) -> None:
 
 # --- passes -------------------------------------------------------------------------------------------------------
 def pass_groups(config: Config, folder: Path, groups: int, done: Callable[[], None]) -> None:
-    """The passes of policy and reference over every group, a file each; all ages of a group together.
+    """Compute the passes of policy and reference over every group of every age, and write a file for each.
 
     Raises :class:`UserError` where fewer groups were drawn.
     """
-    if all(_group_file(folder, age, group).is_file() for age in AGES for group in range(groups)):
+    files = [_group_file(folder, age, group) for age in AGES for group in range(groups)]
+    if all(file.is_file() for file in files):
         return
-    policy, reference = load_model(config.model).model, load_model(config.model).model
+    policy = load_model(config.model).model
     policy.load_state_dict(torch.load(folder / "policy.pt"))
-    drawn = {age: torch.load(folder / f"rollouts-{age}.pt", weights_only=False) for age in AGES}
-    if (most := 1 + max(rollout.group_id for rollout in drawn[0])) < groups:
-        raise bad_value("--groups", groups, f"at most {most}, as many as {folder} has; or another --folder")
+    reference = load_model(config.model).model
+    rollouts_of_age = {age: torch.load(folder / f"rollouts-{age}.pt", weights_only=False) for age in AGES}
+    drawn_groups = 1 + max(rollout.group_id for rollout in rollouts_of_age[0])
+    if drawn_groups < groups:
+        allowed = f"at most {drawn_groups}, as many as {folder} has; or another --folder"
+        raise bad_value("--groups", groups, allowed)
+
+    # All ages of a group before the next group: a run that is stopped early has complete groups.
     for group in range(groups):
         for age in AGES:
-            path = _group_file(folder, age, group)
-            if not path.is_file():
-                rollouts = [rollout for rollout in drawn[age] if rollout.group_id == group]
-                _write(group_pass(policy, reference, rollouts, config.rollout.temperature), path)
+            file = _group_file(folder, age, group)
+            if not file.is_file():
+                rollouts = [rollout for rollout in rollouts_of_age[age] if rollout.group_id == group]
+                _write(group_pass(policy, reference, rollouts, config.rollout.temperature), file)
             done()
 
 
@@ -168,52 +190,82 @@ def _group_file(folder: Path, age: int, group: int) -> Path:
 
 
 @torch.no_grad()
-def group_pass(policy: Any, reference: Any, rollouts: list[Any], temperature: float) -> dict[str, Tensor]:
-    """Columns ``[B, T]`` (log-probs of policy, reference and sampler, exact KL, mask) and, by token inside the mask,
-    sketches ``u`` and ``v`` ``[N, S]`` and hidden states ``h`` ``[N, H]``; float32."""
+def group_pass(policy: Any, reference: Any, rollouts: Sequence[Rollout], temperature: float) -> dict[str, Tensor]:
+    """One pass of policy and reference over a group; float32.
+
+    Columns ``[B, T]``: ``logp``, ``ref_logp``, ``behaviour_logp`` (of policy, reference and sampler), ``exact_kl`` and
+    ``mask``. By token inside the mask: sketches ``u`` and ``v`` ``[N, S]`` and hidden states ``h`` ``[N, H]``.
+    """
     prompt_BP = torch.tensor([rollout.prompt.token_ids for rollout in rollouts])
     ids_BT = torch.zeros(len(rollouts), TOKENS, dtype=torch.long)
-    behaviour_BT, mask_BT = torch.zeros(ids_BT.shape), torch.zeros(ids_BT.shape, dtype=torch.bool)
+    behaviour_BT = torch.zeros(ids_BT.shape)
+    mask_BT = torch.zeros(ids_BT.shape, dtype=torch.bool)
     for row, rollout in enumerate(rollouts):
         length = len(rollout.completion_ids)
         ids_BT[row, :length] = torch.tensor(rollout.completion_ids)
         behaviour_BT[row, :length] = torch.tensor(rollout.logps)
         mask_BT[row, :length] = True
+
+    # The completions of a group have one prompt, so that no prompt is padded.
     inputs = (prompt_BP, torch.ones_like(prompt_BP), ids_BT, mask_BT)
-    hidden_NH, other_NH = (completion_hidden(model, *inputs) for model in (policy, reference))
-    (weight_VH, _), (other_VH, _) = head_weights(policy), head_weights(reference)
-    parts = []
+    hidden_NH = completion_hidden(policy, *inputs)
+    ref_hidden_NH = completion_hidden(reference, *inputs)
+    weight_VH, _ = head_weights(policy)
+    ref_weight_VH, _ = head_weights(reference)
+    ids_N = ids_BT[mask_BT]
+    columns: dict[str, list[Tensor]] = {"logp": [], "ref_logp": [], "exact_kl": [], "u": [], "v": []}
+    # By chunks: one matrix [N, V] of a whole group would not fit the memory of a small machine.
     for chunk in torch.arange(len(hidden_NH)).split(TOKENS):
         logp_nV = (hidden_NH[chunk] @ weight_VH.T / temperature).log_softmax(-1)
-        logq_nV = (other_NH[chunk] @ other_VH.T / temperature).log_softmax(-1)
-        ids_n = ids_BT[mask_BT][chunk, None]
-        columns = [logp_nV.gather(-1, ids_n)[:, 0], logq_nV.gather(-1, ids_n)[:, 0]]
+        logq_nV = (ref_hidden_NH[chunk] @ ref_weight_VH.T / temperature).log_softmax(-1)
+        ids_n1 = ids_N[chunk, None]
+        columns["logp"].append(logp_nV.gather(-1, ids_n1)[:, 0])
+        columns["ref_logp"].append(logq_nV.gather(-1, ids_n1)[:, 0])
+
+        # KL = sum_k p_k (log p_k - log q_k)
         p_nV = logp_nV.exp()
-        ratio_nV = logp_nV.sub_(logq_nV)
-        kl_n = (p_nV * ratio_nV).sum(-1)
-        v_nV = ratio_nV.sub_(kl_n[:, None]).mul_(p_nV)
-        u_nV = p_nV.neg_().scatter_add_(-1, ids_n, torch.ones(ids_n.shape))
-        parts.append((*columns, kl_n, sketch(u_nV) / temperature, sketch(v_nV) / temperature))
-    logp_N, logq_N, kl_N, u_NS, v_NS = (torch.cat(column) for column in zip(*parts, strict=True))
-    columns_BT = {
-        name: torch.zeros(mask_BT.shape).masked_scatter(mask_BT, column)
-        for name, column in (("logp", logp_N), ("ref_logp", logq_N), ("exact_kl", kl_N))
+        log_ratio_nV = logp_nV.sub_(logq_nV)
+        kl_n = (p_nV * log_ratio_nV).sum(-1)
+        columns["exact_kl"].append(kl_n)
+        # v = d KL / d logits = p (log p - log q - KL)
+        v_nV = log_ratio_nV.sub_(kl_n[:, None]).mul_(p_nV)
+        # u = d log pi(y) / d logits = 1_y - p; in the place of p, which v has read already
+        u_nV = p_nV.neg_().scatter_add_(-1, ids_n1, torch.ones(ids_n1.shape))
+        # The logits were divided by the temperature after the head.
+        columns["u"].append(sketch(u_nV) / temperature)
+        columns["v"].append(sketch(v_nV) / temperature)
+
+    def over_tokens(name: str) -> Tensor:
+        return torch.zeros(mask_BT.shape).masked_scatter(mask_BT, torch.cat(columns[name]))
+
+    return {
+        "logp": over_tokens("logp"),
+        "ref_logp": over_tokens("ref_logp"),
+        "exact_kl": over_tokens("exact_kl"),
+        "behaviour_logp": behaviour_BT,
+        "mask": mask_BT,
+        "u": torch.cat(columns["u"]),
+        "v": torch.cat(columns["v"]),
+        "h": hidden_NH,
     }
-    return {**columns_BT, "behaviour_logp": behaviour_BT, "mask": mask_BT, "u": u_NS, "v": v_NS, "h": hidden_NH}
 
 
 def sketch(values_nV: Tensor) -> Tensor:
-    """A count sketch ``[n, S]`` with fixed random signs: inner products are kept, without bias over the signs."""
+    """A count sketch ``[n, S]`` with fixed random signs: inner products are preserved, without bias over the signs."""
     vocabulary = values_nV.shape[1]
-    signs_V = torch.randint(0, 2, (vocabulary,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    padded = torch.nn.functional.pad(values_nV * signs_V, (0, -vocabulary % SKETCH))
+    # The same signs in every call: products of sketches from different groups must refer to the same sketch.
+    generator = torch.Generator().manual_seed(0)
+    signs_V = torch.randint(0, 2, (vocabulary,), generator=generator) * 2.0 - 1
+    padding = -vocabulary % SKETCH
+    padded = torch.nn.functional.pad(values_nV * signs_V, (0, padding))
     return padded.reshape(len(values_nV), -1, SKETCH).sum(1)
 
 
 # --- gradients ----------------------------------------------------------------------------------------------------
 def coefficients(term: KLTerm, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """``a_BT``, ``b_BT``: derivatives of a term's surrogate (beta = 1) in log-prob and exact KL of each token."""
-    logp_BT, kl_BT = (rows[name].clone().requires_grad_() for name in ("logp", "exact_kl"))
+    logp_BT = rows["logp"].clone().requires_grad_()
+    kl_BT = rows["exact_kl"].clone().requires_grad_()
     arguments: dict[str, Any] = {
         "logp_BT": logp_BT,
         "ref_logp_BT": rows["ref_logp"],
@@ -226,8 +278,8 @@ def coefficients(term: KLTerm, rows: Mapping[str, Tensor]) -> tuple[Tensor, Tens
         group_B = torch.zeros(len(logp_BT), dtype=torch.long)
         baseline_BT = own_baseline(kl_parts(term, **arguments), rows["mask"], group_B)
     loss = kl_surrogate(term, **arguments, baseline_BT=baseline_BT).sum()
-    by_leaf = torch.autograd.grad(loss, [logp_BT, kl_BT], allow_unused=True)
-    a_BT, b_BT = (torch.zeros_like(kl_BT) if each is None else each for each in by_leaf)
+    # A sampled term does not read the exact KL, and an exact one may not read the log-prob: the gradient is zero there.
+    a_BT, b_BT = torch.autograd.grad(loss, [logp_BT, kl_BT], allow_unused=True, materialize_grads=True)
     return a_BT.detach(), b_BT.detach()
 
 
@@ -236,43 +288,66 @@ def gradient(coefficients_BT: tuple[Tensor, Tensor], rows: Mapping[str, Tensor],
     a_BT, b_BT = coefficients_BT
     mask_BT = rows["mask"]
     inside_N = bin_BT[mask_BT]
-    a_n, b_n = (each[mask_BT][inside_N, None] for each in (a_BT, b_BT))
-    logits_nS = a_n * rows["u"][inside_N] + b_n * rows["v"][inside_N]
+    a_n1 = a_BT[mask_BT][inside_N, None]
+    b_n1 = b_BT[mask_BT][inside_N, None]
+    # sum_t (a_t u_t + b_t v_t) h_t^T
+    logits_nS = a_n1 * rows["u"][inside_N] + b_n1 * rows["v"][inside_N]
     return (logits_nS.T @ rows["h"][inside_N]).flatten() / len(mask_BT)
 
 
 def grams(folder: Path, age: int, groups: int) -> tuple[Tensor, Tensor]:
-    """Inner products of the reference (first) and every term between groups: ``[C, C, K, K]``, whole and by bin."""
-    stale, fresh = ([torch.load(_group_file(folder, each, k)) for k in range(groups)] for each in (age, 0))
-    weights = [
-        [coefficients(REFERENCE, fresh[k]), *(coefficients(term, stale[k]) for term in TERMS.values())]
-        for k in range(groups)
-    ]
+    """Inner products of the reference (first) and every term between groups.
+
+    Returns those of whole completions ``[C, C, K, K]`` and those of each range of positions ``[ranges, C, C, K, K]``.
+    The reference gradient is of the completions of age 0, the terms' are of ``age``.
+    """
     position_T = torch.arange(TOKENS)
-    total, by_bin = None, []
+    losses_of_group = [_losses(folder, age, group) for group in range(groups)]
+    total_KCD: Tensor | None = None
+    products_of_bin = []
     for start in range(0, TOKENS, BIN):
-        inside_BT = ((position_T >= start) & (position_T < start + BIN)).expand(GROUP, TOKENS)
-        stacked = torch.stack(
-            [
-                torch.stack([gradient(c, fresh[k] if n == 0 else stale[k], inside_BT) for n, c in enumerate(of_group)])
-                for k, of_group in enumerate(weights)
-            ]
-        )
-        by_bin.append(_gram(stacked))
-        total = stacked if total is None else total.add_(stacked)
-    assert total is not None
-    return _gram(total), torch.stack(by_bin)
+        inside_T = (position_T >= start) & (position_T < start + BIN)
+        inside_BT = inside_T.expand(GROUP, TOKENS)
+        gradients_KCD = torch.stack([_gradients(losses, inside_BT) for losses in losses_of_group])
+        products_of_bin.append(_gram(gradients_KCD))
+        # A gradient is a sum over tokens: that of a whole completion is the sum of its bins'.
+        total_KCD = gradients_KCD if total_KCD is None else total_KCD.add_(gradients_KCD)
+    assert total_KCD is not None
+    return _gram(total_KCD), torch.stack(products_of_bin)
+
+
+Loss = tuple[tuple[Tensor, Tensor], Mapping[str, Tensor]]
+"""Coefficients of one loss on one group, and the columns of that group."""
+
+
+def _losses(folder: Path, age: int, group: int) -> list[Loss]:
+    """The reference on the fresh completions of a group, then every term on those of ``age``."""
+    fresh = torch.load(_group_file(folder, 0, group))
+    stale = torch.load(_group_file(folder, age, group))
+    losses: list[Loss] = [(coefficients(REFERENCE, fresh), fresh)]
+    for term in TERMS.values():
+        losses.append((coefficients(term, stale), stale))
+    return losses
+
+
+def _gradients(losses: Sequence[Loss], inside_BT: Tensor) -> Tensor:
+    """The gradients ``[C, S * H]`` of all losses of a group through the tokens in ``inside_BT``."""
+    return torch.stack([gradient(coefficients_BT, rows, inside_BT) for coefficients_BT, rows in losses])
 
 
 def _gram(gradients_KCD: Tensor) -> Tensor:
+    """Inner products ``[C, C, K, K]``."""
     k, c, _ = gradients_KCD.shape
     flat = gradients_KCD.transpose(0, 1).reshape(c * k, -1)
     return (flat @ flat.T).double().reshape(c, k, c, k).permute(0, 2, 1, 3)
 
 
 # --- tables -------------------------------------------------------------------------------------------------------
+FIGURES_OF_BIN = ("strength", "strength_low", "strength_high", "completions", "reference_error")
+
+
 def tables_of(folder: Path, groups: int, done: Callable[[], None]) -> dict[str, pd.DataFrame]:
-    """``terms`` (whole gradient), ``positions`` (by bin) and ``ratios`` (by token): one row per age and each."""
+    """``terms`` (whole gradient), ``positions`` (by bin) and ``ratios`` (by token), one row per age and item."""
     import pandas as pd
 
     terms: list[dict[str, Any]] = []
@@ -280,61 +355,76 @@ def tables_of(folder: Path, groups: int, done: Callable[[], None]) -> dict[str, 
     ratios: list[dict[str, Any]] = []
     for age in AGES:
         whole, by_bin = grams(folder, age, groups)
-        for n, name in enumerate(TERMS, start=1):
-            terms.append({"age": age, "term": name, **compare(whole, n)})
-            for at, of_bin in enumerate(by_bin):
-                figures = compare(of_bin, n)
-                names = ("strength", "strength_low", "strength_high", "completions", "reference_error")
-                positions.append({"age": age, "term": name, "from": at * BIN} | {key: figures[key] for key in names})
+        # Number 0 is the reference.
+        for number, name in enumerate(TERMS, start=1):
+            terms.append({"age": age, "term": name, **compare(whole, number)})
+            for bin_number, products in enumerate(by_bin):
+                figures = compare(products, number)
+                shown = {figure: figures[figure] for figure in FIGURES_OF_BIN}
+                positions.append({"age": age, "term": name, "from": bin_number * BIN, **shown})
         ratios += ratio_rows(folder, age, groups)
         done()
     return {"terms": pd.DataFrame(terms), "positions": pd.DataFrame(positions), "ratios": pd.DataFrame(ratios)}
 
 
-def compare(gram: Tensor, n: int) -> dict[str, float]:
-    """Term ``n`` against the reference (0); intervals by leaving out one prompt at a time."""
-    term_KK, with_KK, ref_KK = gram[n, n], gram[n, 0], gram[0, 0]
-    difference_KK = difference_gram(term_KK, with_KK, ref_KK)
-    strength = estimate(delivered, with_KK, ref_KK)
-    square = estimate(squared_bias, difference_KK, ref_KK)
-    root = {end: max(value, 0.0) ** 0.5 for end, value in vars(square).items()}
-    signal = float(mean_product(ref_KK))
-    signal = signal if signal > 0 else math.nan
+def compare(gram: Tensor, number: int) -> dict[str, float]:
+    """Figures of term ``number`` against the reference (0); intervals by leaving out one prompt at a time."""
+    term_KK = gram[number, number]
+    with_reference_KK = gram[number, 0]
+    reference_KK = gram[0, 0]
+    difference_KK = difference_gram(term_KK, with_reference_KK, reference_KK)
+    strength = estimate(delivered, with_reference_KK, reference_KK)
+    square = estimate(squared_bias, difference_KK, reference_KK)
+    # An estimate of |E r|^2 at or below zero: noise hides the reference, and nothing can be compared with it.
+    signal = float(mean_product(reference_KK))
+    if signal <= 0:
+        signal = math.nan
+    reference_variance = float(noise(reference_KK)) / len(reference_KK)
     return {
         "strength": strength.value,
         "strength_low": strength.low,
         "strength_high": strength.high,
-        "distance": root["value"],
-        "distance_low": root["low"],
-        "distance_high": root["high"],
+        "distance": _root(square.value),
+        "distance_low": _root(square.low),
+        "distance_high": _root(square.high),
         "p_equal": p_of_zero_mean(difference_KK, torch.Generator().manual_seed(0)),
         "completions": GROUP * float(noise(term_KK)) / signal,
-        "reference_error": (float(noise(ref_KK)) / len(ref_KK) / signal) ** 0.5,
+        "reference_error": (reference_variance / signal) ** 0.5,
     }
 
 
+def _root(square: float) -> float:
+    """The root of an unbiased estimate of a square, which may come out below zero."""
+    return float(max(square, 0.0) ** 0.5)
+
+
 def ratio_rows(folder: Path, age: int, groups: int) -> list[dict[str, Any]]:
-    """By token: completions that reach it, effective share of the ratio of the tokens before it, its mean, plain and
-    capped, and the KL of the sampler from the policy (nats a token, k3)."""
-    files = [torch.load(_group_file(folder, age, k)) for k in range(groups)]
-    mask_BT = torch.cat([each["mask"] for each in files])
-    delta_BT = torch.cat([each["logp"] - each["behaviour_logp"] for each in files]).double() * mask_BT
-    weight_BT = (delta_BT.cumsum(-1) - delta_BT).exp()
-    exact_BT = torch.cat([each["exact_kl"] for each in files])
+    """A row for each token.
+
+    Completions that reach it; effective share of the ratio of the tokens before it, and its mean, plain and capped; the
+    KL of the sampler from the policy (nats per token, k3) and of the policy from the initial model (exact).
+    """
+    files = [torch.load(_group_file(folder, age, group)) for group in range(groups)]
+    mask_BT = torch.cat([columns["mask"] for columns in files])
+    log_ratio_BT = torch.cat([columns["logp"] - columns["behaviour_logp"] for columns in files]).double() * mask_BT
+    # The sum up to a token, less its own: the ratio of the tokens before it.
+    weight_BT = (log_ratio_BT.cumsum(-1) - log_ratio_BT).exp()
+    exact_BT = torch.cat([columns["exact_kl"] for columns in files])
     rows = []
-    for t in range(TOKENS):
-        reached = mask_BT[:, t]
-        weight, delta = weight_BT[reached, t], delta_BT[reached, t]
+    for token in range(TOKENS):
+        reached = mask_BT[:, token]
+        weight = weight_BT[reached, token]
+        log_ratio = log_ratio_BT[reached, token]
         rows.append(
             {
                 "age": age,
-                "token": t,
+                "token": token,
                 "completions": int(reached.sum()),
                 "ess": float(weight.sum() ** 2 / weight.square().sum() / len(weight)),
                 "mean": float(weight.mean()),
                 "mean_capped": float(weight.clamp(max=CAP).mean()),
-                "kl_sampler": float((delta.exp() - 1 - delta).mean()),
-                "kl_initial": float(exact_BT[reached, t].mean()),
+                "kl_sampler": float((log_ratio.exp() - 1 - log_ratio).mean()),
+                "kl_initial": float(exact_BT[reached, token].mean()),
             }
         )
     return rows
@@ -345,20 +435,21 @@ def draw(out: Path) -> None:
     """The figure, from the data in ``out``."""
     import pandas as pd
 
-    positions, ratios = pd.read_csv(out / "positions.csv"), pd.read_csv(out / "ratios.csv")
+    positions = pd.read_csv(out / "positions.csv")
+    ratios = pd.read_csv(out / "ratios.csv")
     ages = sorted(positions.age.unique())
     with figure(out / "positions.svg", 3, len(ages), 2.1, sharex=True, sharey="row") as (drawing, panels):
-        for column, age in enumerate(ages):
-            for at, name in enumerate(SHOWN):
-                here = positions[(positions.age == age) & (positions.term == name)]
-                middle = here["from"] + BIN / 2
-                panels[0][column].plot(middle, here.strength, label=name, **look(at))
-                panels[1][column].plot(middle, here.completions, **look(at))
+        for age, (strength, completions, share) in zip(ages, panels.T, strict=True):
+            for number, name in enumerate(SHOWN):
+                bins = positions[(positions.age == age) & (positions.term == name)]
+                middle = bins["from"] + BIN / 2
+                strength.plot(middle, bins.strength, label=name, **look(number))
+                completions.plot(middle, bins.completions, **look(number))
             tokens = ratios[ratios.age == age]
-            panels[2][column].plot(tokens.token, tokens.ess, color="black", linewidth=0.9)
-            panels[0][column].set(title=f"age {age}", ylim=(-1, 3))
-            panels[1][column].set(yscale="log")
-            panels[2][column].set(ylim=(0, 1.05), xlabel="token")
+            share.plot(tokens.token, tokens.ess, color="black", linewidth=0.9)
+            strength.set(title=f"age {age}", ylim=(-1, 3))
+            completions.set(yscale="log")
+            share.set(ylim=(0, 1.05), xlabel="token")
         panels[0][0].set_ylabel("strength: share of the\nper-prefix gradient")
         panels[1][0].set_ylabel("completions until noise\nequals that gradient")
         panels[2][0].set_ylabel("effective share of\nthe prefix ratio")
@@ -366,38 +457,43 @@ def draw(out: Path) -> None:
 
 
 def ratio_summary(ratios: pd.DataFrame) -> pd.DataFrame:
-    """Per age: KL a token, and the prefix ratio at some tokens."""
+    """Per age: KL per token, and the prefix ratio at some tokens."""
     import pandas as pd
 
     rows = []
-    for age, here in ratios.groupby("age"):
-        count = here.completions
+    for age, tokens in ratios.groupby("age"):
+        # A token's row is a mean over the completions that reach it: weighted, every drawn token counts once.
+        count = tokens.completions
+        kl_sampler = float((tokens.kl_sampler * count).sum() / count.sum())
         row = {
             "age": age,
-            "KL(sampler, policy) a token": float((here.kl_sampler * count).sum() / count.sum()),
-            "KL(policy, initial) a token": float((here.kl_initial * count).sum() / count.sum()),
+            "KL(sampler, policy) per token": kl_sampler,
+            "KL(policy, initial) per token": float((tokens.kl_initial * count).sum() / count.sum()),
             "mean length": float(count.sum() / count.max()),
-            "exp(-2 k 256)": math.exp(-2 * TOKENS * float((here.kl_sampler * count).sum() / count.sum())),
+            # The effective share of a log-normal ratio with the same KL per token.
+            "exp(-2 k 256)": math.exp(-2 * TOKENS * kl_sampler),
         }
         for token in (31, 63, 127, 255):
-            at = here[here.token == token].iloc[0]
-            row[f"ESS at {token + 1}"] = at.ess
-            row[f"mean up to {CAP:g} at {token + 1}"] = at.mean_capped
+            at_token = tokens[tokens.token == token].iloc[0]
+            row[f"ESS at {token + 1}"] = at_token.ess
+            row[f"mean up to {CAP:g} at {token + 1}"] = at_token.mean_capped
         rows.append(row)
     return pd.DataFrame(rows)
 
 
 def summary(terms: pd.DataFrame) -> pd.DataFrame:
     """Strength with its interval, and completions, by term and age."""
-    shown = terms.assign(
-        strength=[
-            f"{row.strength:.2f} [{row.strength_low:.2f}, {row.strength_high:.2f}]" for row in terms.itertuples()
-        ],
-        completions=[f"{value:,.{0 if value >= 10 else 1}f}" for value in terms.completions],
-    )
+    strengths = [f"{row.strength:.2f} [{row.strength_low:.2f}, {row.strength_high:.2f}]" for row in terms.itertuples()]
+    completions = [_count(value) for value in terms.completions]
+    shown = terms.assign(strength=strengths, completions=completions)
     table = shown.pivot(index="term", columns="age", values=["strength", "completions"]).reindex(list(TERMS))
     table.columns = [f"{name}, age {age}" for name, age in table.columns]
     return table.reset_index()
+
+
+def _count(value: float) -> str:
+    """A number of completions, with a decimal where it is small."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:,.1f}"
 
 
 def write_report(out: Path, *, command: str) -> None:
@@ -407,10 +503,12 @@ def write_report(out: Path, *, command: str) -> None:
 
 
 def parts(out: Path, *, command: str) -> list[Any]:
-    """The page, of the data in ``out``."""
+    """The page, from the data in ``out``."""
     import pandas as pd
 
-    terms, positions, ratios = (pd.read_csv(out / f"{name}.csv") for name in ("terms", "positions", "ratios"))
+    terms = pd.read_csv(out / "terms.csv")
+    positions = pd.read_csv(out / "positions.csv")
+    ratios = pd.read_csv(out / "ratios.csv")
     facts = json.loads((out / "facts.json").read_text())
     page: list[Any] = [
         "# Gradients of KL terms on SmolLM2-135M at 256 tokens, by position and age of the samples",
@@ -435,23 +533,28 @@ def parts(out: Path, *, command: str) -> list[Any]:
         ratio_summary(ratios),
         f"The plain ratio has mean 1 in expectation; columns `mean up to {CAP:g}`: the mean of the capped one.",
     ]
-    for age, here in terms.groupby("age"):
-        shown = here.drop(columns=["age", "reference_error"])
-        page += [f"## Age {age}: whole completions", shown]
-    error = positions.groupby("from").reference_error.first().map("{:.0%}".format)
-    known = ", ".join(f"{value} from {start}" for start, value in error.items())
-    for value, title in (("strength", "Strength"), ("completions", "Completions")):
-        table = positions.pivot_table(index=["age", "term"], columns="from", values=value, sort=False).reset_index()
+    for age, terms_of_age in terms.groupby("age"):
+        page += [f"## Age {age}: whole completions", terms_of_age.drop(columns=["age", "reference_error"])]
+    for column, title in (("strength", "Strength"), ("completions", "Completions")):
+        table = positions.pivot_table(index=["age", "term"], columns="from", values=column, sort=False).reset_index()
         table.columns = [str(name) for name in table.columns]
         page += [f"## {title} by position (columns: first token of {BIN})", table]
-    return [*page, f"The reference gradient of a bin is known to: {known}."]
+    errors = positions.groupby("from").reference_error.first()
+    shown_errors = [f"{error:.0%} from {start}" for start, error in errors.items()]
+    page.append(f"The reference gradient of a bin is known to: {', '.join(shown_errors)}.")
+    return page
 
 
 def run(folder: Path, out: Path, *, model: str, groups: int, command: str, done: Callable[[], None]) -> None:
-    """All stages; what ``folder`` has already is not computed again. Raises :class:`UserError` for too few groups."""
+    """Run all stages; what ``folder`` has already is not computed again.
+
+    ``done`` is called after each group and age, and after the tables of each age. Raises :class:`UserError` for too few
+    groups.
+    """
     if groups < 3:
         raise UserError(f"--groups: got {groups}; intervals need at least 3 prompts")
     config = load_config(CONFIG, [f"model.source={model}"])
+    # On one thread sums have one order, so that the tables do not depend on the machine's cores.
     torch.set_num_threads(1)
     draw_completions(config, folder, groups)
     pass_groups(config, folder, groups, done)

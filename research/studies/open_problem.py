@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,16 @@ VALUE_ERROR = 0.5
 """Relative noise of the imperfect value."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DoublyRobust:
+    """A doubly robust candidate: its value ``[N, V]`` and the caps of its two ratios; a cap of None never acts."""
+
+    value_NV: Tensor
+    prefix_cap: float | None = None
+    correction_cap: float | None = None
+    """0 leaves the correction out."""
+
+
 def doubly_robust_moments(setting: Instance, target_D: Tensor) -> dict[str, tuple[float, float]]:
     """By candidate: relative bias and relative trace variance, enumerated.
 
@@ -59,55 +70,81 @@ def doubly_robust_moments(setting: Instance, target_D: Tensor) -> dict[str, tupl
     show what a learned value could bring; they are not estimators one can train with today.
     """
     exact_NV = _future_kl(setting)
+    # A seed of its own: the error of a value is independent of the policy.
     generator = torch.Generator().manual_seed(77)
     noisy_NV = exact_NV * (1 + VALUE_ERROR * torch.randn(exact_NV.shape, generator=generator, dtype=torch.float64))
-    candidates: dict[str, tuple[Tensor, float | None, float | None]] = {
-        "doubly robust, exact value": (exact_NV, None, None),
-        "doubly robust, value off by 50%": (noisy_NV, None, None),
-        "truncated at 2 then corrected, exact value": (exact_NV, 2.0, 2.0),
-        "truncated at 2 then corrected, value off by 50%": (noisy_NV, 2.0, 2.0),
-        "value only, off by 50%, truncated at 2": (noisy_NV, 2.0, 0.0),
+    candidates = {
+        "doubly robust, exact value": DoublyRobust(value_NV=exact_NV),
+        "doubly robust, value off by 50%": DoublyRobust(value_NV=noisy_NV),
+        "truncated at 2 then corrected, exact value": DoublyRobust(
+            value_NV=exact_NV, prefix_cap=2.0, correction_cap=2.0
+        ),
+        "truncated at 2 then corrected, value off by 50%": DoublyRobust(
+            value_NV=noisy_NV, prefix_cap=2.0, correction_cap=2.0
+        ),
+        "value only, off by 50%, truncated at 2": DoublyRobust(value_NV=noisy_NV, prefix_cap=2.0, correction_cap=0.0),
     }
     probability_B = setting.probability(setting.tree.all)
-    size = float(target_D.square().sum())
+    target_square = float(target_D.square().sum())
     moments = {}
-    for name, (value_NV, outer, inner) in candidates.items():
-        gradient_BD = _doubly_robust(setting, value_NV, outer=outer, inner=inner)
+    for name, candidate in candidates.items():
+        gradient_BD = _doubly_robust(setting, candidate)
         mean_D = probability_B @ gradient_BD
+        # E|g|^2 - |E g|^2
         variance = float(probability_B @ gradient_BD.square().sum(-1)) - float(mean_D.square().sum())
-        moments[name] = float((mean_D - target_D).norm()) / size**0.5, variance / size
+        bias = float((mean_D - target_D).norm()) / target_square**0.5
+        moments[name] = (bias, variance / target_square)
     return moments
 
 
 def _future_kl(setting: Instance) -> Tensor:
     """``Q[h, v]``: expected KL (nats) of the prefixes after token v, by recursion from the leaves."""
-    tree, p_NV, after_N = setting.tree, setting.policy_logp().exp(), setting.kl_N[0].clone()
+    tree = setting.tree
+    p_NV = setting.policy_logp().exp()
+    # The KL of a prefix itself; the recursion adds what is expected after it.
+    onward_N = setting.kl_N[0].clone()
     value_NV = torch.zeros_like(p_NV)
-    onward = slice(1, None) if tree.ends else slice(None)
+    # Token 0 ends a completion where the tree has ends, and nothing follows it.
+    continuing = slice(1, None) if tree.ends else slice(None)
     for depth in reversed(range(tree.length - 1)):
-        here = slice(tree.first(depth), tree.first(depth + 1))
-        below = slice(tree.first(depth + 1), tree.first(depth + 2))
-        value_NV[here, onward] = after_N[below].reshape(-1, tree.branching)
-        after_N[here] += (p_NV[here] * value_NV[here]).sum(-1)
+        level = slice(tree.first(depth), tree.first(depth + 1))
+        next_level = slice(tree.first(depth + 1), tree.first(depth + 2))
+        value_NV[level, continuing] = onward_N[next_level].reshape(-1, tree.branching)
+        onward_N[level] += (p_NV[level] * value_NV[level]).sum(-1)
     return value_NV
 
 
-def _doubly_robust(setting: Instance, value_NV: Tensor, *, outer: float | None, inner: float | None) -> Tensor:
-    """The gradient of each completion ``[B, D]``; ``outer`` caps the prefix ratio, ``inner`` the correction's."""
-    tables, rows = score_tables(setting), setting.tree.all
+def _doubly_robust(setting: Instance, candidate: DoublyRobust) -> Tensor:
+    """The gradient of each completion ``[B, D]``, by the formula of :func:`doubly_robust_moments`."""
+    tables = score_tables(setting)
     assert isinstance(tables, ScoreTables)
-    at, token, mask_BT = rows.prefix_BT, rows.token_BT, rows.mask_BT
-    delta_BT = torch.where(mask_BT, (setting.policy_logp() - setting.recorded_logp_NV)[at, token], 0.0)
-    before_BT = weights_of("prefix_previous", delta_BT, cap=outer) * mask_BT
-    all_actions_ND = torch.einsum("nv,nvd->nd", tables.p_NV * value_NV, tables.score_NVD)
-    gradient_BD = torch.einsum("bt,btd->bd", before_BT, (tables.reverse_ND + all_actions_ND)[at])
-    if inner == 0.0:
+    rows = setting.tree.all
+    prefix_BT = rows.prefix_BT
+    token_BT = rows.token_BT
+    mask_BT = rows.mask_BT
+    log_ratio_NV = setting.policy_logp() - setting.recorded_logp_NV
+    delta_BT = torch.where(mask_BT, log_ratio_NV[prefix_BT, token_BT], 0.0)
+
+    # sum_t W_{t-1} (grad KL_t + grad sum_v pi(v|h_t) Q(h_t, v))
+    before_BT = weights_of("prefix_previous", delta_BT, cap=candidate.prefix_cap) * mask_BT
+    all_actions_ND = torch.einsum("nv,nvd->nd", tables.p_NV * candidate.value_NV, tables.score_NVD)
+    expected_ND = tables.reverse_ND + all_actions_ND
+    gradient_BD = torch.einsum("bt,btd->bd", before_BT, expected_ND[prefix_BT])
+    if candidate.correction_cap == 0.0:
         return gradient_BD
-    cost_BT = before_BT * setting.kl_N[0][at] * mask_BT
-    future_BT = cost_BT.flip(-1).cumsum(-1).flip(-1) - cost_BT
-    up_to_BT = weights_of("prefix", delta_BT, cap=inner) * mask_BT
-    missed_BT = (future_BT - up_to_BT * value_NV[at, token]) * mask_BT
-    return gradient_BD + torch.einsum("bt,btd->bd", missed_BT, tables.score_NVD[at, token])
+
+    # sum_t W_t s_t (F_t - Q(h_t, y_t)); each later cost brings its own ratio, so that only Q is weighted by W_t.
+    cost_BT = before_BT * setting.kl_N[0][prefix_BT] * mask_BT
+    future_BT = _sum_after(cost_BT)
+    up_to_BT = weights_of("prefix", delta_BT, cap=candidate.correction_cap) * mask_BT
+    error_BT = (future_BT - up_to_BT * candidate.value_NV[prefix_BT, token_BT]) * mask_BT
+    return gradient_BD + torch.einsum("bt,btd->bd", error_BT, tables.score_NVD[prefix_BT, token_BT])
+
+
+def _sum_after(values_BT: Tensor) -> Tensor:
+    """The sum over the tokens after each token."""
+    from_token_BT = values_BT.flip(-1).cumsum(-1).flip(-1)
+    return from_token_BT - values_BT
 
 
 LENGTHS = (4, 8, 12, 16)
@@ -126,6 +163,7 @@ BATCH = 8192
 def exact_candidates() -> dict[str, KLTerm]:
     """Terms without a group, by the name they have in the tables."""
 
+    # RB: Rao-Blackwellized, the exact KL of each prefix (2506.09477).
     def rb(**fields: Any) -> KLTerm:
         return KLTerm("exact", credit="to_go", correction="prefix_previous", **fields)
 
@@ -175,13 +213,16 @@ def self_normalized(cap: float | None) -> Loss:
     def loss(rows: Rows, /) -> Tensor:
         delta_BT = torch.where(rows.mask_BT, rows.logp_BT.detach() - rows.behaviour_logp_BT, 0.0)
         weight_BT = weights_of("prefix_previous", delta_BT, cap=cap)
+
+        # The mean ratio of the group at each token.
         _, index_B = torch.unique(rows.group_B, return_inverse=True)
         groups = int(index_B.max()) + 1
         sums_GT = weight_BT.new_zeros(groups, weight_BT.shape[1]).index_add_(0, index_B, weight_BT)
         size_G = torch.bincount(index_B, minlength=groups)
         weight_BT = weight_BT * size_G[index_B, None] / sums_GT[index_B]
-        cost_BT = weight_BT * rows.reverse_kl_BT.detach()
-        future_BT = cost_BT.flip(-1).cumsum(-1).flip(-1) - cost_BT
+
+        # Score function for the KL of later prefixes, derivative for that of the token's own prefix.
+        future_BT = _sum_after(weight_BT * rows.reverse_kl_BT.detach())
         return torch.where(rows.mask_BT, future_BT * rows.logp_BT + weight_BT * rows.reverse_kl_BT, 0.0)
 
     return loss
@@ -196,19 +237,42 @@ def random_settings(
     lengths: Sequence[int], staleness: Sequence[float], seeds: int
 ) -> Iterator[tuple[Instance, dict[str, Any]]]:
     """Seeded binary settings with what describes them: length, staleness, seed, ESS share, KL in nats."""
-    for length, stale, seed in itertools.product(lengths, staleness, range(seeds)):
-        setting = Instance.random(
-            Tree.build(vocabulary=2, length=length, ends=False),
-            InstanceSettings(
-                regime="off_policy",
-                seed=seed,
-                parameters=PARAMETERS,
-                distance=DISTANCE,
-                staleness=stale,
-            ),
+    for length, logit_noise, seed in itertools.product(lengths, staleness, range(seeds)):
+        tree = Tree.build(vocabulary=2, length=length, ends=False)
+        settings = InstanceSettings(
+            regime="off_policy",
+            seed=seed,
+            parameters=PARAMETERS,
+            distance=DISTANCE,
+            staleness=logit_noise,
         )
-        facts = {"length": length, "staleness": stale, "seed": seed}
-        yield setting, {**facts, "ess": effective_sample_share(setting), "kl": sequence_kl(setting)}
+        setting = Instance.random(tree, settings)
+        facts = {
+            "length": length,
+            "staleness": logit_noise,
+            "seed": seed,
+            "ess": effective_sample_share(setting),
+            "kl": sequence_kl(setting),
+        }
+        yield setting, facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What was measured of one candidate in one setting, relative to the norm (square) of the true gradient.
+
+    ``bias_low`` and ``bias_high`` bound a sampled bias; for an enumerated one they equal it.
+    """
+
+    method: str
+    bias: float
+    bias_low: float
+    bias_high: float
+    variance: float
+
+    @classmethod
+    def enumerated(cls, bias: float, variance: float) -> Figures:
+        return cls(method="enumerated", bias=bias, bias_low=bias, bias_high=bias, variance=variance)
 
 
 def study(
@@ -222,37 +286,62 @@ def study(
 ) -> pd.DataFrame:
     """One row per candidate and random setting: relative bias, variance, error at each of :data:`SAMPLES`.
 
-    ``bias_low`` and ``bias_high`` bound a sampled bias; for an enumerated one they equal it.
+    ``batches`` of ``batch`` completions are drawn for each candidate that is sampled. ``done`` is called after each
+    setting.
     """
     import pandas as pd
 
     losses = {name: terms_loss([term]) for name, term in exact_candidates().items()}
     rows: list[dict[str, Any]] = []
-
-    def add(name: str, method: str, bias: float, low: float, high: float, variance: float) -> None:
-        figures = {"bias": bias, "bias_low": low, "bias_high": high, "variance": variance}
-        errors = errors_at(SAMPLES, bias, variance)
-        rows.append({**facts, "candidate": name, "method": method, **figures, **errors})
-
     for setting, facts in random_settings(lengths, staleness, seeds):
         target_D = target_gradient(setting, "sequence_reverse")
+        measured: dict[str, Figures] = {}
         for name, moments in exact_moments_by_loss(setting, losses).items():
-            figures = relative_figures(moments, target_D)
-            add(name, "enumerated", figures["bias"], figures["bias"], figures["bias"], figures["variance"])
+            relative = relative_figures(moments, target_D)
+            measured[name] = Figures.enumerated(relative["bias"], relative["variance"])
         for name, (bias, variance) in doubly_robust_moments(setting, target_D).items():
-            add(name, "enumerated", bias, bias, bias, variance)
+            measured[name] = Figures.enumerated(bias, variance)
         for name, loss in grouped_candidates().items():
+            # A generator per candidate with the same seed: all candidates see the same completions.
             generator = torch.Generator().manual_seed(1000 + int(facts["seed"]))
-            sampled = [
-                sampled_moments(setting, loss, samples=batch, group_size=GROUP, generator=generator)
-                for _ in range(batches)
-            ]
-            scale = float(target_D.norm())
-            bias, low, high = debiased_norm(torch.stack([m.gradient_D for m in sampled]) - target_D)
-            variance = sum(m.variance for m in sampled) / batches / scale**2
-            add(name, "sampled", bias / scale, low / scale, high / scale, variance)
+            measured[name] = _sampled_figures(setting, loss, target_D, batches, batch, generator)
+
+        for name, figures in measured.items():
+            errors = errors_at(SAMPLES, figures.bias, figures.variance)
+            rows.append(
+                {
+                    **facts,
+                    "candidate": name,
+                    "method": figures.method,
+                    "bias": figures.bias,
+                    "bias_low": figures.bias_low,
+                    "bias_high": figures.bias_high,
+                    "variance": figures.variance,
+                    **errors,
+                }
+            )
         done()
     return pd.DataFrame(rows)
+
+
+def _sampled_figures(
+    setting: Instance, loss: Loss, target_D: Tensor, batches: int, batch: int, generator: torch.Generator
+) -> Figures:
+    """Bias and variance from independent batches; enumeration would need every group of completions."""
+    sampled = [
+        sampled_moments(setting, loss, samples=batch, group_size=GROUP, generator=generator) for _ in range(batches)
+    ]
+    errors_RD = torch.stack([moments.gradient_D for moments in sampled]) - target_D
+    bias, low, high = debiased_norm(errors_RD)
+    variance = sum(moments.variance for moments in sampled) / batches
+    scale = float(target_D.norm())
+    return Figures(
+        method="sampled",
+        bias=bias / scale,
+        bias_low=low / scale,
+        bias_high=high / scale,
+        variance=variance / scale**2,
+    )
 
 
 def lambda_study(
@@ -266,18 +355,25 @@ def lambda_study(
 
     rows = []
     for setting, facts in random_settings(lengths, staleness, seeds):
-        size = float(target_gradient(setting, "sequence_reverse").square().sum())
-
-        def variance(lam: float, setting: Instance = setting, size: float = size) -> float:
-            term = KLTerm("k_lambda", placement="loss", correction="prefix", options={"lam": lam})
-            return exact_moments(setting, terms_loss([term])).variance / size
-
-        at_0, at_1, at_2 = variance(0.0), variance(1.0), variance(2.0)
+        target_square = float(target_gradient(setting, "sequence_reverse").square().sum())
+        at_0 = _lambda_variance(setting, 0.0) / target_square
+        at_1 = _lambda_variance(setting, 1.0) / target_square
+        at_2 = _lambda_variance(setting, 2.0) / target_square
+        # The vertex of the parabola through the three points.
         curvature = (at_2 - 2 * at_1 + at_0) / 2
         best = 1 - (at_2 - at_0) / (4 * curvature)
-        rb = exact_moments(setting, terms_loss([KLTerm("exact", correction="prefix_previous")])).variance / size
-        rows.append({**facts, "k1": at_0, "k3": at_1, "lambda": best, "best": variance(best), "rb": rb})
+        at_best = _lambda_variance(setting, best) / target_square
+
+        exact_loss = terms_loss([KLTerm("exact", correction="prefix_previous")])
+        exact = exact_moments(setting, exact_loss).variance / target_square
+        rows.append({**facts, "k1": at_0, "k3": at_1, "lambda": best, "best": at_best, "rb": exact})
     return pd.DataFrame(rows)
+
+
+def _lambda_variance(setting: Instance, lam: float) -> float:
+    """The trace variance of per-decision ``k_lambda``."""
+    term = KLTerm("k_lambda", placement="loss", correction="prefix", options={"lam": lam})
+    return exact_moments(setting, terms_loss([term])).variance
 
 
 def lognormal_ratios(
@@ -285,27 +381,40 @@ def lognormal_ratios(
 ) -> pd.DataFrame:
     """Prefix ratios along a completion whose token ratios are independent and lognormal, in closed form.
 
-    With ``k = KL(pi || mu)`` nats a token, ``log W_t`` has mean ``-k t`` and variance ``2 k t`` under ``mu``. So
+    With ``k = KL(pi || mu)`` nats per token, ``log W_t`` has mean ``-k t`` and variance ``2 k t`` under ``mu``. So
     ``E[W]^2 / E[W^2] = exp(-2 k t)``, and ``E[min(W, c)] = N((log c - k t) / s) + c N(-(log c + k t) / s)`` with
     ``s^2 = 2 k t``. Columns: effective sample share after t tokens, what a cap leaves of the mean of 1 there, and on
     average over the tokens up to there.
     """
     import pandas as pd
 
-    def mean_capped(kl: float, tokens: Tensor) -> Tensor:
-        drift = (kl * tokens).double()
-        spread, bound = (2 * drift).sqrt(), math.log(cap)
-        normal = torch.special.ndtr
-        return normal((bound - drift) / spread) + cap * normal(-(bound + drift) / spread)
-
     rows = []
     for kl, length in itertools.product(kls, lengths):
-        mean_T = mean_capped(kl, torch.arange(1, length + 1))
-        row = {"KL a token": f"{kl:g}", "tokens": length, "effective sample share": math.exp(-2 * kl * length)}
-        rows.append({**row, f"mean up to {cap:g}": float(mean_T[-1]), "over the completion": float(mean_T.mean())})
+        tokens_T = torch.arange(1, length + 1)
+        mean_T = _mean_capped(kl, tokens_T, cap)
+        rows.append(
+            {
+                "KL per token": f"{kl:g}",
+                "tokens": length,
+                "effective sample share": math.exp(-2 * kl * length),
+                f"mean up to {cap:g}": float(mean_T[-1]),
+                "over the completion": float(mean_T.mean()),
+            }
+        )
     return pd.DataFrame(rows)
 
 
+def _mean_capped(kl: float, tokens_T: Tensor, cap: float) -> Tensor:
+    """``E[min(W_t, cap)]`` for each t in ``tokens_T``, by the formula of :func:`lognormal_ratios`."""
+    drift_T = (kl * tokens_T).double()  # k t
+    spread_T = (2 * drift_T).sqrt()  # s
+    bound = math.log(cap)
+    below_cap_T: Tensor = torch.special.ndtr((bound - drift_T) / spread_T)
+    above_cap_T: Tensor = torch.special.ndtr(-(bound + drift_T) / spread_T)
+    return below_cap_T + cap * above_cap_T
+
+
+# The names of candidates are stored in open_problem.csv, and figures and tables select by them.
 HEADLINE = (
     "sequence IS, k1 total",
     "per decision, k1",
@@ -318,10 +427,10 @@ HEADLINE = (
     "token ratio x k3",
     "bare k3 in loss",
 )
-"""What the figures and the short table show; the CSV has every candidate."""
+"""Candidates of the figures and the short table; the CSV has every candidate."""
 
 YARDSTICKS = ("doubly robust", "truncated at 2 then corrected", "value only")
-"""Prefixes of candidates that need a value of every next token: shown, never recommended."""
+"""Beginnings of the names of candidates that need a value of every next token: shown, never recommended."""
 
 
 def error_table(frame: pd.DataFrame, samples: int) -> pd.DataFrame:
@@ -333,6 +442,7 @@ def regret_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Per candidate and sample size: error over the least error of any trainable candidate, mean and worst instance."""
     import pandas as pd
 
+    # Per instance, because errors differ by decades between instances and the hardest would decide a mean of errors.
     trainable = frame[~frame.candidate.str.startswith(YARDSTICKS)]
     keys = ["length", "staleness", "seed"]
     columns: dict[str, Any] = {}
@@ -349,7 +459,7 @@ def draw(out: Path) -> None:
     import pandas as pd
 
     frame = pd.read_csv(out / "open_problem.csv")
-    looks = {name: look(at) for at, name in enumerate(HEADLINE)}
+    looks = {name: look(number) for number, name in enumerate(HEADLINE)}
     label = {"error_1024": "error of the gradient\nat N = 1024, relative to |G*|"}
     lines_by_length(frame, out / "error.svg", looks, label, "mean")
     plot_variance(frame, looks, out / "variance.svg")
@@ -362,9 +472,9 @@ def plot_variance(frame: pd.DataFrame, looks: Looks, path: Path) -> None:
         middle = sorted(frame.staleness.unique())[-2]
         for name, style in looks.items():
             rows = frame[frame.candidate == name]
-            logs = rows[rows.staleness == middle].groupby("length").variance
-            ends = logs.agg(["min", "max"])
-            means = logs.agg(lambda values: math.exp(values.map(math.log).mean()))
+            variances = rows[rows.staleness == middle].groupby("length").variance
+            ends = variances.agg(["min", "max"])
+            means = variances.agg(lambda values: math.exp(values.map(math.log).mean()))
             left.plot(means.index, means, label=name, **style)
             left.fill_between(ends.index, ends["min"], ends["max"], color=style["color"], alpha=0.08, linewidth=0)
             right.plot(rows.ess, rows.variance, **style | {"linestyle": "none", "markersize": 2.5, "alpha": 0.7})
@@ -379,19 +489,18 @@ def plot_variance(frame: pd.DataFrame, looks: Looks, path: Path) -> None:
 
 def plot_knobs(frame: pd.DataFrame, path: Path) -> None:
     """The bias-variance knobs: error against the cap, by kind of bound, at the longest length."""
-    longest, error = frame.length.max(), "error_1024"
+    longest = frame.length.max()
+    # On-policy every ratio is 1 and no bound acts.
     stale = [value for value in sorted(frame.staleness.unique()) if value > 0]
     with figure(path, 1, len(stale), 2.2, sharey=True) as (drawing, (panels,)):
         for axes, value in zip(panels, stale, strict=True):
-            here = frame[(frame.length == longest) & (frame.staleness == value)]
-            for at, kind in enumerate(("prefix truncated at", "each ratio truncated at", "masked above")):
-                caps = here.assign(
-                    cap=here.candidate.str.extract(rf"^RB, {kind} ([\d.]+)$", expand=False).astype(float)
-                )
-                mean = caps.groupby("cap")[error].mean()
-                axes.plot(mean.index, mean, label=kind.rsplit(" ", 1)[0], **look(at))
+            rows = frame[(frame.length == longest) & (frame.staleness == value)]
+            for number, kind in enumerate(("prefix truncated at", "each ratio truncated at", "masked above")):
+                cap = rows.candidate.str.extract(rf"^RB, {kind} ([\d.]+)$", expand=False).astype(float)
+                mean = rows.assign(cap=cap).groupby("cap").error_1024.mean()
+                axes.plot(mean.index, mean, label=kind.rsplit(" ", 1)[0], **look(number))
             for name, dash in (("RB per decision", "--"), ("RB without prefix ratio", ":")):
-                level = here[here.candidate == name][error].mean()
+                level = rows[rows.candidate == name].error_1024.mean()
                 axes.axhline(level, color="black", linestyle=dash, linewidth=0.9, label=name)
             axes.set(title=f"staleness {value:g}", xlabel="cap of the ratio", yscale="log")
             axes.set_xscale("log", base=2)
@@ -402,14 +511,16 @@ def plot_knobs(frame: pd.DataFrame, path: Path) -> None:
 
 
 def write_report(frame: pd.DataFrame, lambdas: pd.DataFrame, out: Path, *, command: str) -> None:
-    """Data, figures and a README with every table into ``out``; ``command`` is what regenerates them."""
+    """Write data, figures and a README with every table into ``out``; ``command`` is what regenerates them."""
     import pandas as pd
 
     save_csv(frame, out / "open_problem.csv")
     save_csv(lambdas, out / "k_lambda.csv")
     draw(out)
-    stored = (pd.read_csv(out / name) for name in ("open_problem.csv", "k_lambda.csv"))
-    write_page(out, parts(*stored, command=command))
+    # Read back: the page shows the six digits of the files, from which it can be printed again.
+    stored = pd.read_csv(out / "open_problem.csv")
+    stored_lambdas = pd.read_csv(out / "k_lambda.csv")
+    write_page(out, parts(stored, stored_lambdas, command=command))
 
 
 def parts(frame: pd.DataFrame, lambdas: pd.DataFrame, *, command: str) -> list[Any]:
@@ -418,20 +529,30 @@ def parts(frame: pd.DataFrame, lambdas: pd.DataFrame, *, command: str) -> list[A
     instances = frame.drop_duplicates([*keys, "seed"]).groupby(keys)
     described = instances.agg(ess=("ess", "mean"), ess_low=("ess", "min"), ess_high=("ess", "max"), kl=("kl", "mean"))
     best = lambdas.groupby(keys)[["k1", "k3", "lambda", "best", "rb"]].mean().reset_index()
+    errors = [f"error_{n}" for n in SAMPLES]
     longest = frame[frame.length == frame.length.max()].groupby(["staleness", "candidate"])
-    numbers = longest[["bias", "variance", *(f"error_{n}" for n in SAMPLES)]].mean().reset_index()
+    numbers = longest[["bias", "variance", *errors]].mean().reset_index()
     return [
         "# The open problem: a sequence-level reverse-KL gradient from off-policy samples",
         "<!-- python research/scripts/stored_tables.py open_problem -->",
         f"Regenerated by `{command}`. Binary policies with shared parameters, {frame.seed.nunique()} seeds each; the "
         "error at N is `sqrt(bias^2 + variance / N)` over the norm of the true gradient G*. What it means: "
         "docs/open_problem.md.",
-        *("![error](error.svg)", "![variance](variance.svg)", "![knobs](knobs.svg)"),
-        *("## The instances", described.reset_index()),
-        *("## Error at N = 1024, mean over seeds (columns: length, staleness)", error_table(frame, 1024)),
-        *("## Error at N = 64", error_table(frame, 64)),
-        *("## Prefix ratios of independent lognormal token ratios, in closed form", lognormal_ratios()),
-        *("## Regret: error over the least error of any trainable candidate", regret_table(frame)),
-        *("## k_lambda per decision: variance at lambda 0 (k1), 1 (k3) and the best, beside RB", best),
-        *("## Every candidate: bias, variance, errors, means over seeds at the longest length", numbers),
+        "![error](error.svg)",
+        "![variance](variance.svg)",
+        "![knobs](knobs.svg)",
+        "## The instances",
+        described.reset_index(),
+        "## Error at N = 1024, mean over seeds (columns: length, staleness)",
+        error_table(frame, 1024),
+        "## Error at N = 64",
+        error_table(frame, 64),
+        "## Prefix ratios of independent lognormal token ratios, in closed form",
+        lognormal_ratios(),
+        "## Regret: error over the least error of any trainable candidate",
+        regret_table(frame),
+        "## k_lambda per decision: variance at lambda 0 (k1), 1 (k3) and the best, beside RB",
+        best,
+        "## Every candidate: bias, variance, errors, means over seeds at the longest length",
+        numbers,
     ]

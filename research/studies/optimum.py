@@ -66,18 +66,21 @@ class Games:
         """``log`` of ``beta ref / (lambda - R)``, ``[S, B]``; lambda by bisection between its two bounds."""
         ref_SB = self.of_completions(self.ref_logp_SNV).exp()
         beta_S1 = self.beta_S[:, None]
+        # At the lower bound the largest summand is 1; at the upper one each is at most its ref, and the sum at most 1.
         low_S1 = (self.reward_SB + beta_S1 * ref_SB).amax(1, keepdim=True)
         high_S1 = self.reward_SB.amax(1, keepdim=True) + beta_S1
         for _ in range(steps):
             middle_S1 = (low_S1 + high_S1) / 2
-            too_much = (beta_S1 * ref_SB / (middle_S1 - self.reward_SB)).sum(1, keepdim=True) > 1
-            low_S1, high_S1 = torch.where(too_much, middle_S1, low_S1), torch.where(too_much, high_S1, middle_S1)
+            # The sum falls with lambda, so that lambda is too small where it is above 1.
+            too_small_S1 = (beta_S1 * ref_SB / (middle_S1 - self.reward_SB)).sum(1, keepdim=True) > 1
+            low_S1 = torch.where(too_small_S1, middle_S1, low_S1)
+            high_S1 = torch.where(too_small_S1, high_S1, middle_S1)
         return (beta_S1 * ref_SB / (high_S1 - self.reward_SB)).log()
 
     def rows(self, logp_SNV: Tensor, sampler_logp_SNV: Tensor) -> Rows:
         """Every completion of every game, ``[S * B, T]``, with log-probs and exact KLs that carry gradient."""
         tree = self.tree.all
-        flat = (self.count * self.tree.completions, self.tree.length)
+        flat = (self.count * self.tree.completions, self.tree.length)  # the games one after the other
         ratio_SNV = logp_SNV - self.ref_logp_SNV
         reverse_SN = (logp_SNV.exp() * ratio_SNV).sum(-1)
         forward_SN = -(self.ref_logp_SNV.exp() * ratio_SNV).sum(-1)
@@ -109,14 +112,16 @@ def policy_figures(games: Games, logits_SNV: Tensor) -> dict[str, Tensor]:
     p_SB = logp_SB.exp()
 
     def mean(values_SB: Tensor) -> Tensor:
+        # A probability that underflows to 0 has a log-prob of -inf, and 0 times that is NaN.
         return torch.where(p_SB > 0, p_SB * values_SB, 0.0).sum(-1)
 
+    half_beta_games = dataclasses.replace(games, beta_S=games.beta_S / 2)
     to_optimum_S = mean(logp_SB - games.optimum())
     return {
         "to_optimum": to_optimum_S,
         "gap": games.beta_S * to_optimum_S,
         "to_forward_optimum": mean(logp_SB - games.forward_optimum()),
-        "to_half_beta_optimum": mean(logp_SB - dataclasses.replace(games, beta_S=games.beta_S / 2).optimum()),
+        "to_half_beta_optimum": mean(logp_SB - half_beta_games.optimum()),
         "to_ref": mean(logp_SB - games.of_completions(games.ref_logp_SNV)),
         "entropy": -mean(logp_SB),
         "reward": mean(games.reward_SB),
@@ -128,13 +133,14 @@ def random_games(tree: Tree, *, seeds: int, betas: tuple[float, ...]) -> Games:
 
     The policy starts at the reference.
     """
-    refs, rewards = [], []
+    references = []
+    rewards = []
     for seed in range(seeds):
         generator = torch.Generator().manual_seed(seed)
         logits_NV = torch.randn(tree.prefixes, tree.vocabulary, generator=generator, dtype=torch.float64)
-        refs.append(prefix_log_probs(logits_NV))
+        references.append(prefix_log_probs(logits_NV))
         rewards.append(torch.rand(tree.completions, generator=generator, dtype=torch.float64))
-    ref_SNV = torch.stack(refs).repeat(len(betas), 1, 1)
+    ref_SNV = torch.stack(references).repeat(len(betas), 1, 1)
     return Games(
         tree=tree,
         ref_logp_SNV=ref_SNV,
@@ -149,11 +155,14 @@ def logits_of(tree: Tree, logp_B: Tensor) -> Tensor:
     mass_N = logp_B.new_zeros(tree.prefixes)
     mass_NV = logp_B.new_zeros(tree.prefixes, tree.vocabulary)
     rows = tree.all
+    # Each completion adds its probability to every prefix that it passes.
     for t in range(tree.length):
-        inside = rows.mask_BT[:, t]
-        at, token, weight = rows.prefix_BT[inside, t], rows.token_BT[inside, t], logp_B[inside].exp()
-        mass_N.index_add_(0, at, weight)
-        mass_NV.index_put_((at, token), weight, accumulate=True)
+        inside_B = rows.mask_BT[:, t]
+        prefix_b = rows.prefix_BT[inside_B, t]
+        token_b = rows.token_BT[inside_B, t]
+        p_b = logp_B[inside_B].exp()
+        mass_N.index_add_(0, prefix_b, p_b)
+        mass_NV.index_put_((prefix_b, token_b), p_b, accumulate=True)
     return (mass_NV / mass_N[:, None]).log()
 
 
@@ -176,7 +185,10 @@ class Optimization:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimized:
-    """The last logits, the norm of the last expected gradient per game, whether all gradients were finite."""
+    """The end of an optimization, by game.
+
+    Its logits, the norm of the expected gradient there, and whether all gradients were finite.
+    """
 
     logits_SNV: Tensor
     gradient_S: Tensor
@@ -196,27 +208,42 @@ def optimize(
     mean of the others (RLOO). ``watch`` gets the step and the logits ``[S, N, V]`` before each update and at the end.
     """
     theta_SNV = games.start_SNV.clone().requires_grad_(True)
-    rule: Any = torch.optim.SGD if optimization.rule == "gd" else torch.optim.Adam
-    optimizer, schedule = rule([theta_SNV], lr=optimization.rate), None
-    if optimization.rule == "adam" and optimization.decays:
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, optimization.steps)
+    optimizer: torch.optim.Optimizer
+    schedule = None
+    if optimization.rule == "gd":
+        optimizer = torch.optim.SGD([theta_SNV], lr=optimization.rate)
+    else:
+        optimizer = torch.optim.Adam([theta_SNV], lr=optimization.rate)
+        if optimization.decays:
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, optimization.steps)
+
     generator = torch.Generator().manual_seed(0)
-    past: deque[Tensor] = deque(maxlen=optimization.lag + 1)
+    # The oldest one is `lag` steps old, or the start's while there are fewer.
+    past_policies: deque[Tensor] = deque(maxlen=optimization.lag + 1)
     finite_S = torch.ones(games.count, dtype=torch.bool)
     for step in range(optimization.steps):
         logits_SNV = theta_SNV.detach().clone()
         watch(step, logits_SNV)
-        past.append(prefix_log_probs(logits_SNV))
-        sampler_SNV = games.ref_logp_SNV if optimization.sampler == "reference" else past[0]
+        past_policies.append(prefix_log_probs(logits_SNV))
+        if optimization.sampler == "reference":
+            sampler_SNV = games.ref_logp_SNV
+        else:
+            sampler_SNV = past_policies[0]
         gradient_SNV = _gradient(games, terms, theta_SNV, sampler_SNV, optimization.batch, generator)
+        # A game that diverged stops; the others, which share no parameter with it, continue.
         finite_S &= torch.isfinite(gradient_SNV).all(-1).all(-1)
         theta_SNV.grad = torch.where(finite_S[:, None, None], gradient_SNV, 0.0)
         optimizer.step()
         if schedule is not None:
             schedule.step()
+
     final_SNV = theta_SNV.detach()
     watch(optimization.steps, final_SNV)
-    sampler_SNV = games.ref_logp_SNV if optimization.sampler == "reference" else prefix_log_probs(final_SNV)
+    # Stationary is a property of the expected gradient, with completions of the policy itself and not of an older one.
+    if optimization.sampler == "reference":
+        sampler_SNV = games.ref_logp_SNV
+    else:
+        sampler_SNV = prefix_log_probs(final_SNV)
     last_SNV = _gradient(games, terms, theta_SNV, sampler_SNV, None, generator)
     return Optimized(logits_SNV=final_SNV, gradient_S=last_SNV.flatten(1).norm(dim=1), finite_S=finite_S)
 
@@ -229,25 +256,30 @@ def _gradient(
     batch: int | None,
     generator: torch.Generator,
 ) -> Tensor:
-    """The gradient ``[S, N, V]`` of what is minimized: expected, or over a batch where one is asked for."""
+    """The gradient ``[S, N, V]`` of the loss: expected, or over a batch of so many completions."""
     logp_SNV = prefix_log_probs(theta_SNV)
     logp_SB = games.of_completions(logp_SNV)
     if batch is None:
         weight_SB = games.of_completions(sampler_SNV).exp()
         reward_S = (logp_SB.exp() * games.reward_SB).sum(-1)
     else:
+        # The frequency of each completion in a batch of the policy's.
         p_SB = logp_SB.detach().exp()
         drawn_SN = torch.multinomial(p_SB, batch, replacement=True, generator=generator)
-        weight_SB = torch.zeros_like(p_SB).scatter_add_(1, drawn_SN, p_SB.new_full(drawn_SN.shape, 1 / batch))
+        share_SN = p_SB.new_full(drawn_SN.shape, 1 / batch)
+        weight_SB = torch.zeros_like(p_SB).scatter_add_(1, drawn_SN, share_SN)
+        # RLOO: the reward less the mean of the other completions' rewards.
         total_S1 = batch * (weight_SB * games.reward_SB).sum(-1, keepdim=True)
         advantage_SB = games.reward_SB - (total_S1 - games.reward_SB) / (batch - 1)
         reward_S = (weight_SB * advantage_SB * logp_SB).sum(-1)
+    # Per completion; the weights make it an expectation, or the mean of a batch.
     surrogate_SB = terms_loss(terms)(games.rows(logp_SNV, sampler_SNV)).sum(-1).reshape(logp_SB.shape)
     penalty_S = games.beta_S * (weight_SB * surrogate_SB).sum(-1)
     (gradient_SNV,) = torch.autograd.grad((penalty_S - reward_S).sum(), theta_SNV)
     return gradient_SNV
 
 
+# Small enough to optimize every configuration until it stops, several games at once.
 TREE = Tree.build(vocabulary=3, length=4)
 BETAS = (0.2, 0.5)
 REACHED = 1e-6
@@ -257,6 +289,7 @@ STATIONARY = 1e-5
 PATH_POINTS = 60
 """Points stored of each path, evenly spread over the logarithm of the step."""
 
+# The names are stored in optimum.csv.
 SETTINGS: dict[str, Optimization] = {
     "on-policy": Optimization(steps=3000, rate=0.05),
     "sampler 20 steps old": Optimization(steps=3000, rate=0.05, sampler="lagging", lag=20),
@@ -282,34 +315,51 @@ def optimum_study(
     ends: list[pd.DataFrame] = []
     paths: list[pd.DataFrame] = []
     games = random_games(TREE, seeds=seeds, betas=betas)
+    # Beta varies slowest (`random_games`).
     facts = {"beta": games.beta_S.numpy(), "seed": torch.arange(games.count).numpy() % seeds}
     for setting, optimization in settings.items():
-        exponents = torch.linspace(0, math.log(optimization.steps + 1), PATH_POINTS, dtype=torch.float64)
-        points = {0, optimization.steps, *(round(float(e.exp())) - 1 for e in exponents)}
+        stored_steps = _stored_steps(optimization.steps)
         for name, terms in configurations.items():
             labels = {"setting": setting, "configuration": name, **facts}
 
-            def watch(step: int, logits_SNV: Tensor, points: set[int] = points, labels: Any = labels) -> None:
-                if step in points:
+            # The defaults bind this iteration's values, where a closure would see the last ones.
+            def watch(step: int, logits_SNV: Tensor, stored: set[int] = stored_steps, labels: Any = labels) -> None:
+                if step in stored:
                     to_optimum_S = policy_figures(games, logits_SNV)["to_optimum"].numpy()
                     paths.append(pd.DataFrame({**labels, "step": step, "to_optimum": to_optimum_S}))
 
             end = optimize(games, terms, optimization, watch)
-            figures = {column: values_S.numpy() for column, values_S in policy_figures(games, end.logits_SNV).items()}
-            reached = {"gradient": end.gradient_S.numpy(), "finite": end.finite_S.numpy()}
-            frame = pd.DataFrame({**labels, **figures, **reached})
-            ends.append(frame.assign(verdict="noisy" if optimization.batch else frame.apply(verdict, axis=1)))
+            columns = {**policy_figures(games, end.logits_SNV), "gradient": end.gradient_S, "finite": end.finite_S}
+            frame = pd.DataFrame({**labels, **{column: values_S.numpy() for column, values_S in columns.items()}})
+            if optimization.batch is None:
+                frame["verdict"] = frame.apply(verdict, axis=1)
+            else:
+                # Samples keep a policy moving around wherever it would stay.
+                frame["verdict"] = "noisy"
+            ends.append(frame)
             done()
     return pd.concat(ends, ignore_index=True), pd.concat(paths, ignore_index=True)
 
 
+def _stored_steps(steps: int) -> set[int]:
+    """The first and the last step, and :data:`PATH_POINTS` that are evenly spread over the logarithm."""
+    exponents = torch.linspace(0, math.log(steps + 1), PATH_POINTS, dtype=torch.float64)
+    stored = {0, steps}
+    for exponent in exponents:
+        stored.add(round(float(exponent.exp())) - 1)
+    return stored
+
+
 def verdict(row: Any) -> str:
     """``reached`` the optimum, is stationary elsewhere (``missed``), still moves (``drifts``), or ``diverged``."""
-    if not (row["finite"] and math.isfinite(row["to_optimum"]) and math.isfinite(row["gradient"])):
+    all_finite = row["finite"] and math.isfinite(row["to_optimum"]) and math.isfinite(row["gradient"])
+    if not all_finite:
         return "diverged"
     if row["to_optimum"] < REACHED:
         return "reached"
-    return "missed" if row["gradient"] < STATIONARY else "drifts"
+    if row["gradient"] < STATIONARY:
+        return "missed"
+    return "drifts"
 
 
 MODE_TREE = Tree.build(vocabulary=3, length=3, ends=False)
@@ -333,12 +383,18 @@ def mode_games(kind: str, *, rare: tuple[float, ...] = RARE, beta: float = BETA,
     """``copies`` games per probability in ``rare``. A is 000, B is 111, and the third branch earns nothing."""
     scarce_SNV = torch.stack([_modes(p) for p in rare * copies])
     even_SNV = _modes(0.45).expand_as(scarce_SNV)
+    if kind == "lost":
+        ref_SNV = even_SNV
+        start_SNV = scarce_SNV
+    else:
+        ref_SNV = scarce_SNV
+        start_SNV = even_SNV
     reward_B = torch.zeros(MODE_TREE.completions, dtype=torch.float64)
     reward_B[[_number(0), _number(1)]] = 1.0
     return Games(
         tree=MODE_TREE,
-        ref_logp_SNV=even_SNV if kind == "lost" else scarce_SNV,
-        start_SNV=scarce_SNV if kind == "lost" else even_SNV,
+        ref_logp_SNV=ref_SNV,
+        start_SNV=start_SNV,
         reward_SB=reward_B.repeat(len(scarce_SNV), 1),
         beta_S=torch.full((len(scarce_SNV),), beta, dtype=torch.float64),
     )
@@ -348,6 +404,7 @@ def _modes(first_B: float) -> Tensor:
     """Log-probs ``[N, V]``: first ``first_B`` on B, 0.1 on the third branch, the rest on A; then 0.8 on the same."""
     logp_NV = torch.full((MODE_TREE.prefixes, MODE_TREE.vocabulary), 1 / 3, dtype=torch.float64)
     logp_NV[0] = torch.tensor([0.9 - first_B, first_B, 0.1], dtype=torch.float64)
+    # Prefixes off these paths stay uniform: no completion through them earns anything.
     for token in range(MODE_TREE.vocabulary):
         along = torch.full((MODE_TREE.vocabulary,), 0.1, dtype=torch.float64)
         along[token] = 0.8
@@ -378,18 +435,22 @@ def mode_study(
 
     frames: list[pd.DataFrame] = []
     for (setting, optimization), kind in itertools.product(settings.items(), KINDS):
-        games = mode_games(kind, rare=rare, copies=1 if optimization.batch is None else seeds)
-        number = torch.arange(games.count)
-        facts = {"rare": torch.tensor(rare, dtype=torch.float64)[number % len(rare)], "seed": number // len(rare)}
+        # Expected gradients give every copy the same path.
+        copies = 1 if optimization.batch is None else seeds
+        games = mode_games(kind, rare=rare, copies=copies)
+        game_S = torch.arange(games.count)
+        rare_S = torch.tensor(rare, dtype=torch.float64)[game_S % len(rare)]
+        seed_S = game_S // len(rare)
         for name, terms in configurations.items():
-            figures = _optimize_modes(games, terms, optimization, kind)
-            columns = {column: values_S.numpy() for column, values_S in {**facts, **figures}.items()}
+            columns_S = {"rare": rare_S, "seed": seed_S, **_optimize_modes(games, terms, optimization, kind)}
+            columns = {column: values_S.numpy() for column, values_S in columns_S.items()}
             frames.append(pd.DataFrame({"setting": setting, "kind": kind, "configuration": name, **columns}))
             done()
     return pd.concat(frames, ignore_index=True)
 
 
 def _optimize_modes(games: Games, terms: Terms, optimization: Optimization, kind: str) -> dict[str, Tensor]:
+    """The columns of :func:`mode_study` that are measured, one number per game."""
     optimal_S = games.optimum()[:, _number(1)].exp()
     start_S = _probability(games, games.start_SNV, 1)
     first_S = torch.full((games.count,), float("nan"), dtype=torch.float64)
@@ -400,6 +461,7 @@ def _optimize_modes(games: Games, terms: Terms, optimization: Optimization, kind
             changed_S = mode_S >= SHARE * optimal_S
         else:
             changed_S = mode_S - optimal_S <= SHARE * (start_S - optimal_S)
+        # Only the first time: with samples a mode can be lost again.
         first_S[changed_S & first_S.isnan()] = step
 
     end = optimize(games, terms, optimization, watch)

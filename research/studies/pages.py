@@ -1,12 +1,13 @@
-"""What the studies' pages share: figures without a display, Markdown tables of three digits, CSV files."""
+"""Helpers of the studies' pages: figures without a display, Markdown tables of three digits, CSV files."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from kl_comedy.tracking import tables
 from kl_comedy.tracking.figures import PAGE, Look, legend_below, new_figure, paper_style, plain_ticks, save_figure
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 Looks = Mapping[str, Look]
 """How each name is drawn, in the order of the legend."""
+Aggregate = Literal["mean", "median"]
 
 
 @contextmanager
@@ -27,51 +29,55 @@ def figure(path: Path, rows: int, columns: int, height: float, **options: Any) -
         save_figure(drawing, path)
 
 
-def lines_by_length(frame: pd.DataFrame, path: Path, looks: Looks, values: Mapping[str, str], how: str) -> None:
+def lines_by_length(frame: pd.DataFrame, path: Path, looks: Looks, values: Mapping[str, str], how: Aggregate) -> None:
     """Candidates against staleness, a panel per length and column of ``frame``.
 
     ``looks`` has the candidates, ``values`` maps columns to the labels of their axes; ``how`` aggregates over seeds.
     """
     lengths = sorted(frame.length.unique())
+    # Four panels in a row would be too narrow for their ticks.
     columns = 2 if len(lengths) == 4 else len(lengths)
-    rows = -(-len(lengths) // columns) * len(values)
-    with figure(path, rows, columns, 2.4, sharex=True, sharey="row" if len(values) > 1 else True) as (drawing, panels):
+    rows_per_value = math.ceil(len(lengths) / columns)
+    rows = rows_per_value * len(values)
+    # Different columns of the frame have different units, and only rows of one share their scale.
+    sharey: bool | str = "row" if len(values) > 1 else True
+    with figure(path, rows, columns, 2.4, sharex=True, sharey=sharey) as (drawing, panels):
         for axes, (value, length) in zip(panels.flat, itertools.product(values, lengths), strict=False):
             for name, style in looks.items():
-                here = frame[(frame.length == length) & (frame.candidate == name)]
-                middle = here.groupby("staleness")[value].agg(how).clip(lower=1e-3)
+                candidate = frame[(frame.length == length) & (frame.candidate == name)]
+                # A logarithmic axis has no place for 0: what is exact is drawn at its lower end.
+                middle = candidate.groupby("staleness")[value].agg(how).clip(lower=1e-3)
                 axes.plot(middle.index, middle, label=name, **style)
             axes.set(yscale="log", title=f"{length} tokens")
         for axes in panels[-1]:
             axes.set_xlabel("staleness (logit noise, nats)")
-        for line, label in zip(
-            panels, [label for label in values.values() for _ in range(rows // len(values))], strict=True
-        ):
-            plain_ticks(line[0].yaxis)
-            line[0].set_ylabel(label)
+        for row, (first_panel, *_) in enumerate(panels):
+            plain_ticks(first_panel.yaxis)
+            first_panel.set_ylabel(list(values.values())[row // rows_per_value])
         legend_below(drawing, f"{how} over seeds")
 
 
-def by_length_and_staleness(frame: pd.DataFrame, column: str, names: Sequence[str], how: str) -> pd.DataFrame:
+def by_length_and_staleness(frame: pd.DataFrame, column: str, names: Sequence[str], how: Aggregate) -> pd.DataFrame:
     """One row per candidate, one column per length and staleness; ``how`` aggregates over seeds."""
     keys = ["length", "staleness"]
     table = frame[frame.candidate.isin(names)].pivot_table(index="candidate", columns=keys, values=column, aggfunc=how)
-    table.columns = [f"T={length}, {staleness:g}" for length, staleness in table.columns]
+    table.columns = [f"T={length}, {staleness:g}" for length, staleness in table.columns.to_flat_index()]
     return table.reindex(list(names)).reset_index()
 
 
 def page(parts: Sequence[str | pd.DataFrame]) -> str:
     """A page out of texts and tables."""
-    return "\n\n".join(part if isinstance(part, str) else markdown(part) for part in parts) + "\n"
+    texts = [part if isinstance(part, str) else markdown(part) for part in parts]
+    return "\n\n".join(texts) + "\n"
 
 
 def write_page(folder: Path, parts: Sequence[str | pd.DataFrame]) -> None:
-    """README.md out of texts and tables."""
+    """Write README.md out of texts and tables."""
     (folder / "README.md").write_text(page(parts))
 
 
 def markdown(frame: pd.DataFrame) -> str:
-    """A Markdown table; figures have three digits and numbers stand right.
+    """A Markdown table; floats have three digits, and numbers are aligned at the right.
 
     >>> import pandas as pd
     >>> print(markdown(pd.DataFrame({"name": ["a"], "x": [0.12345]})))
@@ -81,33 +87,41 @@ def markdown(frame: pd.DataFrame) -> str:
     """
     import pandas as pd
 
+    def text(value: object) -> str:
+        return three_digits(value) if isinstance(value, float) else str(value)
+
     numeric = [pd.api.types.is_numeric_dtype(frame[name]) for name in frame.columns]
-    rows = [
-        [three_digits(value) if isinstance(value, float) else str(value) for value in row]
-        for row in frame.itertuples(index=False, name=None)
-    ]
+    rows = [[text(value) for value in row] for row in frame.itertuples(index=False, name=None)]
     return tables.markdown([str(name) for name in frame.columns], rows, numeric)
 
 
 def three_digits(value: float) -> str:
     """Three digits; what is zero up to rounding is 0."""
-    return "0" if abs(value) < 1e-9 else f"{value:.3g}"
+    if abs(value) < 1e-9:
+        return "0"
+    return f"{value:.3g}"
 
 
 def save_csv(frame: pd.DataFrame, path: Path) -> None:
-    """Six digits, the same bytes on every system."""
+    """Write six digits, the same bytes on every system. More digits would differ between CPUs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(path, index=False, float_format="%.6g", lineterminator="\n")
 
 
 def update_page(path: Path, part: str, text: str) -> None:
     """Replace the generated block of ``part`` in the page ``path``, or append one; text around it stays."""
-    begin, end = (f"<!-- generated {part}: {mark} -->" for mark in ("begin", "end"))
-    page = path.read_text() if path.exists() else f"# {path.parent.name.capitalize()}\n"
+    begin = f"<!-- generated {part}: begin -->"
+    end = f"<!-- generated {part}: end -->"
     block = f"{begin}\n\n{text}\n\n{end}"
-    before, mark, rest = page.partition(begin)
-    if not mark:
-        page = f"{page.rstrip()}\n\n## {part.capitalize()}\n\n{block}\n"
+    if path.exists():
+        page = path.read_text()
     else:
-        page = before + block + rest.partition(end)[2]
+        page = f"# {path.parent.name.capitalize()}\n"
+
+    if begin in page:
+        before, _, rest = page.partition(begin)
+        _, _, after = rest.partition(end)
+        page = before + block + after
+    else:
+        page = f"{page.rstrip()}\n\n## {part.capitalize()}\n\n{block}\n"
     path.write_text(page)

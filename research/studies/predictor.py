@@ -2,7 +2,7 @@
 
     train without KL -> completions of a policy as old as the lag -> gradients of all forms, by blocks of an update
     finished runs    -> mean over seeds of the reward gained over no KL, collapses, KL at the end
-    both             -> rank correlations and one-variable fits over configurations, whole forms left out
+    both             -> rank correlations and one-variable fits over configurations, tested on forms left out of the fit
 
 A setting is an algorithm, an update's size, a lag and a learning rate; a configuration is a setting and a KL (form and
 beta). In a setting all forms are measured on the same completions, of a run without KL: what a term would do to the
@@ -38,6 +38,7 @@ from kl_comedy.lab.audit.gradients import (
 from kl_comedy.lab.audit.grams import kl_projection, mean_product, noise
 from kl_comedy.lab.audit.measure import equal_blocks
 from kl_comedy.lab.audit.run import draw_completions
+from kl_comedy.records import Scored
 from kl_comedy.registry import RECIPES
 from kl_comedy.tracking.figures import legend_below, look
 from kl_comedy.tracking.runs import NO_KL
@@ -52,19 +53,27 @@ if TYPE_CHECKING:
     import pandas as pd
 
 UPDATES = (15, 30)
-"""Updates after which gradients are measured; figures are geometric means over them."""
+"""Updates after which gradients are measured; figures are means over them."""
 
 BLOCKS = 16
 SKETCH = 65536
+"""Numbers of a gradient that are kept: its count sketch, which preserves inner products in expectation."""
 
 
 def _term(recipe: str) -> KLTerm:
     """The one term of a recipe, at beta 1."""
+    term: KLTerm
     (term,) = RECIPES.get(recipe).fn()
     return dataclasses.replace(term, beta=1.0)
 
 
-COMMON = tuple(_term(f"comedy/{name}") for name in ("k1_in_reward", "k1_in_loss", "k3_in_reward", "k3_in_loss"))
+# Labels of terms at beta 1 are the forms of gradients.csv: a run is found by the label of its own terms.
+COMMON = (
+    _term("comedy/k1_in_reward"),
+    _term("comedy/k1_in_loss"),
+    _term("comedy/k3_in_reward"),
+    _term("comedy/k3_in_loss"),
+)
 ON_POLICY = (
     *COMMON,
     _term("openrlhf/default"),
@@ -73,15 +82,30 @@ ON_POLICY = (
     _term("rb/token"),
     KLTerm("k2", placement="loss", level="sequence"),
 )
-RATIOS = ("deepseek_v3_2", "is/k3_per_decision", "is/per_decision", "is/sequence", "rb/per_decision", "rb/robust")
-EXACT_WITHOUT_RATIO = (_term("rb/full"), _term("rb/token"), KLTerm("exact", placement="reward", baseline="own"))
 PARTS = (
     KLTerm("k1", placement="reward", baseline="before"),
-    *(KLTerm("k1", placement="reward", credit="total", correction=name) for name in ("none", "token", "prefix")),
+    KLTerm("k1", placement="reward", credit="total", correction="none"),
+    KLTerm("k1", placement="reward", credit="total", correction="token"),
+    KLTerm("k1", placement="reward", credit="total", correction="prefix"),
     KLTerm("k1", placement="reward", correction="token"),
 )
 """k1 in reward of the block ``lags_parts``, less those that are recipes."""
-STALE = (*COMMON, _term("openrlhf/default"), *(_term(name) for name in RATIOS), *EXACT_WITHOUT_RATIO, *PARTS)
+STALE = (
+    *COMMON,
+    _term("openrlhf/default"),
+    # With a ratio.
+    _term("deepseek_v3_2"),
+    _term("is/k3_per_decision"),
+    _term("is/per_decision"),
+    _term("is/sequence"),
+    _term("rb/per_decision"),
+    _term("rb/robust"),
+    # Exact, without a ratio.
+    _term("rb/full"),
+    _term("rb/token"),
+    KLTerm("exact", placement="reward", baseline="own"),
+    *PARTS,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,101 +127,125 @@ def settings() -> list[Setting]:
 
     Not core's highest rate: without KL all rewards are 0 there by update 15, and the policy loss has no gradient.
     """
+    first_study = "configs/study/base/pocket.yaml"
+    protocol = "configs/evidence/base.yaml"
     on_policy = [
-        Setting(
-            name=f"{size} completions, rate {rate:g}",
-            config=config,
-            overrides=(f"optimizer.lr={rate}",),
-            forms=ON_POLICY,
-            betas=betas,
-        )
-        for size, config, rates, betas in (
-            (64, "configs/study/base/pocket.yaml", (1e-4, 4e-4), (0.05, 0.1, 0.3, 1.0)),
-            (192, "configs/evidence/base.yaml", (1e-4, 3e-4), (0.03, 0.1, 0.3)),
-        )
-        for rate in rates
+        _on_policy_setting(64, first_study, rate=1e-4, betas=(0.05, 0.1, 0.3, 1.0)),
+        _on_policy_setting(64, first_study, rate=4e-4, betas=(0.05, 0.1, 0.3, 1.0)),
+        _on_policy_setting(192, protocol, rate=1e-4, betas=(0.03, 0.1, 0.3)),
+        _on_policy_setting(192, protocol, rate=3e-4, betas=(0.03, 0.1, 0.3)),
     ]
-    lags = [
-        Setting(
-            name=f"lag {lag}, rate {rate:g}",
-            config="configs/offpolicy/pocket.yaml",
-            overrides=(
-                "kl=none",
-                "rollout.prompts_per_batch=12",
-                "train.microbatch_tokens=32768",
-                "train.threads=1",
-                f"lag.mode={'replayed' if lag else 'on_policy'}",
-                f"lag.steps={lag}",
-                f"optimizer.lr={rate}",
-            ),
-            forms=STALE,
-            betas=(0.05, 0.1, 0.2) if (lag, rate) == (10, 2e-4) else (0.05,),
-        )
-        for lag in (0, 1, 4, 10)
-        for rate in (5e-5, 1e-4, 2e-4)
-    ]
+    lags = [_lag_setting(lag, rate) for lag in (0, 1, 4, 10) for rate in (5e-5, 1e-4, 2e-4)]
     return on_policy + lags
 
 
+def _on_policy_setting(size: int, config: str, rate: float, betas: Sequence[float]) -> Setting:
+    return Setting(
+        name=f"{size} completions, rate {rate:g}",
+        config=config,
+        overrides=(f"optimizer.lr={rate}",),
+        forms=ON_POLICY,
+        betas=betas,
+    )
+
+
+def _lag_setting(lag: int, rate: float) -> Setting:
+    # Other betas were trained at this one setting only.
+    betas = (0.05, 0.1, 0.2) if (lag, rate) == (10, 2e-4) else (0.05,)
+    mode = "replayed" if lag else "on_policy"
+    return Setting(
+        name=f"lag {lag}, rate {rate:g}",
+        config="configs/offpolicy/pocket.yaml",
+        overrides=(
+            "kl=none",
+            "rollout.prompts_per_batch=12",
+            "train.microbatch_tokens=32768",
+            "train.threads=1",
+            f"lag.mode={mode}",
+            f"lag.steps={lag}",
+            f"optimizer.lr={rate}",
+        ),
+        forms=STALE,
+        betas=betas,
+    )
+
+
 # --- gradients ------------------------------------------------------------------------------------------------------
-POLICY, REFERENCE = "policy", "reference"
+POLICY = "policy"
+REFERENCE = "reference"
+"""Names of the first two losses: the policy loss, and the KL that the forms are measured against."""
 
 
 class MeasureGradients(Callback):
     """At each of ``updates``: inner products of all gradients, on completions drawn ``lag`` updates before."""
 
     def __init__(self, forms: Sequence[KLTerm], updates: Sequence[int], lag: int, blocks: int) -> None:
-        self._forms, self._updates, self._lag, self._blocks = forms, updates, lag, blocks
-        self._rows: dict[int, Any] = {}
+        self._forms = forms
+        self._updates = updates
+        self._lag = lag
+        self._blocks = blocks
+        self._rows: dict[int, list[Scored]] = {}
+        """Completions by the update at which they are used."""
         self.grams: dict[int, Tensor] = {}
         self.values: dict[int, dict[str, float]] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        version, config = pl_module.version, pl_module.config
-        size = config.rollout.prompts_per_batch * config.rollout.group_size
+        self._at_version(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._at_version(trainer, pl_module)
+
+    def _at_version(self, trainer: Any, module: PolicyModule) -> None:
+        """Draw, measure and stop as the version of the policy asks for."""
+        version = module.version
+        rollout = module.config.rollout
+        update_size = rollout.prompts_per_batch * rollout.group_size
+        # Without a lag, completions are drawn and used at the same version.
         if version + self._lag in self._updates:
-            self._rows[version + self._lag] = draw_completions(trainer.datamodule, self._blocks * size)
+            self._rows[version + self._lag] = draw_completions(trainer.datamodule, self._blocks * update_size)
         if version in self._rows:
-            self._measure(pl_module, version, self._rows.pop(version))
+            self._measure(module, version, self._rows.pop(version))
         if version >= max(self._updates):
             trainer.should_stop = True
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        self.on_train_start(trainer, pl_module)
-
-    def _measure(self, module: PolicyModule, version: int, rows: Any) -> None:
-        on_policy, group_size = not is_off_policy(module.config), module.config.rollout.group_size
-        reference = reference_term("initial", on_policy=on_policy, group_size=group_size)
+    def _measure(self, module: PolicyModule, version: int, rows: list[Scored]) -> None:
+        on_policy = not is_off_policy(module.config)
+        reference = reference_term("initial", on_policy=on_policy, group_size=module.config.rollout.group_size)
         losses = [AuditedTerm(key=POLICY, term=None), AuditedTerm(key=REFERENCE, term=reference)]
-        losses += [AuditedTerm(key=term.label(), term=term) for term in self._forms]
-        sketch, metrics = GradientSketch(layer_groups(module.policy), SKETCH), MetricAccumulator()
+        for term in self._forms:
+            losses.append(AuditedTerm(key=term.label(), term=term))
+
+        sketch = GradientSketch(layer_groups(module.policy), SKETCH)
+        metrics = MetricAccumulator()
         gradients = []
-        # each block as one update of the run: the norm is that which is clipped
+        # Each block is one update of the run: its norm is the one that clipping bounds.
         for block in equal_blocks(rows, self._blocks):
-            of_layers, weight = block_gradients(module, block, losses, sketch, metrics)
-            gradients.append(torch.cat(of_layers, -1).double() * weight)
-        stacked = torch.stack(gradients)
-        self.grams[version] = torch.einsum("jcw,kdw->cdjk", stacked, stacked)
-        values = metrics.values()
-        self.values[version] = {"exact_kl": values["exact_kl_sequence"], "ess": _ess(module, rows)}
+            by_layer, weight = block_gradients(module, block, losses, sketch, metrics)
+            gradients.append(torch.cat(by_layer, -1).double() * weight)
+        gradients_KCW = torch.stack(gradients)
+        self.grams[version] = torch.einsum("jcw,kdw->cdjk", gradients_KCW, gradients_KCW)
+        exact_kl = metrics.values()["exact_kl_sequence"]
+        self.values[version] = {"exact_kl": exact_kl, "ess": _ess(module, rows)}
 
 
 @torch.no_grad()
-def _ess(module: PolicyModule, rows: Any) -> float:
+def _ess(module: PolicyModule, rows: Sequence[Scored]) -> float:
     """Effective share of the completions under the ratio of whole completions (Kish)."""
     from kl_comedy.training.packing import model_inputs
 
     ratios = []
     for packed in module.plan.packer.micro_batches(rows):
         logp_BT = module.policy_pass(model_inputs(packed), None, ()).logp_BT
+        # `where` and not a product: padding may be infinite, and 0 times infinity is NaN.
         gap_BT = torch.where(packed.mask_BT, logp_BT - packed.behaviour_logp_BT, 0.0)
         ratios.append(gap_BT.double().sum(-1).exp())
     weight_B = torch.cat(ratios)
+    # Kish: (sum w)^2 / (B sum w^2).
     return float(weight_B.sum() ** 2 / (len(weight_B) * weight_B.square().sum()))
 
 
 def measure(setting: Setting, *, updates: Sequence[int] = UPDATES, blocks: int = BLOCKS) -> dict[int, dict[str, Any]]:
-    """Train without KL; per update the names of the losses, their inner products ``[C, C, K, K]``, and values."""
+    """Train without KL and return by update: names of the losses, their inner products ``[C, C, K, K]``, and values."""
     overrides = [
         *setting.overrides,
         f"train.steps={max(updates)}",
@@ -206,80 +254,125 @@ def measure(setting: Setting, *, updates: Sequence[int] = UPDATES, blocks: int =
         "train.checkpoint_every=0",
     ]
     config = load_config(ROOT / setting.config, overrides)
-    module, data = PolicyModule(config), ExperienceModule(config)
+    module = PolicyModule(config)
+    data = ExperienceModule(config)
     probe = MeasureGradients(setting.forms, updates, config.lag.steps, blocks)
     try:
         make_trainer(config, [probe]).fit(module, datamodule=data)
     finally:
+        # Also after an error: a sampler's processes would outlive this one.
         data.close()
     names = [POLICY, REFERENCE, *(term.label() for term in setting.forms)]
-    return {n: {"names": names, "gram": probe.grams[n], **probe.values[n]} for n in updates}
+    return {update: {"names": names, "gram": probe.grams[update], **probe.values[update]} for update in updates}
 
 
-def _joined(gram: Tensor, left: Mapping[int, float], right: Mapping[int, float]) -> Tensor:
-    """``[K, K]``: products of two weighted sums of losses: the left in block j, the right in block k."""
-    total = torch.zeros(gram.shape[-2:], dtype=torch.float64)
-    for i, a in left.items():
-        for j, b in right.items():
-            total += a * b * gram[i, j]
-    return total
+def _products(gram: Tensor, left: Mapping[int, float], right: Mapping[int, float]) -> Tensor:
+    """Products ``[K, K]`` of two weighted sums of losses, the left in block j and the right in block k.
+
+    ``left`` and ``right`` map the number of a loss in ``gram`` ``[C, C, K, K]`` to its weight.
+    """
+    total_KK = torch.zeros(gram.shape[-2:], dtype=torch.float64)
+    for left_loss, left_weight in left.items():
+        for right_loss, right_weight in right.items():
+            total_KK += left_weight * right_weight * gram[left_loss, right_loss]
+    return total_KK
+
+
+def _rms_norm(gram_KK: Tensor) -> float:
+    """The root mean square norm of a block's gradient, from its products with itself."""
+    mean_square = float(gram_KK.diagonal().mean())
+    return float(mean_square**0.5)
 
 
 def gradient_figures(gram: Tensor, form: Mapping[int, float], beta: float, clip: float) -> dict[str, float]:
     """Figures of ``g``, the sum of the losses of ``form``, and of the update ``u = p + beta g``, from ``[C, C, K, K]``.
 
     ``p``: policy loss (loss 0); ``r``: reference gradient of the KL (loss 1), ``R`` its expectation. Each block has the
-    size of an update, so a block's noise is an update's. ``clip``: largest norm of an update's gradient.
+    size of an update, so a block's noise is an update's. ``clip``: largest norm of an update's gradient. The formulas
+    of :data:`CANDIDATES`. Raises :class:`UserError` where ``R`` or ``p`` cannot be told from zero.
     """
-    policy, reference, update = {0: 1.0}, {1: 1.0}, {0: 1.0} | {n: beta * weight for n, weight in form.items()}
-    exact = {0: 1.0, 1: beta}
-    g_KK, with_KK, r_KK = (_joined(gram, *pair) for pair in ((form, form), (form, reference), (reference, reference)))
-    square = float(mean_product(r_KK))
-    if square <= 0:
-        raise UserError("predictor: noise hides the reference gradient; more blocks, or a later update")
-    size = math.sqrt(square)
-    mean_square, along = float(mean_product(g_KK)), float(mean_product(with_KK))
-    spread = max(float(noise(g_KK)), 0.0)
-    difference = float(mean_product(g_KK - with_KK - with_KK.T + r_KK))
-    p_KK, u_KK = (_joined(gram, each, each) for each in (policy, update))
-    policy_size, update_size = (float(each.diagonal().mean()) ** 0.5 for each in (p_KK, u_KK))
-    if policy_size == 0:
-        raise UserError("predictor: the policy loss has no gradient at this update; measure at an earlier one")
-    exact_square = float(mean_product(_joined(gram, exact, exact)))
-    update_along_exact = float(mean_product(_joined(gram, update, exact)))
+    policy = {0: 1.0}
+    reference = {1: 1.0}
+    exact_update = {0: 1.0, 1: beta}
+    update = {0: 1.0} | {loss: beta * weight for loss, weight in form.items()}
+    g_KK = _products(gram, form, form)
+    gr_KK = _products(gram, form, reference)
+    r_KK = _products(gram, reference, reference)
+    p_KK = _products(gram, policy, policy)
+    u_KK = _products(gram, update, update)
+    ur_KK = _products(gram, update, reference)
+    pr_KK = _products(gram, policy, reference)
 
-    grams = (u_KK, p_KK, _joined(gram, update, reference), _joined(gram, policy, reference), r_KK)
+    of_form = _form_figures(g_KK, gr_KK, r_KK)
+    policy_norm = _rms_norm(p_KK)
+    if policy_norm == 0:
+        raise UserError("predictor: the policy loss has no gradient at this update; measure at an earlier one")
+    reference_norm = math.sqrt(float(mean_product(r_KK)))
+    update_norm = _rms_norm(u_KK)
+    along = float(mean_product(gr_KK))
+
+    exact_square = float(mean_product(_products(gram, exact_update, exact_update)))
+    update_along_exact = float(mean_product(_products(gram, update, exact_update)))
+    update_cosine = math.nan
+    if exact_square > 0:
+        # Below 1e-12 the norm is noise, and the cosine would be as large as one likes.
+        update_cosine = update_along_exact / (max(exact_square, 1e-12) ** 0.5 * update_norm)
+
+    squared_error = _squared_distance(g_KK, gr_KK, r_KK) + _covariance(g_KK)
     return {
-        "bias": math.sqrt(max(difference, 0.0)) / size,
-        "noise": math.sqrt(spread) / size,
-        "error": math.sqrt(max(difference, 0.0) + spread) / size,
-        "strength": along / square,
-        "cosine": along / (size * math.sqrt(mean_square)) if mean_square > 0 else 0.0,
-        "sample_cosine": along / (size * float(g_KK.diagonal().mean()) ** 0.5),
-        "kl_to_policy": beta * float(g_KK.diagonal().mean()) ** 0.5 / policy_size,
-        "update_error": beta * math.sqrt(max(difference, 0.0) + spread) / policy_size,
-        "update_cosine": update_along_exact / (max(exact_square, 1e-12) ** 0.5 * update_size)
-        if exact_square > 0
-        else math.nan,
-        "projection": beta * along / (size * policy_size),
-        "projection_after_clip": float(kl_projection(*grams, scale=1.0, bound=clip)),
-        "descent": float(mean_product(_joined(gram, update, reference))) / (size * update_size),
+        **of_form,
+        "kl_to_policy": beta * _rms_norm(g_KK) / policy_norm,
+        "update_error": beta * math.sqrt(squared_error) / policy_norm,
+        "update_cosine": update_cosine,
+        "projection": beta * along / (reference_norm * policy_norm),
+        "projection_after_clip": float(kl_projection(u_KK, p_KK, ur_KK, pr_KK, r_KK, scale=1.0, bound=clip)),
+        "descent": float(mean_product(ur_KK)) / (reference_norm * update_norm),
     }
+
+
+def _form_figures(g_KK: Tensor, gr_KK: Tensor, r_KK: Tensor) -> dict[str, float]:
+    """The figures of a form by itself, against the reference: products ``<g, g>``, ``<g, r>`` and ``<r, r>``."""
+    reference_square = float(mean_product(r_KK))
+    if reference_square <= 0:
+        raise UserError("predictor: noise hides the reference gradient; more blocks, or a later update")
+    reference_norm = math.sqrt(reference_square)
+    covariance = _covariance(g_KK)
+    squared_distance = _squared_distance(g_KK, gr_KK, r_KK)
+    mean_square = float(mean_product(g_KK))
+    along = float(mean_product(gr_KK))  # <E g, R>
+    cosine = 0.0
+    if mean_square > 0:
+        cosine = along / (reference_norm * math.sqrt(mean_square))
+    return {
+        "bias": math.sqrt(squared_distance) / reference_norm,
+        "noise": math.sqrt(covariance) / reference_norm,
+        "error": math.sqrt(squared_distance + covariance) / reference_norm,
+        "strength": along / reference_square,
+        "cosine": cosine,
+        "sample_cosine": along / (reference_norm * _rms_norm(g_KK)),
+    }
+
+
+# Both are unbiased estimates of squares, which may come out below zero.
+def _squared_distance(g_KK: Tensor, gr_KK: Tensor, r_KK: Tensor) -> float:
+    """``|E g - R|^2``."""
+    return max(float(mean_product(g_KK - gr_KK - gr_KK.T + r_KK)), 0.0)
+
+
+def _covariance(g_KK: Tensor) -> float:
+    """The trace of the covariance of one update's gradient."""
+    return max(float(noise(g_KK)), 0.0)
 
 
 def gradient_table(setting: Setting, measured: Mapping[int, Mapping[str, Any]]) -> pd.DataFrame:
     """One row per form, beta and update of a setting."""
     import pandas as pd
 
+    # A config without a norm does not clip.
     clip = load_config(ROOT / setting.config, list(setting.overrides)).optimizer.clip_norm or math.inf
     rows: list[dict[str, Any]] = []
     for update, state in measured.items():
-        names = list(state["names"])
-        forms = {name: {names.index(name): 1.0} for name in names[2:]}
-        labels = [term.label() for term in COMMON]
-        if setting.forms is ON_POLICY:
-            forms |= {f"{a} + {b}": {**forms[a], **forms[b]} for a, b in (labels[:2], labels[2:])}
-        for form, weights in forms.items():
+        for form, weights in _forms_of(setting, list(state["names"])).items():
             for beta in setting.betas:
                 figures = gradient_figures(state["gram"], weights, beta, clip)
                 facts = {"setting": setting.name, "form": form, "beta": beta, "update": update}
@@ -287,7 +380,21 @@ def gradient_table(setting: Setting, measured: Mapping[int, Mapping[str, Any]]) 
     return pd.DataFrame(rows)
 
 
+def _forms_of(setting: Setting, losses: Sequence[str]) -> dict[str, dict[int, float]]:
+    """The measured forms as weights of losses, by number; on-policy also k1, and k3, in reward and loss together."""
+    # The first two losses are no forms: the policy loss and the reference.
+    forms = {name: {losses.index(name): 1.0} for name in losses[2:]}
+    if setting.forms is ON_POLICY:
+        k1_reward, k1_loss, k3_reward, k3_loss = [term.label() for term in COMMON]
+        for in_reward, in_loss in ((k1_reward, k1_loss), (k3_reward, k3_loss)):
+            forms[f"{in_reward} + {in_loss}"] = {**forms[in_reward], **forms[in_loss]}
+    return forms
+
+
 # --- outcomes -------------------------------------------------------------------------------------------------------
+LAG_COMPLETIONS = 96
+"""Completions per update in the settings with a lag, whose names do not say it."""
+
 START = 0.40
 """Held-out reward of the warm start; a run whose held-out reward ends below half of it counts as collapsed."""
 
@@ -298,46 +405,70 @@ def outcomes(source: str, experiment: str | None = None) -> pd.DataFrame:
     ``source`` is the CSV of the first lag study, an MLflow store or an export. Runs with several betas, of adapters or
     of another algorithm are left out.
     """
+    if source.endswith(".csv"):
+        table = _first_lags(source)
+    else:
+        table = _store_runs(source, experiment)
+    parsed = [_parse_label(label) for label in table.label]
+    table = table.assign(form=[form for form, _ in parsed], beta=[beta for _, beta in parsed], source=Path(source).stem)
+    known_settings = {setting.name for setting in settings()}
+    has_one_beta = table.form != ""
+    return table[table.setting.isin(known_settings) & has_one_beta].drop(columns="label")
+
+
+def _first_lags(source: str) -> pd.DataFrame:
+    """The CSV of the first lag study, which had one learning rate."""
     import pandas as pd
 
-    if source.endswith(".csv"):
-        runs = pd.read_csv(ROOT / source)
-        setting = "lag " + runs.lag.astype(str) + ", rate 0.0002"
-        frame = {"setting": setting, "label": runs.kl, "seed": runs.seed}
-        table = pd.DataFrame({**frame, "reward": runs.heldout_reward, "kl": runs.heldout_exact_kl})
-    else:
-        from kl_comedy.tracking.runs import runs_frame
-
-        path = str(ROOT / source) if source.endswith(".parquet") else source
-        runs = runs_frame(path, experiment)
-        runs = runs[runs.status == "FINISHED"]
-        table = pd.DataFrame(
-            {
-                "setting": [_setting_of(run) for run in runs.to_dict("records")],
-                "label": runs["tags.kl.label"],
-                "seed": runs["params.seed"].astype(int),
-                "reward": runs["metrics.eval/heldout/reward"],
-                "kl": runs["metrics.eval/heldout/kl/exact_reverse_sequence"],
-            }
-        )
-    parts = [_parse_label(label) for label in table.label]
-    table = table.assign(form=[form for form, _ in parts], beta=[beta for _, beta in parts], source=Path(source).stem)
-    names = {setting.name for setting in settings()}
-    return table[table.setting.isin(names) & (table.form != "")].drop(columns="label")
+    runs = pd.read_csv(ROOT / source)
+    return pd.DataFrame(
+        {
+            "setting": "lag " + runs.lag.astype(str) + ", rate 0.0002",
+            "label": runs.kl,
+            "seed": runs.seed,
+            "reward": runs.heldout_reward,
+            "kl": runs.heldout_exact_kl,
+        }
+    )
 
 
-def _setting_of(run: Mapping[str, Any]) -> str:
+def _store_runs(source: str, experiment: str | None) -> pd.DataFrame:
+    """The finished runs of an MLflow store or an export; an export's path is relative to the project."""
+    import pandas as pd
+
+    from kl_comedy.tracking.runs import runs_frame
+
+    path = str(ROOT / source) if source.endswith(".parquet") else source
+    runs = runs_frame(path, experiment)
+    runs = runs[runs.status == "FINISHED"]
+    return pd.DataFrame(
+        {
+            "setting": [_setting_of(run) for run in runs.to_dict("records")],
+            "label": runs["tags.kl.label"],
+            "seed": runs["params.seed"].astype(int),
+            "reward": runs["metrics.eval/heldout/reward"],
+            "kl": runs["metrics.eval/heldout/kl/exact_reverse_sequence"],
+        }
+    )
+
+
+def _setting_of(run: Mapping[Any, Any]) -> str:
     """The name of the setting of a run of a store; empty for one that is none of ours."""
-    size = int(run["params.rollout.prompts_per_batch"]) * int(run["params.rollout.group_size"])
-    rate, algorithm = float(run["params.optimizer.lr"]), "params.algorithm"
-    lora = run.get("params.model.lora.rank")
-    if str(run.get(f"{algorithm}.updates_per_batch", 1)) != "1" or (isinstance(lora, str) and lora.isdigit()):
+    updates_per_batch = str(run.get("params.algorithm.updates_per_batch", 1))
+    # A parameter that a run does not have is NaN in the table of all runs, and "None" where it has no adapter.
+    lora_rank = run.get("params.model.lora.rank")
+    has_adapter = isinstance(lora_rank, str) and lora_rank.isdigit()
+    if updates_per_batch != "1" or has_adapter:
         return ""
-    kind = run[f"{algorithm}.advantage"], run[f"{algorithm}.policy_loss"]
-    if kind == ("rloo", "reinforce"):
+
+    size = int(run["params.rollout.prompts_per_batch"]) * int(run["params.rollout.group_size"])
+    rate = float(run["params.optimizer.lr"])
+    algorithm = (run["params.algorithm.advantage"], run["params.algorithm.policy_loss"])
+    if algorithm == ("rloo", "reinforce"):
         return f"{size} completions, rate {rate:g}"
-    lag = run.get("params.lag.steps", "0")
-    return f"lag {lag}, rate {rate:g}" if kind == ("dr_grpo", "aipo") and size == 96 else ""
+    if algorithm == ("dr_grpo", "aipo") and size == LAG_COMPLETIONS:
+        return f"lag {run.get('params.lag.steps', '0')}, rate {rate:g}"
+    return ""
 
 
 def _parse_label(label: str) -> tuple[str, float]:
@@ -349,32 +480,43 @@ def _parse_label(label: str) -> tuple[str, float]:
     if label == NO_KL:
         return NO_KL, 0.0
     pairs = [part.split(" ", 1) for part in label.split(" + ")]
+    forms = [form for _, form in pairs]
     betas = {beta for beta, _ in pairs}
     if len(betas) > 1 or "scheduled" in betas:
         return "", 0.0
-    return " + ".join(form for _, form in pairs), float(betas.pop())
+    (beta,) = betas
+    return " + ".join(forms), float(beta)
 
 
 def per_configuration(runs: pd.DataFrame) -> pd.DataFrame:
     """Means over seeds, per setting, form and beta: gain over no KL of the same source, collapses, log10 of the KL."""
     import numpy as np
 
-    keys = ["source", "setting", "form", "beta"]
-    runs = runs.assign(collapsed=(runs.reward < START / 2).astype(float), log_kl=np.log10(runs.kl.clip(lower=1e-3)))
+    configuration = ["setting", "form", "beta"]
+    keys = ["source", *configuration]
+    # Below 1e-3 nats the logarithm would tell policies apart that are the same.
+    log_kl = np.log10(runs.kl.clip(lower=1e-3))
+    collapsed = (runs.reward < START / 2).astype(float)
+    runs = runs.assign(collapsed=collapsed, log_kl=log_kl)
     means = runs.groupby(keys)[["reward", "collapsed", "log_kl"]].mean()
     means["seeds"] = runs.groupby(keys).seed.nunique()
     means = means.reset_index()
-    none = means[means.form == NO_KL].set_index(["source", "setting"])[["reward", "log_kl"]].add_suffix("_none")
-    table = means[means.form != NO_KL].join(none, on=["source", "setting"], how="inner")
+
+    # A run is compared with those of its own source: another source may be of another version of the trainer.
+    no_kl = means[means.form == NO_KL].set_index(["source", "setting"])[["reward", "log_kl"]].add_suffix("_none")
+    table = means[means.form != NO_KL].join(no_kl, on=["source", "setting"], how="inner")
     table["gain"] = table.reward - table.reward_none
     table["log_kl_change"] = table.log_kl - table.log_kl_none
+
+    # The mean over sources, weighted by their seeds.
     values = ["gain", "collapsed", "log_kl_change", "reward", "log_kl", "reward_none"]
     weighted = table.assign(**{name: table[name] * table.seeds for name in values})
-    sums = weighted.groupby(keys[1:])[[*values, "seeds"]].sum()
+    sums = weighted.groupby(configuration)[[*values, "seeds"]].sum()
     return sums.assign(**{name: sums[name] / sums.seeds for name in values}).reset_index()
 
 
 # --- what predicts what ---------------------------------------------------------------------------------------------
+# g: the form's gradient, R: the expected reference gradient, p: the policy loss's, u = p + beta g (`gradient_figures`).
 CANDIDATES = {
     "beta": "the coefficient alone",
     "ess": "effective share of the completions: the setting's, the same for every form",
@@ -400,31 +542,43 @@ OUTCOMES = {"gain": "reward gained over no KL", "log_kl_change": "log10 of KL at
 
 
 def with_certificates(table: pd.DataFrame, forms: Mapping[str, tuple[KLTerm, ...]]) -> pd.DataFrame:
-    """``table`` with the enumerated figures of each form in its regime; ``completions`` an update has."""
-    from kl_comedy.kl.oracle.certificate import certify
+    """``table`` with the enumerated figures of each form in its regime, at the number of completions of an update."""
+    import pandas as pd
+
+    from kl_comedy.kl.oracle.certificate import Certificate, certify
 
     rows: list[dict[str, float]] = []
-    known: dict[tuple[str, str], Any] = {}
+    certificates: dict[tuple[str, str], Certificate] = {}
     for setting, form in zip(table.setting, table.form, strict=True):
-        regime = "on_policy" if "completions" in setting or setting.startswith("lag 0") else "off_policy"
-        if (form, regime) not in known:
-            (known[form, regime],) = certify(form, forms[form], regimes=(regime,))
-        certificate = known[form, regime]
-        size = int(setting.split()[0]) if "completions" in setting else 96
+        regime, completions = _regime_and_size(setting)
+        if (form, regime) not in certificates:
+            (certificates[form, regime],) = certify(form, forms[form], regimes=(regime,))
+        certificate = certificates[form, regime]
+
         bias = certificate.relative_bias["sequence_reverse"]
         cosine = certificate.cosine["sequence_reverse"]
+        variance = certificate.variance / completions
         rows.append(
             {
                 "certified bias": bias,
-                "certified noise": math.sqrt(certificate.variance / size),
-                "certified error": math.sqrt(bias**2 + certificate.variance / size),
+                "certified noise": math.sqrt(variance),
+                "certified error": math.sqrt(bias**2 + variance),
                 "certified strength": certificate.strength,
+                # A gradient of zero has no direction, and points nowhere near the reference's.
                 "certified cosine": 0.0 if math.isnan(cosine) else cosine,
             }
         )
-    import pandas as pd
+    # Rounded, because values that are 0 up to rounding must share one rank.
+    return table.join(pd.DataFrame(rows, index=table.index).round(9))
 
-    return table.join(pd.DataFrame(rows, index=table.index).round(9))  # what is 0 up to rounding has one rank
+
+def _regime_and_size(setting: str) -> tuple[str, int]:
+    """The regime of a setting and the completions per update, from its name (:func:`settings`)."""
+    if "completions" in setting:
+        return "on_policy", int(setting.split()[0])
+    if setting.startswith("lag 0"):
+        return "on_policy", LAG_COMPLETIONS
+    return "off_policy", LAG_COMPLETIONS
 
 
 def rank_correlation(x: Any, y: Any) -> float:
@@ -432,78 +586,113 @@ def rank_correlation(x: Any, y: Any) -> float:
     import numpy as np
     from scipy.stats import rankdata
 
-    ranks = rankdata(x), rankdata(y)
-    return float(np.corrcoef(*ranks)[0, 1]) if min(np.std(each) for each in ranks) > 0 else math.nan
+    x_ranks = rankdata(x)
+    y_ranks = rankdata(y)
+    if np.std(x_ranks) == 0 or np.std(y_ranks) == 0:
+        return math.nan
+    return float(np.corrcoef(x_ranks, y_ranks)[0, 1])
 
 
 def explained(table: pd.DataFrame, columns: Sequence[str], outcome: str, *, leave_out: str | None) -> float:
     """Share of the variance of ``outcome`` that a linear fit in the ranks of ``columns`` explains.
 
-    ``leave_out``: every value of that column is predicted by a fit to the others; below 0, worse than their mean.
+    ``leave_out``: a column; each of its values is predicted by a fit to the rows of the others, and the share is below
+    0 where that is worse than their mean. None: one fit, to all rows. NaN where the column has a single value.
     """
     import numpy as np
     from scipy.stats import rankdata
 
     y = table[outcome].to_numpy(float)
-    x = np.column_stack([np.ones(len(y)), *(rankdata(table[name]) / len(y) for name in columns)])
-    parts = table[leave_out].to_numpy() if leave_out else np.zeros(len(y))
-    residual, total = 0.0, 0.0
-    for part in np.unique(parts):
-        inside = parts == part if leave_out else np.ones(len(y), bool)
-        rest = ~inside if leave_out else inside
-        weights, *_ = np.linalg.lstsq(x[rest], y[rest], rcond=None)
-        if not rest.any():
+    ranks = [rankdata(table[name]) / len(y) for name in columns]
+    # Ranks, because the candidates span decades and some are 0 or negative.
+    x = np.column_stack([np.ones(len(y)), *ranks])
+    everything = np.ones(len(y), bool)
+    if leave_out is None:
+        splits = [(everything, everything)]
+    else:
+        labels = table[leave_out].to_numpy()
+        splits = [(labels == label, labels != label) for label in np.unique(labels)]
+
+    residual = 0.0
+    total = 0.0
+    for predicted, fitted in splits:
+        if not fitted.any():
             return math.nan
-        residual += float(((y[inside] - x[inside] @ weights) ** 2).sum())
-        total += float(((y[inside] - y[rest].mean()) ** 2).sum())
+        weights, *_ = np.linalg.lstsq(x[fitted], y[fitted], rcond=None)
+        residual += float(((y[predicted] - x[predicted] @ weights) ** 2).sum())
+        total += float(((y[predicted] - y[fitted].mean()) ** 2).sum())
     return 1.0 - residual / total
 
 
 def separation(score: Any, happened: Any) -> float:
-    """Area under the ROC curve: how often a configuration that collapses has a higher score than one that does not."""
+    """Area under the ROC curve: how often a configuration that collapses has a higher score than one that does not.
+
+    NaN where all or none collapse.
+    """
     from scipy.stats import rankdata
 
-    positive, ranks = happened > 0.5, rankdata(score)
-    n, m = int(positive.sum()), int((~positive).sum())
-    return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m)) if n and m else math.nan
+    positive = happened > 0.5
+    ranks = rankdata(score)
+    positives = int(positive.sum())
+    negatives = int((~positive).sum())
+    if positives == 0 or negatives == 0:
+        return math.nan
+    # Mann-Whitney: the sum of ranks, less what it is if every positive is below every negative.
+    pairs_in_order = ranks[positive].sum() - positives * (positives + 1) / 2
+    return float(pairs_in_order / (positives * negatives))
 
 
 def bootstrap(table: pd.DataFrame, name: str, outcome: str, draws: int = 300) -> tuple[float, float]:
-    """95% interval of the rank correlation, forms drawn with replacement, each with all of its configurations."""
+    """95% interval of the rank correlation, forms drawn with replacement, each with all of its configurations.
+
+    Forms and not configurations: those of one form are no independent evidence.
+    """
     import numpy as np
 
     generator = np.random.default_rng(0)
     groups = [group.index.to_numpy() for _, group in table.groupby("form")]
     values = []
     for _ in range(draws):
-        index = np.concatenate([groups[n] for n in generator.integers(len(groups), size=len(groups))])
+        drawn = generator.integers(len(groups), size=len(groups))
+        index = np.concatenate([groups[number] for number in drawn])
         values.append(rank_correlation(table[name].loc[index], table[outcome].loc[index]))
+    # NaN: a draw in which the candidate is constant.
     low, high = np.nanquantile(values, (0.025, 0.975))
     return float(low), float(high)
 
 
 def within_settings(table: pd.DataFrame, name: str, outcome: str) -> float:
     """Mean over settings of the rank correlation within one, weighted by its configurations less one."""
-    values = [
-        (rank_correlation(here[name], here[outcome]), len(here) - 1)
-        for _, here in table.groupby("setting")
-        if len(here) > 2
-    ]
-    known = [(value, weight) for value, weight in values if math.isfinite(value)]
-    total = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / total if total else math.nan
+    weighted = 0.0
+    weights = 0
+    for _, configurations in table.groupby("setting"):
+        # Two points always have a correlation of 1 or -1.
+        if len(configurations) <= 2:
+            continue
+        correlation = rank_correlation(configurations[name], configurations[outcome])
+        if math.isfinite(correlation):
+            weight = len(configurations) - 1
+            weighted += correlation * weight
+            weights += weight
+    return weighted / weights if weights else math.nan
 
 
 def merged(gradients: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     """One row per configuration that was both trained and measured: outcomes, and figures as means over updates."""
     keys = ["setting", "form", "beta"]
-    measured = gradients.groupby(keys)[
-        [*(name for name in CANDIDATES if name in gradients and name not in keys), "exact_kl"]
-    ].mean()
+    figures = [name for name in CANDIDATES if name in gradients and name not in keys]
+    measured = gradients.groupby(keys)[[*figures, "exact_kl"]].mean()
     table = per_configuration(runs).join(measured, on=keys, how="inner").reset_index(drop=True)
-    forms = {term.label(): (term,) for setting in settings() for term in setting.forms}
-    forms |= {name: tuple(forms[part][0] for part in name.split(" + ")) for name in table.form if " + " in name}
-    return with_certificates(table, forms)
+
+    terms_of_form: dict[str, tuple[KLTerm, ...]] = {}
+    for setting in settings():
+        for term in setting.forms:
+            terms_of_form[term.label()] = (term,)
+    # Forms of two terms are trained together, and certified together.
+    for name in table.form:
+        if " + " in name:
+            terms_of_form[name] = tuple(terms_of_form[part][0] for part in name.split(" + "))
+    return with_certificates(table, terms_of_form)
 
 
 def scores(table: pd.DataFrame) -> pd.DataFrame:
@@ -548,84 +737,112 @@ TOGETHER = {
 DRAWN = ("certified bias", "error", "update_error", "projection_after_clip")
 
 
+SIGNED = ("projection", "projection_after_clip", "descent", "strength")
+"""Candidates that can be negative, and still span decades."""
+
+
+def _scale(name: str) -> str:
+    """The scale of a candidate's axis."""
+    if name in SIGNED:
+        return "symlog"
+    return "linear" if name.startswith("certified") else "log"
+
+
 def draw(table: pd.DataFrame, path: Path) -> None:
     """Outcomes against candidates, a point per configuration, coloured by form."""
     forms = list(dict.fromkeys(table.form))
     with figure(path, len(OUTCOMES), len(DRAWN), 2.2, sharey="row", sharex="col") as (drawing, panels):
-        for line, (outcome, words) in zip(panels, OUTCOMES.items(), strict=True):
-            for axes, name in zip(line, DRAWN, strict=True):
-                for at, form in enumerate(forms):
-                    here = table[table.form == form]
-                    style = {key: value for key, value in look(at).items() if key != "linestyle"}
-                    axes.plot(here[name], here[outcome], label=form, linestyle="none", markersize=3, **style)
-                signed = name in ("projection", "projection_after_clip", "descent", "strength")
-                axes.set(xscale="symlog" if signed else "linear" if name.startswith("certified") else "log")
+        for row, (outcome, label) in zip(panels, OUTCOMES.items(), strict=True):
+            for axes, name in zip(row, DRAWN, strict=True):
+                for number, form in enumerate(forms):
+                    configurations = table[table.form == form]
+                    style = look(number) | {"linestyle": "none", "markersize": 3}
+                    axes.plot(configurations[name], configurations[outcome], label=form, **style)
+                axes.set(xscale=_scale(name))
                 axes.axhline(0, color="0.6", linewidth=0.5)
-            line[0].set_ylabel(textwrap.fill(words, 26))
+            row[0].set_ylabel(textwrap.fill(label, 26))
         for axes, name in zip(panels[-1], DRAWN, strict=True):
             axes.set_xlabel(name.replace("_", " "))
         legend_below(drawing, "form")
 
 
 def report(gradients: pd.DataFrame, runs: pd.DataFrame, out: Path, *, command: str) -> None:
-    """configurations.csv, scores.csv, the figure, and the generated block of README.md."""
+    """Write configurations.csv, scores.csv, the figure, and the generated block of README.md."""
     import pandas as pd
 
     save_csv(merged(gradients, runs), out / "configurations.csv")
-    table = pd.read_csv(out / "configurations.csv")  # what is equal in six digits has one rank
-    parts = {name: table[table.setting.str.contains(pattern)] for name, pattern in SUBSETS.items()}
-    scored = pd.concat([scores(part).assign(subset=name) for name, part in parts.items() if len(part) > 5])
+    # Read back, because values that are equal in the six digits of the file must share one rank.
+    table = pd.read_csv(out / "configurations.csv")
+    scores_of_subset = [scores(part).assign(subset=name) for name, part in _subsets(table).items()]
+    scored = pd.concat(scores_of_subset)
     save_csv(scored, out / "scores.csv")
     draw(table, out / "predictor.svg")
     update_page(out / "README.md", "tables", tables(table, scored, command=command))
 
 
-def tables(table: pd.DataFrame, scored: pd.DataFrame, *, command: str) -> str:
-    """The generated block of the page, of configurations.csv and scores.csv."""
-    text = ["<!-- python research/scripts/stored_tables.py predictor -->", f"Regenerated by `{command}`."]
+def _subsets(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The rows of each subset that has enough configurations for a correlation to mean anything."""
+    parts = {}
     for name, pattern in SUBSETS.items():
         part = table[table.setting.str.contains(pattern)]
-        if len(part) <= 5:
-            continue
-        here = scored[scored.subset == name]
+        if len(part) > 5:
+            parts[name] = part
+    return parts
+
+
+def tables(table: pd.DataFrame, scored: pd.DataFrame, *, command: str) -> str:
+    """The generated block of the page, from configurations.csv and scores.csv."""
+    text = ["<!-- python research/scripts/stored_tables.py predictor -->", f"Regenerated by `{command}`."]
+    for name, part in _subsets(table).items():
         collapsed = int((part.collapsed > 0.5).sum())
         text += [
             f"### {name[0].upper()}{name[1:]}: {len(part)} configurations of {part.form.nunique()} forms, "
             f"{part.seeds.sum()} runs, {collapsed} configurations collapsed in most seeds",
-            markdown(_shown(here)),
-            markdown(_together(part)),
+            markdown(_score_table(scored[scored.subset == name])),
+            markdown(_joint_fits(part)),
         ]
     return "\n\n".join(text)
 
 
-def _shown(scored: pd.DataFrame) -> pd.DataFrame:
+def _score_table(scored: pd.DataFrame) -> pd.DataFrame:
+    """The scores of one subset as texts."""
     import pandas as pd
 
-    def interval(row: Any, outcome: str) -> str:
-        value, low, high = (row[f"{outcome}_{name}"] for name in ("rank", "low", "high"))
-        return "–" if math.isnan(value) else f"{value:.2f} [{low:.2f}, {high:.2f}]"
-
     rows = []
-    for row in scored.to_dict("records"):
-        cells = {"candidate": row["candidate"]}
+    for score in scored.to_dict("records"):
+        cells = {"candidate": score["candidate"]}
         for outcome, title in (("gain", "gain"), ("log_kl_change", "KL")):
-            cells |= {
-                f"{title}: rank correlation": interval(row, outcome),
-                f"within settings ({title})": f"{row[f'{outcome}_within']:.2f}".replace("nan", "–"),
-                f"explained, of a new form ({title})": f"{row[f'{outcome}_fit']:.0%}, {row[f'{outcome}_new_form']:.0%}",
-            }
-        rows.append(cells | {"collapse: AUC": f"{row['collapse_auc']:.2f}"})
+            fit = f"{score[f'{outcome}_fit']:.0%}"
+            new_form = f"{score[f'{outcome}_new_form']:.0%}"
+            cells[f"{title}: rank correlation"] = _correlation_cell(score, outcome)
+            cells[f"within settings ({title})"] = _or_dash(score[f"{outcome}_within"])
+            cells[f"explained, of a new form ({title})"] = f"{fit}, {new_form}"
+        cells["collapse: AUC"] = f"{score['collapse_auc']:.2f}"
+        rows.append(cells)
     return pd.DataFrame(rows)
 
 
-def _together(table: pd.DataFrame) -> pd.DataFrame:
+def _correlation_cell(score: Mapping[Any, Any], outcome: str) -> str:
+    value = score[f"{outcome}_rank"]
+    # A candidate that is constant in the subset has no rank.
+    if math.isnan(value):
+        return "–"
+    return f"{value:.2f} [{score[f'{outcome}_low']:.2f}, {score[f'{outcome}_high']:.2f}]"
+
+
+def _or_dash(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"
+
+
+def _joint_fits(table: pd.DataFrame) -> pd.DataFrame:
+    """What several candidates together explain."""
     import pandas as pd
 
     rows = []
     for name, columns in TOGETHER.items():
         row = {"fit of": name}
-        for outcome, words in OUTCOMES.items():
-            values = [explained(table, columns, outcome, leave_out=out) for out in (None, "form", "setting")]
-            row[f"{words}: explained, of a new form, of a new setting"] = ", ".join(f"{value:.0%}" for value in values)
+        for outcome, label in OUTCOMES.items():
+            shares = [explained(table, columns, outcome, leave_out=column) for column in (None, "form", "setting")]
+            row[f"{label}: explained, of a new form, of a new setting"] = ", ".join(f"{share:.0%}" for share in shares)
         rows.append(row)
     return pd.DataFrame(rows)

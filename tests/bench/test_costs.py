@@ -17,11 +17,19 @@ from kl_comedy.models.reference import Reference
 from kl_comedy.models.types import PassOptions
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rollouts import Sampling
-from kl_comedy.rollouts.decoding import StopStrings, decode
+from kl_comedy.rollouts.decoding import Draws, StopStrings, decode
 from passes import head_columns, token_pass
 
-V, H, INNER, LAYERS, HEADS, KV = 97, 48, 128, 3, 6, 2
-PROMPT, GROUP, LENGTH = 40, 8, 24
+V = 97
+H = 48
+INNER = 128
+LAYERS = 3
+HEADS = 6
+KV = 2
+PROMPT = 40
+GROUP = 8
+LENGTH = 24
+# Per layer: queries and output, keys and values, three matrices of the feed-forward part.
 BODY = LAYERS * (2 * H * H + 2 * H * (H * KV // HEADS) + 3 * H * INNER)
 """Weights that every token of the line is multiplied with."""
 
@@ -75,43 +83,62 @@ def attention(groups, *, ratio=1.0):
 
 
 LINE = 2 * (PROMPT + GROUP * (LENGTH - 1))
+"""Tokens that go through the body: each prompt once, and of a completion all but the last."""
 COMPLETION = 2 * GROUP * LENGTH
+"""Tokens whose log-probs the head computes."""
 
 
 def test_a_forward_pass_computes_every_token_once():
     measured = flops(lambda: token_pass(llama(), **batch(), temperature=1.0, chunk_elements=10**9))
-    expected = 2 * (BODY * LINE + HEAD * COMPLETION) + attention(2)
-    assert (expected - attention(2)) * 0.98 < measured < expected * MARGIN
+    products = 2 * (BODY * LINE + HEAD * COMPLETION)
+    assert products * 0.98 < measured
+    assert measured < (products + attention(2)) * MARGIN
 
 
 @pytest.mark.parametrize(("chunk", "recomputed"), [(10**9, 0), (V * 16, 1)], ids=["one chunk", "in chunks"])
 def test_a_backward_pass_costs_twice_a_forward_and_a_head_where_it_is_computed_again(chunk, recomputed):
     model = llama()
 
-    def work():
+    def learn():
         token_pass(model, **batch(), temperature=1.0, chunk_elements=chunk).logp_BT.sum().backward()
 
+    # Attention's backward computes its scores again: 2.5 forwards.
     expected = 2 * 3 * BODY * LINE + 2 * (3 + recomputed) * HEAD * COMPLETION + attention(2, ratio=3.5)
-    assert flops(work) < expected * MARGIN
+    assert flops(learn) < expected * MARGIN
 
 
-def test_sampled_kl_terms_cost_no_product_and_exact_ones_two_heads():
-    """Two heads where the chunk is kept: the reference's distributions, nothing again in the backward pass."""
+@pytest.fixture(scope="module")
+def learning_flops():
+    """The operations of forward and backward, by what is computed beside the log-probs."""
     inputs = batch()
     reference = Reference(llama(), PassOptions(temperature=1.0, chunk_elements=10**9)).forward_pass(**inputs)
 
-    def learn(**wanted):
-        scored = token_pass(llama(), **inputs, temperature=1.0, chunk_elements=10**9, reference=reference, **wanted)
-        (scored.logp_BT.sum() if scored.kl_BT is None else (scored.logp_BT + scored.kl_BT).sum()).backward()
+    def learn(**requested):
+        scored = token_pass(llama(), **inputs, temperature=1.0, chunk_elements=10**9, reference=reference, **requested)
+        loss = scored.logp_BT.sum()
+        if scored.kl_BT is not None:
+            loss = (scored.logp_BT + scored.kl_BT).sum()
+        loss.backward()
 
-    plain, exact = flops(learn), flops(lambda: learn(kl=True))
-    metrics = flops(lambda: learn(kl=True, entropy=True, total_variation=True))
-    assert exact - plain == metrics - plain == 2 * HEAD * COMPLETION
+    return {
+        "log-probs": flops(learn),
+        "exact KL": flops(lambda: learn(kl=True)),
+        "metrics": flops(lambda: learn(kl=True, entropy=True, total_variation=True)),
+    }
 
 
-def test_no_estimator_of_a_term_asks_for_more_than_it_says():
-    needs = {name: KLTerm(estimator=name).needs for name in ("k1", "k2", "k3", "abs")}
-    assert set(needs.values()) == {"log_ratio"}
+def test_an_exact_kl_costs_two_heads(learning_flops):
+    """The reference's distributions; nothing again in the backward pass, because the chunk is kept."""
+    assert learning_flops["exact KL"] - learning_flops["log-probs"] == 2 * HEAD * COMPLETION
+
+
+def test_metrics_of_the_distribution_cost_no_product(learning_flops):
+    assert learning_flops["metrics"] == learning_flops["exact KL"]
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
+def test_no_estimator_of_a_term_asks_for_more_than_it_says(name):
+    assert KLTerm(estimator=name).needs == "log_ratio"
 
 
 def prompts():
@@ -120,19 +147,12 @@ def prompts():
 
 
 def draw(model, *, ends=(), tokens=LENGTH):
+    """The completions of two groups; with the same uniform numbers every time."""
     sampling = Sampling(temperature=1.0, max_new_tokens=tokens)
     uniform_BT = torch.rand(2 * GROUP, tokens, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    draws = Draws(sampling=sampling, uniform_BT=uniform_BT, ends=ends, stops=StopStrings(None, ()))
     with torch.no_grad():
-        return decode(
-            model,
-            prompts(),
-            [0] * GROUP + [1] * GROUP,
-            sampling=sampling,
-            uniform_BT=uniform_BT,
-            ends=ends,
-            stops=StopStrings(None, ()),
-            version=lambda: 0,
-        )
+        return decode(model, prompts(), [0] * GROUP + [1] * GROUP, draws, version=lambda: 0)
 
 
 @pytest.fixture
@@ -148,6 +168,7 @@ def test_sampling_computes_a_prompt_once_and_every_token_once(adopted):
     measured = flops(lambda: draw(adopted))
     steps = LENGTH - 1
     tokens = 2 * PROMPT + 2 * GROUP * steps
+    # Each new token attends to the prompt, to the tokens before it and to itself.
     pairs = 2 * GROUP * (steps * PROMPT + steps * (steps + 1) // 2)
     expected = 2 * (BODY * tokens + HEAD * COMPLETION) + LAYERS * 4 * H * pairs
     assert expected * 0.98 < measured < expected * MARGIN
@@ -156,11 +177,13 @@ def test_sampling_computes_a_prompt_once_and_every_token_once(adopted):
 def test_rows_that_end_are_paid_for_a_little_longer_at_most(adopted):
     """Ended rows leave when a fifth has ended: at most a quarter more row-tokens than were drawn."""
     ends = tuple(range(0, V, 6))
-    drawn = draw(adopted, ends=ends, tokens=60)
-    tokens = sum(len(row.ids) for row in drawn)
     measured = flops(lambda: draw(adopted, ends=ends, tokens=60))
-    attention_flops = LAYERS * 4 * H * (2 * PROMPT**2 + 1.25 * tokens * (PROMPT + 60))
-    assert measured < 2 * (BODY * (2 * PROMPT + 1.25 * tokens) + HEAD * (1.25 * tokens + 2 * GROUP)) + attention_flops
+    drawn = sum(len(row.ids) for row in draw(adopted, ends=ends, tokens=60))
+    computed = 1.25 * drawn
+    body = 2 * BODY * (2 * PROMPT + computed)
+    head = 2 * HEAD * (computed + 2 * GROUP)
+    attended = LAYERS * 4 * H * (2 * PROMPT**2 + computed * (PROMPT + 60))
+    assert measured < body + head + attended
 
 
 class Calls(TorchDispatchMode):
@@ -177,18 +200,20 @@ class Calls(TorchDispatchMode):
         return function(*arguments, **(named or {}))
 
 
-def test_a_token_asks_torch_for_few_operations_whatever_the_number_of_rows(adopted):
-    """Per token and layer. 152 were counted when this was written, half of them views; a tenth more is allowed."""
-    counts = []
-    for tokens in (4, 12):
-        with Calls() as calls:
-            draw(adopted, tokens=tokens)
-        counts.append(calls.count)
-    per_token = (counts[1] - counts[0]) / 8
-    assert per_token / LAYERS < 1.1 * OPERATIONS
-
-
 OPERATIONS = 152
+"""Per token and layer, when this was written; half of them are views."""
+
+
+def operations_of(model, tokens):
+    with Calls() as calls:
+        draw(model, tokens=tokens)
+    return calls.count
+
+
+def test_a_token_asks_torch_for_few_operations_whatever_the_number_of_rows(adopted):
+    # The difference of two lengths: the prompt's operations are not counted.
+    per_token = (operations_of(adopted, 12) - operations_of(adopted, 4)) / 8
+    assert per_token / LAYERS < 1.1 * OPERATIONS, "a tenth more is allowed"
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
@@ -204,17 +229,19 @@ def test_every_product_with_weights_is_onednns_where_the_layers_are(adopted, mon
 @pytest.mark.parametrize("kl", [[], ["kl"], ["kl", "forward_kl"]], ids=str)
 def test_the_heads_backward_holds_no_more_than_it_says(kl):
     """Storages of ``[n, V]`` alive at once, forward and backward, by counting: at most six of a chunk's size."""
-    rows, chunk = 64, 16
-    hidden = torch.randn(rows, H, requires_grad=True)
-    reference = (torch.randn(rows, H), (torch.randn(V * 50, H), None))
-    weight = torch.randn(V * 50, H, requires_grad=True)
-    with Alive(chunk * V * 50 * 4) as alive:
+    rows = 64
+    chunk_rows = 16
+    vocabulary = 50 * V
+    hidden_NH = torch.randn(rows, H, requires_grad=True)
+    reference = (torch.randn(rows, H), (torch.randn(vocabulary, H), None))
+    weight_VH = torch.randn(vocabulary, H, requires_grad=True)
+    with Alive(chunk_rows * vocabulary * 4) as alive:
         columns = head_columns(
-            hidden,
-            (weight, None),
+            hidden_NH,
+            (weight_VH, None),
             torch.arange(rows),
             temperature=0.9,
-            chunk_elements=chunk * V * 50,
+            chunk_elements=chunk_rows * vocabulary,
             requested=kl,
             reference=reference,
         )
@@ -227,22 +254,35 @@ class Alive(TorchDispatchMode):
 
     def __init__(self, size):
         super().__init__()
-        self.size, self.most, self._tensors = size, 0, []
+        self.size = size
+        self.most = 0
+        # Weak, or every tensor would stay alive.
+        self._references = []
 
     def __torch_dispatch__(self, function, types, arguments=(), named=None):
-        out = function(*arguments, **(named or {}))
-        fresh = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        self._tensors += [weakref.ref(t) for t in fresh if t.untyped_storage().nbytes() == self.size]
-        alive = [(ref, tensor) for ref in self._tensors if (tensor := ref()) is not None]
-        self._tensors = [ref for ref, _ in alive]
-        self.most = max(self.most, len({tensor.untyped_storage().data_ptr() for _, tensor in alive}))
-        return out
+        result = function(*arguments, **(named or {}))
+        for leaf in torch.utils._pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().nbytes() == self.size:
+                self._references.append(weakref.ref(leaf))
+        self._count_storages()
+        return result
+
+    def _count_storages(self):
+        alive = []
+        storages = set()
+        for reference in self._references:
+            tensor = reference()
+            if tensor is not None:
+                alive.append(reference)
+                storages.add(tensor.untyped_storage().data_ptr())  # a view shares it
+        self._references = alive
+        self.most = max(self.most, len(storages))
 
 
 def test_the_count_of_storages_counts():
-    tensors = []
+    kept = []
     with Alive(400) as alive:
         for _ in range(3):
-            tensors.append(torch.zeros(100).view(10, 10))
-            torch.ones(100)
-    assert alive.most == 4
+            kept.append(torch.zeros(100).view(10, 10))
+            torch.ones(100)  # freed at once
+    assert alive.most == 4, "three that are kept and one that is not"

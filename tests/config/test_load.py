@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -47,13 +48,13 @@ def test_an_override_replaces_a_free_form_mapping_and_merges_one_with_a_schema(t
 def test_a_file_extends_another_and_an_error_names_the_file_that_set_the_key(tmp_path):
     (tmp_path / "base").mkdir()
     base, middle = tmp_path / "base" / "a.yaml", tmp_path / "base" / "b.yaml"
-    base.write_text("optimizer: {lr: 0.1, eps: 0.5}\nkl: grpo\ndata: {eval: {a: {limit: 3}, b: {limit: 4}}}\n")
+    base.write_text("optimizer: {lr: 0.1, clip_norm: 0.5}\nkl: grpo\ndata: {eval: {a: {limit: 3}, b: {limit: 4}}}\n")
     middle.write_text("extends: a.yaml\noptimizer: {lr: 0.2}\nrollout: {options: {loop: library}}\n")
     file = write(
         tmp_path, "extends: base/b.yaml\nkl: []\ndata: {eval: {a: {seed: 1}, b: null}}\nrollout: {options: {}}\n"
     )
     config = load_config(file)
-    assert (config.optimizer.lr, config.optimizer.eps, config.kl, config.rollout.options) == (0.2, 0.5, [], {})
+    assert (config.optimizer.lr, config.optimizer.clip_norm, config.kl, config.rollout.options) == (0.2, 0.5, [], {})
     assert list(config.data.eval) == ["a"] and (config.data.eval["a"].limit, config.data.eval["a"].seed) == (3, 1)
     assert load_config(write(tmp_path / "base", standalone_text(file))) == config
     base.write_text("optimizer: {lr: 0.1}\n")
@@ -62,11 +63,11 @@ def test_a_file_extends_another_and_an_error_names_the_file_that_set_the_key(tmp
     with pytest.raises(UserError, match=rf"^{middle}: optimizer.lrr: no such key"):
         load_config(file)
     middle.write_text("extends: a.yaml\n")
-    base.write_text("optimizer: {lr: 0.1, eps: -1}\n")
-    with pytest.raises(UserError, match=rf"^{base}: optimizer.eps: got -1"):
+    base.write_text("optimizer: {lr: 0.1, clip_norm: -1}\n")
+    with pytest.raises(UserError, match=rf"^{base}: optimizer.clip_norm: got -1"):
         load_config(file)
-    with pytest.raises(UserError, match=r"^optimizer.eps: got -2"):
-        load_config(file, ["optimizer.eps=-2"])
+    with pytest.raises(UserError, match=r"^optimizer.clip_norm: got -2"):
+        load_config(file, ["optimizer.clip_norm=-2"])
     base.write_text("extends: ../a.yaml\n")
     with pytest.raises(UserError, match=r"a.yaml: extends: .*a.yaml <- .*b.yaml <- .*a.yaml: a config cannot extend"):
         load_config(file)
@@ -95,7 +96,7 @@ WRONG_FILES = {
     "trainer: 3": ["trainer", "a mapping"],
     "rollout: {stop: end}": ["rollout.stop", "a list"],
     "data: {eval: {a: {limit: 0}}}": ["data.eval.a.limit", "at least 1"],
-    "algorithm: {value: {lam: 1.5}}": ["algorithm.value.lam", "at most 1"],
+    "algorithm: {advantage_options: {lam: 1.5}}": ["algorithm.advantage_options.lam", "at most 1"],
     "seed: abc": ["seed", "'abc'", "whole number"],
     "seed: 1.5": ["seed", "1.5", "whole number"],
     "seed: null": ["seed", "whole number"],
@@ -115,10 +116,10 @@ WRONG_FILES = {
     "a: [": ["not valid YAML"],
     "- 1": ["mapping of keys"],
     "seed: ${nowhere}": ["seed", "nowhere"],
-    "optimizer: {betas: [0.9]}": ["optimizer.betas", "two numbers"],
-    "optimizer: {betas: [0.9, 1.0]}": ["optimizer.betas", "[0, 1)"],
-    "optimizer: {betas: [1.0, 0.9]}": ["optimizer.betas", "[0, 1)"],
-    "optimizer: {betas: [-0.1, 0.9]}": ["optimizer.betas", "[0, 1)"],
+    "optimizer: {options: {betas: [0.9]}}": ["optimizer.options.betas", "two numbers"],
+    "optimizer: {options: {betas: [0.9, 1.0]}}": ["optimizer.options.betas", "[0, 1)"],
+    "optimizer: {options: {betas: [1.0, 0.9]}}": ["optimizer.options.betas", "[0, 1)"],
+    "optimizer: {options: {betas: [-0.1, 0.9]}}": ["optimizer.options.betas", "[0, 1)"],
     "train: {eval_every: 5}": ["eval_every", "data.eval"],
 }
 WRONG_OVERRIDES = {
@@ -175,7 +176,12 @@ def test_the_hash_ignores_where_a_run_is_stored_and_nothing_else(monkeypatch):
     assert config_hash(load_config(quickstart)) == "377bc25c679d", "runs of earlier versions resume"
     for change in ("seed=1", "trainer={max_time: 1}", "kl=grpo", "rollout.group_size=4"):
         assert config_hash(load_config(None, [change])) != config_hash(base), change
-    for same in ("output=elsewhere", "resume=auto", "rollout.replica_gib=4", "rollout.bucket_mib=64", "callbacks=[]"):
+    for same in (
+        "output=elsewhere",
+        "resume=auto",
+        "train.strategy_options={replica_gib: 4, bucket_mib: 64}",
+        "callbacks=[]",
+    ):
         assert config_hash(load_config(None, [same])) == config_hash(base), same
     monkeypatch.setitem(PLUGIN_FILES, "my_parts.py", b"x = 1")
     first = config_hash(base)
@@ -394,11 +400,12 @@ def package_of_every_kind(tmp_path, monkeypatch):
     for table in KINDS.values():
         table.load()
         monkeypatch.setattr(table, "_entries", dict(table._entries))
-    monkeypatch.setattr(registry, "PACKAGES", {})
     (tmp_path / "every_kind.py").write_text(EVERY_KIND)
     monkeypatch.syspath_prepend(str(tmp_path))
-    importlib.import_module("every_kind")
-    yield tmp_path
+    # Emptied in place: a module that a test is the first to import would keep a replaced dict for the whole process.
+    with mock.patch.dict(registry.PACKAGES, clear=True):
+        importlib.import_module("every_kind")
+        yield tmp_path
     del sys.modules["every_kind"]
 
 

@@ -25,7 +25,7 @@ ALGORITHMS = {
         "algorithm.policy_loss=ppo_clip",
         "algorithm.proximal=recomputed",
         "algorithm.updates_per_batch=2",
-        "algorithm.value={clip: 0.2, trunk: true, bootstrap_truncated: true, lr: 0.05}",
+        "algorithm.advantage_options={clip: 0.2, trunk: true, bootstrap_truncated: true, lr: 0.05}",
         "kl.0.baseline=before",
         "train.steps=4",
     ],

@@ -119,8 +119,9 @@ def test_at_most_ten_examples_are_not_run_and_all_of_them_exist():
 
 
 def test_every_example_calls_a_command_with_options_that_it_has():
+    examples_of_results = [example for page in RESULT_PAGES for example in examples_of(page)]
     wrong = []
-    for example in [*EXAMPLES, *(each for page in RESULT_PAGES for each in examples_of(page))]:
+    for example in [*EXAMPLES, *examples_of_results]:
         words = example.words[1:]
         if words[0] in ("--help", "--version"):
             continue
@@ -192,10 +193,7 @@ def checkout(tmp_path_factory):
         (folder / name).write_text(yaml.safe_dump(grid))
     make_small(folder / "configs" / "evidence" / "base.yaml")
 
-    contributing = (ROOT / "CONTRIBUTING.md").read_text()
-    guides = re.split(r"^## ", contributing, flags=re.MULTILINE)
-    first_blocks = [re.search(r"^```python\n(.*?)^```$", guide, flags=re.MULTILINE | re.DOTALL) for guide in guides]
-    (folder / "my_parts.py").write_text("\n".join(block.group(1) for block in first_blocks if block))
+    (folder / "my_parts.py").write_text("\n".join(first_blocks_of_guides()))
     (folder / "run_grpo.sh").write_text(LAUNCH_SCRIPT)
     shutil.copytree(pocket_folder(recipe_from_options({"preset": "tiny"})), folder / "models" / "tiny")
     (folder / "sums.yaml").write_text(yaml.safe_dump(SUITE))
@@ -214,6 +212,16 @@ def checkout(tmp_path_factory):
     run_typed("kl-comedy train configs/quickstart.yaml tracking.experiment=study", folder)
     run_typed("kl-comedy sweep configs/sweeps/pocket_beta.yaml --local 2 --name first", folder)
     return folder
+
+
+def first_blocks_of_guides() -> list[str]:
+    """The first Python block of each guide: what a reader puts into a file."""
+    blocks = []
+    for guide in re.split(r"^## ", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.MULTILINE):
+        block = re.search(r"^```python\n(.*?)^```$", guide, flags=re.MULTILINE | re.DOTALL)
+        if block is not None:
+            blocks.append(block.group(1))
+    return blocks
 
 
 def make_small(config: Path) -> None:

@@ -44,15 +44,25 @@ def test_there_is_a_page_for_each_estimator_and_no_other():
     assert pages == set(kl_terms.WHOLE)
 
 
+CLAIMS = (ROOT / "tests/exact/test_claims.py").read_text()
+OFF_POLICY_CLAIMS = CLAIMS[CLAIMS.index("OFF_POLICY = {") :]
+
+
+@pytest.mark.parametrize("situation", kl_terms.SITUATIONS, ids=lambda situation: situation[1])
+def test_rows_of_the_decision_page_are_rows_of_the_master_table(situation):
+    """In the regime that the page says."""
+    _, _, regime, row = situation
+    assert f'"{row}": (' in CLAIMS
+    assert (row in OFF_POLICY_CLAIMS) == (regime == "off_policy")
+
+
 def test_the_pages_name_tests_that_exist():
-    """Rows of the decision page are rows of the master table, in the regime the page says."""
-    text = (ROOT / "tests/exact/test_claims.py").read_text()
-    for _, name, regime, row in kl_terms.SITUATIONS:
-        assert f'"{row}": (' in text, name
-        assert (row in text[text.index("OFF_POLICY = {") :]) == (regime == "off_policy")
-    named = [test for page in PAGES for test in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text())]
+    named = []
+    for page in PAGES:
+        named += re.findall(r"(tests/[\w/]+\.py)::(\w+)", page.read_text())
     assert len(named) > 3
-    assert [(file, test) for file, test in named if f"def {test}(" not in (ROOT / file).read_text()] == []
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / file).read_text(), f"{file}::{test}"
 
 
 @pytest.mark.slow
@@ -61,83 +71,136 @@ def test_every_planted_bug_fits_the_code_and_is_in_the_table():
     from tests.mutation import MUTANTS, SRC, place_of
 
     table = (ROOT / "results" / "mutation" / "README.md").read_text()
-    places = {bug.name: place_of(bug).file.relative_to(SRC) for bug in MUTANTS}
-    assert [name for name, file in places.items() if f"| {name} | `{file}` | `tests/" not in table] == []
+    missing = []
+    for bug in MUTANTS:
+        file = place_of(bug).file.relative_to(SRC)
+        if f"| {bug.name} | `{file}` | `tests/" not in table:
+            missing.append(bug.name)
+    assert missing == []
 
 
 def test_every_key_of_every_schema_is_documented():
-    schemas = [schema for schema in vars(schema_module).values() if dataclasses.is_dataclass(schema)]
-    fields = [(schema.__name__, item) for schema in schemas for item in dataclasses.fields(schema)]
-    sections = {item.name for item in dataclasses.fields(schema_module.Config)}
-    missing = [(name, item.name) for name, item in fields if not item.metadata.get("doc")]
-    assert [(name, key) for name, key in missing if name != "Config" or key not in sections] == []
+    config = schema_module.Config()
+    undocumented = []
+    for schema in vars(schema_module).values():
+        if not dataclasses.is_dataclass(schema):
+            continue
+        for field in dataclasses.fields(schema):
+            # A section of the config is documented by its own keys.
+            is_section = schema is schema_module.Config and dataclasses.is_dataclass(getattr(config, field.name))
+            if not field.metadata.get("doc") and not is_section:
+                undocumented.append((schema.__name__, field.name))
+    assert undocumented == []
 
 
-def test_links_lead_somewhere():
-    broken = []
-    for page in PAGES:
-        text = page.read_text()
-        titles = {
-            re.sub(r"[^\w\- ]", "", t).strip().lower().replace(" ", "-") for t in re.findall(r"^#+ (.*)$", text, re.M)
-        }
-        for target in re.findall(r"\]\(([^)\s]+)\)", text):
-            file, _, anchor = target.partition("#")
-            if (file and "://" not in target and not (page.parent / file).exists()) or (
-                not file and anchor not in titles
-            ):
-                broken.append(f"{page.name}: {target}")
-    assert broken == []
+def anchors_of(text):
+    """The anchors of a page's headings, as GitHub makes them."""
+    anchors = set()
+    for title in re.findall(r"^#+ (.*)$", text, re.M):
+        words = re.sub(r"[^\w\- ]", "", title)
+        anchors.add(words.strip().lower().replace(" ", "-"))
+    return anchors
 
 
-def test_files_named_in_prose_exist():
-    package = ROOT / "src" / "kl_comedy"
-    missing = []
-    for page in PAGES:
-        text = re.sub(r"https?://\S+", "", page.read_text())  # files of other repositories
-        names = re.findall(r"(?<![\w/<])((?:[\w.]+/)*[\w.]*\w\.(?:py|yaml|toml))\b(?![\w/])", text)
-        places = (ROOT, package, *package.iterdir(), page.parent)
-        absent = [name for name in names if not any((place / name).exists() for place in places)]
-        missing += [f"{page.name}: {name}" for name in absent if name not in OF_A_RUN]
-    assert missing == []
+def is_broken(target, page, anchors):
+    file, _, anchor = target.partition("#")
+    if not file:
+        return anchor not in anchors
+    if "://" in target:
+        return False
+    return not (page.parent / file).exists()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = page.read_text()
+    anchors = anchors_of(text)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert [target for target in targets if is_broken(target, page, anchors)] == []
 
 
 OF_A_RUN = {"base.yaml", "grid.yaml", "config.yaml", "mine.yaml", "my_parts.py", "my_estimator.py"}
 """Files of a run folder or of the reader, not of the repository."""
+PACKAGE = ROOT / "src" / "kl_comedy"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_named_in_prose_exist(page):
+    text = re.sub(r"https?://\S+", "", page.read_text())  # files of other repositories
+    names = re.findall(r"(?<![\w/<])((?:[\w.]+/)*[\w.]*\w\.(?:py|yaml|toml))\b(?![\w/])", text)
+    folders = [ROOT, PACKAGE, *PACKAGE.iterdir(), page.parent]
+    missing = []
+    for name in names:
+        exists = any((folder / name).exists() for folder in folders)
+        if not exists and name not in OF_A_RUN:
+            missing.append(name)
+    assert missing == []
 
 
 # --- metrics ------------------------------------------------------------------------------------------------
 ROOTS = "train|stream|kl|kl_error|kl_term|policy|grad|value|beta|time|eval|audit|dpo|teacher|reference"
 
 
+NO_METRICS = {"eval/*", "reference/initial"}
+"""A samples table, a seed, an audit's pass: texts that look like a metric."""
+
+
+def files_that_log():
+    yield from (generate_docs.SOURCE / "training").rglob("*.py")
+    yield from (generate_docs.SOURCE / "evaluation").glob("*.py")
+    yield from (generate_docs.SOURCE / "lab" / "audit").glob("*.py")
+
+
+def texts_of(file):
+    """Every string of a module; in an f-string ``*`` for each value."""
+    tree = ast.parse(file.read_text())
+    f_strings = [node for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
+    parts = {id(part) for node in f_strings for part in node.values}
+    for node in f_strings:
+        yield "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            yield node.value
+
+
 def logged_patterns() -> set[str]:
     """Every string in training, evaluation and lab/audit that is a metric's name, ``*`` where a value is filled in."""
     patterns = set()
-    for file in [
-        *(generate_docs.SOURCE / "training").rglob("*.py"),
-        *(generate_docs.SOURCE / "evaluation").glob("*.py"),
-        *(generate_docs.SOURCE / "lab" / "audit").glob("*.py"),
-    ]:
-        tree = ast.parse(file.read_text())
-        inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.JoinedStr):
-                text = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-                text = node.value
-            else:
-                continue
+    for file in files_that_log():
+        for text in texts_of(file):
             if re.fullmatch(rf"({ROOTS})/[\w*/]+", text):
-                patterns.add(text)
-    return patterns - {"eval/*", "reference/initial"}  # of a samples table, of a seed, of an audit's pass; no metric
+                # One row of the page is for every status.
+                patterns.add(re.sub(r"^train/verifier_\w+$", "train/verifier_x", text))
+    return patterns - NO_METRICS
 
 
-def test_every_metric_in_the_code_is_documented_and_the_reverse():
-    levels = [name.replace("<level>", level) for name in DOCUMENTED for level in ("token", "sequence")]
-    patterns, documented = logged_patterns(), [re.sub(r"<\w+>", "x", name) for name in levels]
-    assert len(patterns) > 25
-    patterns = {re.sub(r"^train/verifier_\w+$", "train/verifier_x", p) for p in patterns}  # one row for every status
-    assert [p for p in patterns if not any(fnmatch(name, p) for name in documented)] == []
-    assert [name for name in documented if not any(fnmatch(name, p) for p in patterns)] == []
+def documented_names() -> list[str]:
+    """The metrics of the page, once per level, with ``x`` for what else is in angle brackets."""
+    names = []
+    for name in DOCUMENTED:
+        for level in ("token", "sequence"):
+            names.append(re.sub(r"<\w+>", "x", name.replace("<level>", level)))
+    return names
+
+
+def test_the_code_has_metrics():
+    """Or the tests below would look at nothing."""
+    assert len(logged_patterns()) > 25
+
+
+def test_every_metric_in_the_code_is_documented():
+    documented = documented_names()
+    undocumented = [pattern for pattern in logged_patterns() if not any(fnmatch(name, pattern) for name in documented)]
+    assert undocumented == []
+
+
+def test_every_documented_metric_is_in_the_code():
+    patterns = logged_patterns()
+    unknown = [name for name in documented_names() if not any(fnmatch(name, pattern) for pattern in patterns)]
+    assert unknown == []
+
+
+def test_no_metric_is_documented_twice():
     assert len(DOCUMENTED) == len(set(DOCUMENTED))
 
 
@@ -154,9 +217,6 @@ def scored(value, *, group, stop="eos"):
     shared = {"completion_ids": (1, 2), "logps": (-1.0, -1.0), "versions": (0, 0), "text": "1"}
     rollout = Rollout(prompt=prompt, group_id=group, stop_reason=stop, **shared)
     return Scored(rollout=rollout, reward=Reward(value=value, parts={"exact_answer": value}))
-
-
-LEVELS = {"token": 3, "sequence": 2}
 
 
 def small_update():
@@ -184,18 +244,19 @@ def small_update():
         total_variation_BT=mask_BT * 0.2,
         hidden_NH=None,
     )
+    log_ratio_BT = torch.where(mask_BT, token_pass.logp_BT - experience.ref_logp_BT, 0.0)
     metrics = MetricAccumulator()
-    accumulate_divergence(
-        metrics, mask_BT, token_pass, torch.where(mask_BT, token_pass.logp_BT - experience.ref_logp_BT, 0.0)
-    )
+    accumulate_divergence(metrics, mask_BT, token_pass, log_ratio_BT)
     accumulate_behaviour(metrics, experience, token_pass.logp_BT, version=3)
     return metrics.values()
 
 
-def test_what_an_update_measures_is_documented_and_means_what_the_page_says():
-    got = small_update()
-    assert {documented_as(name) for name in got} <= set(DOCUMENTED)
-    shift = torch.e**-0.5  # the log-ratios to the reference are 1 | 1, 0.5
+def expected_update():
+    """What those two completions measure, by hand.
+
+    The log-ratios to the reference are 1 | 1, 0.5, those to the sampler 0 | 0, -0.5.
+    """
+    shift = torch.e**-0.5
     totals = {
         "kl/k1_reverse": 2.5,
         "kl/k2_reverse": 1.125,
@@ -204,38 +265,51 @@ def test_what_an_update_measures_is_documented_and_means_what_the_page_says():
         "kl/exact_forward": 2.7,
         "kl/total_variation": 0.6,
     }
-    levels = {f"{name}_{level}": total / n for name, total in totals.items() for level, n in LEVELS.items()}
-    assert {name: value for name, value in got.items() if not name.startswith("kl_error/")} == pytest.approx(
-        {
-            **levels,
-            "kl/log_ratio_max": 1.0,
-            "kl/k1_behaviour_token": 0.5 / 3,
-            "policy/entropy": 0.3,
-            "policy/entropy_sequence": 0.45,
-            "policy/staleness": 5 / 3,
-            "policy/behaviour_gap_max": 0.5,
-            "policy/equal_weights_share": 0.0,
-            "kl/k3_behaviour_token": (shift - 0.5) / 3,
-            "kl/k1_policy_behaviour_token": -0.5 * shift / 3,
-            "kl/k3_policy_behaviour_token": (1 - 1.5 * shift) / 3,
-            "policy/ratio_p01": shift,
-            "policy/ratio_p10": shift,
-            "policy/ratio_p50": 1.0,
-            "policy/ratio_p90": 1.0,
-            "policy/ratio_p99": 1.0,
-            "policy/ess": (1 + shift) ** 2 / (2 * (1 + shift**2)),
-        },
-        rel=1e-5,
-    )
+    expected = {}
+    for name, total in totals.items():
+        expected[f"{name}_token"] = total / 3
+        expected[f"{name}_sequence"] = total / 2
+    return {
+        **expected,
+        "kl/log_ratio_max": 1.0,
+        "kl/k1_behaviour_token": 0.5 / 3,
+        "policy/entropy": 0.3,
+        "policy/entropy_sequence": 0.45,
+        "policy/staleness": 5 / 3,
+        "policy/behaviour_gap_max": 0.5,
+        "policy/equal_weights_share": 0.0,
+        "kl/k3_behaviour_token": (shift - 0.5) / 3,
+        "kl/k1_policy_behaviour_token": -0.5 * shift / 3,
+        "kl/k3_policy_behaviour_token": (1 - 1.5 * shift) / 3,
+        "policy/ratio_p01": shift,
+        "policy/ratio_p10": shift,
+        "policy/ratio_p50": 1.0,
+        "policy/ratio_p90": 1.0,
+        "policy/ratio_p99": 1.0,
+        "policy/ess": (1 + shift) ** 2 / (2 * (1 + shift**2)),
+    }
+
+
+def test_what_an_update_measures_is_documented():
+    assert {documented_as(name) for name in small_update()} <= set(DOCUMENTED)
+
+
+def test_what_an_update_measures_means_what_the_page_says():
+    measured = {name: value for name, value in small_update().items() if not name.startswith("kl_error/")}
+    assert measured == pytest.approx(expected_update(), rel=1e-5)
 
 
 def test_row_metrics_are_documented_and_mean_what_the_page_says():
-    got = row_metrics([scored(1.0, group=0), scored(0.0, group=0), scored(1.0, group=1, stop="length")])
-    assert {documented_as(name) for name in got} <= set(DOCUMENTED)
-    assert got["train/reward"] == pytest.approx(2 / 3)
-    assert got["train/reward_std"] == pytest.approx((2 / 9) ** 0.5)
-    assert got["train/groups_without_signal"] == 0.5
-    assert got["train/truncated_share"] == pytest.approx(1 / 3)
+    metrics = row_metrics([scored(1.0, group=0), scored(0.0, group=0), scored(1.0, group=1, stop="length")])
+    assert {documented_as(name) for name in metrics} <= set(DOCUMENTED)
+    assert metrics["train/reward"] == pytest.approx(2 / 3)
+    assert metrics["train/reward_std"] == pytest.approx((2 / 9) ** 0.5)
+    assert metrics["train/groups_without_signal"] == 0.5
+    assert metrics["train/truncated_share"] == pytest.approx(1 / 3)
+
+
+def documented_under(prefix):
+    return {name for name in DOCUMENTED if name.startswith(prefix)}
 
 
 def test_evaluation_metrics_are_documented():
@@ -248,18 +322,29 @@ def test_evaluation_metrics_are_documented():
     result = EvalResult(name="gsm8k", problems=1, samples=1, values=values)
     names = {name.replace("gsm8k", "<set>") for name in result.metrics()}
     names = {re.sub(r"(/kl|/kl_error)/\w+$", r"\1/<name>", name) for name in names}
-    assert names == {name for name in DOCUMENTED if name.startswith("eval/<set>/")}
+    assert names == documented_under("eval/<set>/")
 
 
-def test_the_metrics_of_suites_are_documented():
-    row = {"index": 0, "correct": True, "reward": 1.0, "status": "ok", "answer": "1", "tokens": 2, "stop_reason": "eos"}
-    rows = [{**row, "index": n // 2, "correct_norm": True} for n in range(4)]
-    choices = score_choices("s", rows)
-    names = {name.replace("/s/", "/<choices>/") for name in choices.metrics()}
-    assert names == {name for name in DOCUMENTED if name.startswith("eval/<choices>/")}
-    names = {**score_completions("s", rows, ks=(2,)).row(), **choices.row()}
-    shown = {f"eval/<suite>/{name}" for name in (re.sub(r"@\d+", "_at_<k>", name) for name in names)}
-    bare = {re.sub(r"_(low|high|ties)$", "", name) for name in shown}
-    as_a_set_s = {f"eval/<suite>/{name}" for name in ("reward", "truncated_share")}
-    beside = {f"eval/<suite>/{status}_share" for status in ("timeout", "refused", "failed")}
-    assert bare - as_a_set_s - beside == {name for name in DOCUMENTED if name.startswith("eval/<suite>/")}
+@pytest.fixture(scope="module")
+def suite_rows():
+    """Two problems with two samples each, all right."""
+    row = {"correct": True, "correct_norm": True, "reward": 1.0, "status": "ok", "answer": "1"}
+    row |= {"tokens": 2, "stop_reason": "eos"}
+    return [{**row, "index": index} for index in (0, 0, 1, 1)]
+
+
+def test_the_metrics_of_suites_by_likelihood_are_documented(suite_rows):
+    metrics = score_choices("s", suite_rows).metrics()
+    assert {name.replace("/s/", "/<choices>/") for name in metrics} == documented_under("eval/<choices>/")
+
+
+def test_the_metrics_of_suites_are_documented(suite_rows):
+    columns = {**score_completions("s", suite_rows, ks=(2,)).row(), **score_choices("s", suite_rows).row()}
+    names = set()
+    for column in columns:
+        # A bound or a tie is documented with its value, and every k in one row.
+        name = re.sub(r"_(low|high|ties)$", "", re.sub(r"@\d+", "_at_<k>", column))
+        names.add(f"eval/<suite>/{name}")
+    as_of_a_set = {"eval/<suite>/reward", "eval/<suite>/truncated_share"}
+    shares_of_statuses = {f"eval/<suite>/{status}_share" for status in ("timeout", "refused", "failed")}
+    assert names - as_of_a_set - shares_of_statuses == documented_under("eval/<suite>/")

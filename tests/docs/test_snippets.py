@@ -21,20 +21,22 @@ def sections(page: str) -> dict[str, list[str]]:
 
 
 GUIDES = sections("CONTRIBUTING.md")
-ALL = {**GUIDES, **{f"README: {title}": blocks for title, blocks in sections("README.md").items()}}
+SCRIPTS = ["\n".join(blocks) for blocks in [*GUIDES.values(), *sections("README.md").values()]]
 
 
 def test_there_are_four_guides():
     assert list(GUIDES) == ["Add an estimator", "Add a reward", "Add a rollout backend", "Add a Lightning callback"]
-    assert all(len(blocks) == 2 for blocks in GUIDES.values())
+    for title, blocks in GUIDES.items():
+        assert len(blocks) == 2, title
 
 
 def test_snippets_run(tmp_path):
     """Each heading's snippets as one script, all in one process: they register different names."""
-    for number, blocks in enumerate(ALL.values()):
-        (tmp_path / f"{number}.py").write_text("\n".join(blocks))
-    scripts = [f"{number}.py" for number in range(len(ALL))]
-    (tmp_path / "all.py").write_text(f"import runpy\nfor script in {scripts}: runpy.run_path(script)")
+    names = []
+    for number, script in enumerate(SCRIPTS):
+        names.append(f"{number}.py")
+        (tmp_path / names[-1]).write_text(script)
+    (tmp_path / "all.py").write_text(f"import runpy\nfor name in {names}: runpy.run_path(name)")
     Command("all.py", cwd=tmp_path).finish()
 
 

@@ -9,7 +9,7 @@ from kl_comedy.conformance import check
 from kl_comedy.errors import UserError
 
 
-# The example of docs/conformance.md, ten lines in a test of any trainer.
+# The example of docs/conformance.md: ten lines in the tests of any trainer.
 def my_kl_loss(logp, ref_logp, mask):
     return 0.5 * (logp - ref_logp) ** 2 * mask
 
@@ -45,22 +45,26 @@ def detached_top_k_in_the_advantage(logp, logp_full, ref_logp_full, mask):
     return kl * logp * mask
 
 
-BUGS = {
-    "k2 with the gradient of k1": (k2_with_the_gradient_of_k1, "zero: zero expected gradient", "only noise"),
-    "no_grad": (without_gradient, "zero: no gradient reaches the policy", "no_grad"),
-    "detached top-k": (detached_top_k_in_the_advantage, "zero: zero expected gradient", "only noise"),
-}
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_fail_and_are_named(bug):
-    loss, *words = BUGS[bug]
+@pytest.mark.parametrize(
+    ("loss", "verdict", "cause"),
+    [
+        (k2_with_the_gradient_of_k1, "zero: zero expected gradient", "only noise"),
+        (without_gradient, "zero: no gradient reaches the policy", "no_grad"),
+        (detached_top_k_in_the_advantage, "zero: zero expected gradient", "only noise"),
+    ],
+    ids=["k2 with the gradient of k1", "no_grad", "detached top-k"],
+)
+def test_planted_bugs_fail_and_are_named(loss, verdict, cause):
     report = check(loss, claims="token_reverse", regimes=("on_policy",))
     with pytest.raises(AssertionError, match="does not optimize what it claims") as error:
         report.assert_ok()
+    # The first line of the message says what is wrong in general, the second names the regime.
     line = str(error.value).splitlines()[1]
-    assert line.startswith("FAILED on_policy") and all(word in line for word in words), line
-    assert report.findings[0].target == "zero" and line.endswith("[claimed: token_reverse]")
+    assert line.startswith("FAILED on_policy")
+    assert verdict in line
+    assert cause in line
+    assert line.endswith("[claimed: token_reverse]")
+    assert report.findings[0].target == "zero"
 
 
 # --- right losses, and their coefficients -----------------------------------------------------------------------------
@@ -90,38 +94,59 @@ def k3_in_float32(logp, ref_logp, mask):
     return ((-log_ratio).exp() - 1 + log_ratio) * mask
 
 
-def test_a_corrected_loss_holds_in_every_regime():
-    everywhere = dict.fromkeys(("on_policy", "off_policy", "mixed"), "token_reverse")
-    report = check(k3_with_the_token_ratio, claims=everywhere)
+TOKEN_REVERSE_EVERYWHERE = {"on_policy": "token_reverse", "off_policy": "token_reverse", "mixed": "token_reverse"}
+SEQUENCE_REVERSE_EVERYWHERE = dict.fromkeys(TOKEN_REVERSE_EVERYWHERE, "sequence_reverse")
+
+
+def test_a_corrected_loss_holds_in_every_regime_with_its_coefficient():
+    report = check(k3_with_the_token_ratio, claims=TOKEN_REVERSE_EVERYWHERE)
     report.assert_ok()
-    assert [each.coefficient for each in report.findings] == pytest.approx([0.04] * 3)
-    check(exact_reverse, claims=everywhere).assert_ok()
+    assert [finding.coefficient for finding in report.findings] == pytest.approx([0.04, 0.04, 0.04])
+
+
+def test_the_exact_kl_holds_in_every_regime():
+    check(exact_reverse, claims=TOKEN_REVERSE_EVERYWHERE).assert_ok()
 
 
 def test_a_loss_that_is_right_on_policy_only_says_so():
     report = check(k1_in_reward, claims={"on_policy": "sequence_reverse", "off_policy": "none"})
     report.assert_ok()
-    assert [each.target for each in report.findings] == ["sequence_reverse", None, None]
-    assert "off_policy: none: nearest to " in str(report) and "vocabulary 2 to " in str(report)
+    assert [finding.target for finding in report.findings] == ["sequence_reverse", None, None]
+    assert "off_policy: none: nearest to " in str(report)
+    assert "vocabulary 2 to " in str(report)
+
+
+def test_a_loss_that_is_right_on_policy_only_fails_a_claim_off_policy():
+    report = check(k1_in_reward, claims={"off_policy": "sequence_reverse"})
     with pytest.raises(AssertionError, match="FAILED off_policy"):
-        check(k1_in_reward, claims={"off_policy": "sequence_reverse"}).assert_ok()
+        report.assert_ok()
 
 
 def test_a_mean_over_tokens_is_undone_where_it_is_declared():
     check(mean_of_k2, claims="token_reverse", reduction="token_mean", regimes=("on_policy",)).assert_ok()
-    assert check(mean_of_k2, claims="none", regimes=("on_policy",)).ok  # a mean per completion weights by 1 / length
+
+
+def test_a_mean_over_tokens_that_is_not_declared_hits_no_target():
+    """A mean per completion weights it by 1 / length."""
+    assert check(mean_of_k2, claims="none", regimes=("on_policy",)).ok
 
 
 def test_a_claim_near_the_reference_is_told_from_one_everywhere():
     report = check(clamped_k2, claims="token_reverse", regimes=("on_policy",))
-    assert not report.ok and "near the reference only, missed with" in str(report)
+    assert not report.ok
+    assert "near the reference only, missed with" in str(report)
     check(clamped_k2, claims="token_reverse", regimes=("on_policy",), near_only=True).assert_ok()
 
 
-def test_float32_and_a_negative_coefficient():
+def test_a_loss_in_float32_holds():
     check(k3_in_float32, claims="token_forward", regimes=("on_policy",)).assert_ok()
-    away = check(lambda logp, ref_logp, mask: -my_kl_loss(logp, ref_logp, mask), claims="none", regimes=("on_policy",))
-    assert away.ok
+
+
+def test_a_negative_coefficient_hits_no_target():
+    def away_from_the_reference(logp, ref_logp, mask):
+        return -my_kl_loss(logp, ref_logp, mask)
+
+    assert check(away_from_the_reference, claims="none", regimes=("on_policy",)).ok
 
 
 # --- what trainers bring ----------------------------------------------------------------------------------------------
@@ -130,20 +155,28 @@ class KLLoss(torch.nn.Module):
         return beta * 0.5 * (logp - ref_logp) ** 2 * mask
 
 
-def test_modules_keywords_and_packed_arguments_are_taken():
-    """The module is called, not its forward alone, so that its hooks run."""
-    module, calls = KLLoss(), []
+def test_a_module_is_called_and_not_its_forward_alone():
+    """So that its hooks run."""
+    module = KLLoss()
+    calls = []
     module.register_forward_hook(lambda *_: calls.append(1))
     report = check(module, claims="token_reverse", regimes=("on_policy",))
     report.assert_ok()
-    assert report.findings[0].coefficient == pytest.approx(0.1) and calls
-    losses = (
+    assert report.findings[0].coefficient == pytest.approx(0.1), "the default of the module's beta"
+    assert calls, "the hook never ran"
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
         lambda **batch: my_kl_loss(batch["logp"], batch["ref_logp"], batch["mask"]),
         lambda logp, /, ref_logp, *, mask: my_kl_loss(logp, ref_logp, mask),
         lambda *, logp, ref_logp, mask, **unused: my_kl_loss(logp, ref_logp, mask),
-    )
-    for loss in losses:
-        check(loss, claims="token_reverse", regimes=("on_policy",)).assert_ok()
+    ],
+    ids=["packed", "positional and keyword", "keywords and the rest"],
+)
+def test_keywords_and_packed_arguments_are_taken(loss):
+    check(loss, claims="token_reverse", regimes=("on_policy",)).assert_ok()
 
 
 def writes_into_ref_logp(logp, ref_logp, mask):
@@ -196,7 +229,8 @@ NOT_FINITE = {
 @pytest.mark.parametrize("claim", ["token_reverse", "none"])
 def test_a_loss_that_is_not_finite_fails_and_says_where(loss, claim):
     report = check(loss, claims=claim, regimes=("on_policy",))
-    assert not report.ok and "nearest to sequence_reverse, cosine nan" not in str(report)
+    assert not report.ok
+    assert "nearest to sequence_reverse, cosine nan" not in str(report)
     with pytest.raises(AssertionError, match=NOT_FINITE[loss]):
         report.assert_ok()
 
@@ -238,16 +272,20 @@ def exact_over_tool_tokens(logp_full, ref_logp_full):
 
 
 LEAKS = (to_go_over_tool_tokens, total_over_tool_tokens, without_a_mask)
+# The two that multiply by a mask let a masked token into the gradient of another one; the third has no mask at all.
+LEAKS_INTO_OTHER_TOKENS = (to_go_over_tool_tokens, total_over_tool_tokens)
 
 
 @pytest.mark.parametrize("loss", LEAKS, ids=lambda loss: loss.__name__)
 @pytest.mark.parametrize("seed", range(2))
 def test_masked_tokens_that_enter_the_loss_are_named(loss, seed):
     report = check(loss, claims="none", regimes=("on_policy",), seed=seed)
+    assert not report.ok
     (problem,) = report.problems
-    assert not report.ok and "tokens 2, 3, 5, masked as a tool's reply is (mask 1 0 0 1 0 1 1)" in problem
-    assert ("the gradient of token" in problem) == (loss in (to_go_over_tool_tokens, total_over_tool_tokens))
-    assert check(loss, claims="none", regimes=("on_policy",), seed=seed, holes=False).problems == ()
+    assert "tokens 2, 3, 5, masked as a tool's reply is (mask 1 0 0 1 0 1 1)" in problem
+    assert ("the gradient of token" in problem) == (loss in LEAKS_INTO_OTHER_TOKENS)
+    without_holes = check(loss, claims="none", regimes=("on_policy",), seed=seed, holes=False)
+    assert without_holes.problems == ()
 
 
 def test_a_ratio_over_masked_tokens_is_found_off_policy():
@@ -255,10 +293,12 @@ def test_a_ratio_over_masked_tokens_is_found_off_policy():
     assert any("mask: tokens 2, 3, 5" in problem for problem in report.problems)
 
 
-def test_sums_that_are_masked_hold_with_tool_tokens():
+def test_masked_costs_to_go_hold_with_tool_tokens():
     check(to_go_masked, claims="sequence_reverse").assert_ok()
-    everywhere = dict.fromkeys(("on_policy", "off_policy", "mixed"), "sequence_reverse")
-    report = check(prefix_ratio_masked, claims=everywhere)
+
+
+def test_a_masked_ratio_holds_with_tool_tokens():
+    report = check(prefix_ratio_masked, claims=SEQUENCE_REVERSE_EVERYWHERE)
     report.assert_ok()
     assert "masked tokens within the completions" in str(report)
 

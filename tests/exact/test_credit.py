@@ -11,31 +11,48 @@ from kl_comedy.kl.surrogate import credit_costs
 TREE = Tree.build(vocabulary=4, length=4)
 
 
-def figures(regime, term):
-    where = Instance.random(TREE, InstanceSettings(regime=regime, seed=3, parameters=6))
-    target = "sequence_reverse" if term.credit == "to_go" else "token_reverse"
-    moments = expected_gradient(where, [term])
-    return moments.relative_bias(target_gradient(where, target)), moments.variance
+def bias_and_variance(regime, term):
+    """The term's relative bias against what its credit optimizes, and the trace of its variance."""
+    setting = Instance.random(TREE, InstanceSettings(regime=regime, seed=3, parameters=6))
+    target = "token_reverse"
+    if term.credit == "to_go":
+        target = "sequence_reverse"
+    moments = expected_gradient(setting, [term])
+    return moments.relative_bias(target_gradient(setting, target)), moments.variance
 
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_the_exact_kl_of_the_prefix_is_a_baseline_that_leaves_the_mean(regime):
     """(l_t - sg KL_t) s_t, with the ratio of the token where samples are stale."""
-    bias, variance = figures(regime, KLTerm("k1", credit="own", correction="token", baseline="exact"))
-    assert bias < 1e-10 and variance != pytest.approx(
-        figures(regime, KLTerm("k1", credit="own", correction="token"))[1]
-    )
-    bias, _ = figures(regime, KLTerm("k1", correction="prefix", baseline="exact"))
+    bias, variance = bias_and_variance(regime, KLTerm("k1", credit="own", correction="token", baseline="exact"))
+    _, variance_without = bias_and_variance(regime, KLTerm("k1", credit="own", correction="token"))
+    assert bias < 1e-10
+    assert variance != pytest.approx(variance_without)
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_the_exact_kl_as_a_baseline_of_costs_to_go_leaves_the_mean(regime):
+    bias, _ = bias_and_variance(regime, KLTerm("k1", correction="prefix", baseline="exact"))
     assert bias < 1e-10
 
 
+def test_discounted_costs_to_go_on_one_completion():
+    """3 = 1 + 0.5 (2 + 0.5 * 4), and 4 = 2 + 0.5 * 4."""
+    costs_BT = torch.tensor([[1.0, 2.0, 4.0]])
+    assert credit_costs(costs_BT, "to_go", 0.5).tolist() == [[3.0, 4.0, 4.0]]
+
+
 def test_discounted_credit_lies_between_own_and_to_go():
-    assert credit_costs(torch.tensor([[1.0, 2.0, 4.0]]), "to_go", 0.5).tolist() == [[3.0, 4.0, 4.0]]
-    biases, variances = zip(
-        *(figures("on_policy", KLTerm("k1", discount=discount)) for discount in (1e-9, 0.3, 0.6, 0.9, 1.0)), strict=True
-    )
-    assert biases[-1] < 1e-10 < biases[-2] < biases[-3] < biases[1]
-    assert variances[0] < variances[-1]
+    """A discount near 0 leaves each token its own cost, a discount of 1 all the later ones."""
+    biases = {}
+    variances = {}
+    for discount in (1e-9, 0.3, 0.6, 0.9, 1.0):
+        biases[discount], variances[discount] = bias_and_variance("on_policy", KLTerm("k1", discount=discount))
+    assert biases[1.0] < 1e-10
+    assert biases[0.9] > 1e-10
+    assert biases[0.9] < biases[0.6]
+    assert biases[0.6] < biases[0.3]
+    assert variances[1e-9] < variances[1.0]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +64,8 @@ def test_discounted_credit_lies_between_own_and_to_go():
         ({"estimator": "exact", "baseline": "exact"}, "has no noise"),
         ({"estimator": "k1", "baseline": "exact", "reference": "sampler"}, "rollouts do not carry"),
     ],
+    ids=["discount of own costs", "discount in loss", "discount of 0", "exact baseline of exact", "reference sampler"],
 )
-def test_what_has_no_meaning_is_refused(fields, reason):
+def test_a_credit_or_a_baseline_without_a_meaning_is_refused(fields, reason):
     with pytest.raises(UserError, match=reason):
         KLTerm(**fields)

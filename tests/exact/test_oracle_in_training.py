@@ -35,17 +35,17 @@ IN_LOSS = KLTerm("k3", placement="loss", correction="token", beta=0.4)
 OWN = KLTerm("exact", correction="prefix_previous", baseline="own")
 
 
-def setting(regime="off_policy", parameters=None, tree=TREE, **options):
+def setting(regime="off_policy", parameters=None, tree=TREE, staleness=0.5):
     return Instance.random(
         tree,
-        InstanceSettings(
-            regime=regime, seed=2, parameters=parameters, **{"distance": 0.8, "staleness": 0.5, **options}
-        ),
+        InstanceSettings(regime=regime, seed=2, parameters=parameters, distance=0.8, staleness=staleness),
     )
 
 
-def same(one, other, tolerance=1e-10):
-    assert float((one - other).norm()) <= tolerance * max(float(one.norm()), float(other.norm()), 1e-3)
+def assert_close(actual, expected, tolerance=1e-10):
+    """The norm of the difference relative to the larger of the two; a floor, since both may be zero."""
+    scale = max(float(actual.norm()), float(expected.norm()), 1e-3)
+    assert float((actual - expected).norm()) <= tolerance * scale
 
 
 # --- groups against brute force -----------------------------------------------------------------------------------
@@ -63,27 +63,41 @@ def leave_one_out_by_group(rows):
     return -(rows.reward_B - others)[:, None] * rows.logp_BT
 
 
+# Groups of 3 on a smaller tree: brute force makes one autograd call per group.
+SHORT_TREE = Tree.build(vocabulary=2, length=2)
+GROUPS = pytest.mark.parametrize(("group_size", "tree"), [(2, TREE), (3, SHORT_TREE)], ids=["pairs", "triples"])
+
+
 @pytest.mark.parametrize("parameters", [None, 4], ids=["tabular", "shared"])
-@pytest.mark.parametrize("group_size", [2, 3])
-def test_a_leave_one_out_loss_over_enumerated_groups(group_size, parameters):
-    where = setting(parameters=parameters, tree=Tree.build(vocabulary=2, length=2) if group_size == 3 else TREE)
+@GROUPS
+def test_a_leave_one_out_loss_over_enumerated_groups(group_size, tree, parameters):
+    where = setting(parameters=parameters, tree=tree)
     fast = exact_moments(where, leave_one_out_by_group, group_size=group_size)
     slow = brute.moments(where, leave_one_out, group_size=group_size)
-    same(fast.gradient_D, slow.gradient_D)
+    assert_close(fast.gradient_D, slow.gradient_D)
     assert fast.variance == pytest.approx(slow.variance, rel=1e-10)
-    for chunk in (2, 7):
-        again = exact_moments(where, leave_one_out_by_group, group_size=group_size, chunk=chunk)
-        same(again.gradient_D, fast.gradient_D, 1e-12)
-        assert again.variance == pytest.approx(fast.variance, rel=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [2, 7])
+@pytest.mark.parametrize("parameters", [None, 4], ids=["tabular", "shared"])
+@GROUPS
+def test_moments_of_groups_do_not_depend_on_the_size_of_chunks(group_size, tree, parameters, chunk):
+    where = setting(parameters=parameters, tree=tree)
+    whole = exact_moments(where, leave_one_out_by_group, group_size=group_size)
+    in_chunks = exact_moments(where, leave_one_out_by_group, group_size=group_size, chunk=chunk)
+    assert_close(in_chunks.gradient_D, whole.gradient_D, 1e-12)
+    assert in_chunks.variance == pytest.approx(whole.variance, rel=1e-12)
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3])
 def test_a_loss_that_ignores_its_group_has_the_moments_of_one_completion(group_size):
     """The variance of a group's mean times the group's size is that of one completion."""
-    where, loss = setting(), terms_loss([KLTerm("k3", placement="loss", correction="prefix")])
-    one, many = exact_moments(where, loss), exact_moments(where, loss, group_size=group_size)
-    same(many.gradient_D, one.gradient_D)
-    assert many.variance == pytest.approx(one.variance, rel=1e-10)
+    where = setting()
+    loss = terms_loss([KLTerm("k3", placement="loss", correction="prefix")])
+    of_completions = exact_moments(where, loss)
+    of_groups = exact_moments(where, loss, group_size=group_size)
+    assert_close(of_groups.gradient_D, of_completions.gradient_D)
+    assert of_groups.variance == pytest.approx(of_completions.variance, rel=1e-10)
 
 
 AROUND = [
@@ -107,11 +121,11 @@ def around_id(around):
 
 @pytest.mark.parametrize("around", AROUND, ids=around_id)
 def test_the_whole_loss_over_enumerated_groups_is_that_of_each_group_alone(around):
-    where = setting(tree=Tree.build(vocabulary=2, length=2))
+    where = setting(tree=SHORT_TREE)
     loss = training_loss([BEFORE, IN_LOSS], around)
     fast = exact_moments(where, loss, group_size=around.group_size)
     slow = brute.moments(where, loss, group_size=around.group_size)
-    same(fast.gradient_D, slow.gradient_D)
+    assert_close(fast.gradient_D, slow.gradient_D)
     assert fast.variance == pytest.approx(slow.variance, rel=1e-9)
 
 
@@ -121,7 +135,7 @@ def test_too_many_groups_are_refused_with_a_way_out():
 
 
 # --- against training's own code ------------------------------------------------------------------------------------
-def trained(rows, terms, around):
+def loss_of_training(rows, terms, around):
     """Each group as one update: advantages and weights as `prepare` makes them, then `micro_loss`."""
     algorithm = AlgorithmConfig(
         policy_loss=around.policy_loss, policy_loss_options=dict(around.policy_loss_options), reduction=around.reduction
@@ -130,14 +144,21 @@ def trained(rows, terms, around):
     betas = {name: float(term.beta) for name, term in terms.items()}
 
     def parts_of(term):
-        return kl_parts(term, **{name: tensor.detach() for name, tensor in term_arguments(term, rows).items()})
+        detached = {name: tensor.detach() for name, tensor in term_arguments(term, rows).items()}
+        return kl_parts(term, **detached)
 
-    cost_BT = sum(
-        (betas[name] * parts_of(t).cost_BT for name, t in terms.items() if t.baseline == "before"),
-        torch.zeros_like(rows.ref_logp_BT),
-    )
+    cost_BT = torch.zeros_like(rows.ref_logp_BT)
+    own_baselines = {}
+    for name, term in terms.items():
+        if term.baseline == "before":
+            cost_BT = cost_BT + betas[name] * parts_of(term).cost_BT
+        if term.baseline == "own":
+            own_baselines[name] = own_baseline(parts_of(term), rows.mask_BT, rows.group_B)
+
     returns_BT = returns_with_costs(around.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
-    complete_B = ~rows.truncated_B if around.drop_truncated else None
+    complete_B = None
+    if around.drop_truncated:
+        complete_B = ~rows.truncated_B
     experience = Experience(
         prompt_ids_BP=torch.ones(1, 1),
         prompt_mask_BP=torch.ones(1, 1),
@@ -151,23 +172,28 @@ def trained(rows, terms, around):
         policy_version_BT=torch.zeros(1),
         group_B=rows.group_B,
     )
-    own = {
-        name: own_baseline(parts_of(t), rows.mask_BT, rows.group_B) for name, t in terms.items() if t.baseline == "own"
-    }
-    reference = ReferencePass(logp_BT=rows.ref_logp_BT, **_blank(ReferencePass))
-    passed = TokenPass(
-        logp_BT=rows.logp_BT,
-        kl_BT=rows.reverse_kl_BT,
-        forward_kl_BT=rows.forward_kl_BT,
-        **_blank(TokenPass, "kl_BT", "forward_kl_BT"),
+    reference = _with_none_elsewhere(ReferencePass, logp_BT=rows.ref_logp_BT)
+    token_pass = _with_none_elsewhere(
+        TokenPass, logp_BT=rows.logp_BT, kl_BT=rows.reverse_kl_BT, forward_kl_BT=rows.forward_kl_BT
     )
-    micro = MicroBatch(experience=experience, references={"initial": reference}, baselines=own)
-    loss = micro_loss(micro, {"initial": passed}, terms=terms, betas=betas, algorithm=algorithm).loss
+    micro = MicroBatch(experience=experience, references={"initial": reference}, baselines=own_baselines)
+    loss = micro_loss(micro, {"initial": token_pass}, terms=terms, betas=betas, algorithm=algorithm).loss
+    # micro_loss is a mean over completions, the oracle's loss a sum.
     return loss * len(rows.reward_B)
 
 
-def _blank(record, *given):
-    return {name: None for name in record.__dataclass_fields__ if name not in (*given, "logp_BT")}
+def _with_none_elsewhere(record, **values):
+    """A record with these fields and None in all others."""
+    fields = dict.fromkeys(record.__dataclass_fields__)
+    return record(**{**fields, **values})
+
+
+def value_and_gradient(compute, where, members):
+    """``[1 + D]``: what ``compute`` makes of the rows of a group, and its gradient."""
+    theta_D = where.theta_D.clone().requires_grad_(True)
+    value = compute(brute.rows_of(where, members, theta_D))
+    (gradient_D,) = torch.autograd.grad(value, theta_D, materialize_grads=True)
+    return torch.cat([value.detach()[None], gradient_D])
 
 
 @pytest.mark.parametrize("around", AROUND, ids=around_id)
@@ -177,18 +203,15 @@ def _blank(record, *given):
 def test_the_oracle_enumerates_the_loss_that_training_computes(around, terms):
     """The sum of the oracle's loss over a group is what `micro_loss` gives for that group, value and gradient.
 
-    Up to 1e-6: the weights of sequences are float32 in training."""
-    where = setting(tree=Tree.build(vocabulary=2, length=2))
-    loss = training_loss(terms, around)
-    completions = brute.completions(where.tree)
-    for members in itertools.islice(itertools.product(completions, repeat=around.group_size), 0, None, 2):
-        both = []
-        for compute in (lambda rows: loss(rows).sum(), lambda rows: trained(rows, terms, around)):
-            theta_D = where.theta_D.clone().requires_grad_(True)
-            value = compute(brute.rows_of(where, members, theta_D))
-            (gradient_D,) = torch.autograd.grad(value, theta_D, materialize_grads=True)
-            both.append(torch.cat([value.detach()[None], gradient_D]))
-        same(*both, tolerance=1e-6)
+    Up to 1e-6: the weights of sequences are float32 in training.
+    """
+    where = setting(tree=SHORT_TREE)
+    oracle_loss = training_loss(terms, around)
+    groups = list(itertools.product(brute.completions(where.tree), repeat=around.group_size))
+    for members in groups[::2]:  # every second one, for the time it takes
+        by_oracle = value_and_gradient(lambda rows: oracle_loss(rows).sum(), where, members)
+        by_training = value_and_gradient(lambda rows: loss_of_training(rows, terms, around), where, members)
+        assert_close(by_oracle, by_training, tolerance=1e-6)
 
 
 # --- what an algorithm leaves of the KL gradient ----------------------------------------------------------------
@@ -198,15 +221,15 @@ def test_the_oracle_enumerates_the_loss_that_training_computes(around, terms):
 )
 def test_a_group_mean_shrinks_a_cost_before_it_by_one_minus_one_over_the_group(advantage, group_size, factor):
     where = setting("on_policy", parameters=4)
-    left = kl_effect(where, [BEFORE], AlgorithmContext(advantage=advantage, group_size=group_size))
-    same(left.gradient_D, factor * target_gradient(where, "sequence_reverse"), 1e-9)
+    effect = kl_effect(where, [BEFORE], AlgorithmContext(advantage=advantage, group_size=group_size))
+    assert_close(effect.gradient_D, factor * target_gradient(where, "sequence_reverse"), 1e-9)
 
 
-def test_a_term_in_loss_passes_every_baseline_untouched():
+@pytest.mark.parametrize("around", AROUND[:5], ids=around_id)
+def test_a_term_in_loss_passes_every_baseline_untouched(around):
     where = setting("on_policy")
-    alone = expected_gradient(where, [KLTerm("k3", placement="loss", correction="token")]).gradient_D
-    for around in AROUND[:5]:
-        same(kl_effect(where, [IN_LOSS], around).gradient_D, alone, 1e-9)
+    alone_D = expected_gradient(where, [KLTerm("k3", placement="loss", correction="token")]).gradient_D
+    assert_close(kl_effect(where, [IN_LOSS], around).gradient_D, alone_D, 1e-9)
 
 
 def test_a_group_standard_deviation_blows_the_kl_up_where_rewards_are_equal():
@@ -219,35 +242,49 @@ def test_a_group_standard_deviation_blows_the_kl_up_where_rewards_are_equal():
         term = KLTerm("k1", credit="total", baseline="before", beta=beta)
         return kl_effect(where, [term], AlgorithmContext(advantage=advantage, group_size=2)).strength(target_D)
 
-    assert strength(1e-3, "rloo") == pytest.approx(1.0) == strength(1e-2, "rloo")
+    assert strength(1e-3, "rloo") == pytest.approx(1.0)
+    assert strength(1e-2, "rloo") == pytest.approx(1.0)
     assert strength(1e-2, "grpo") > 5
     assert strength(1e-3, "grpo") / strength(1e-2, "grpo") == pytest.approx(10, rel=0.05)
 
 
-def test_clipping_takes_a_part_of_a_cost_inside_the_advantage_and_none_of_a_term_in_loss():
+def lost_to_clipping(term):
+    """How far narrow bounds move the effect of a term from that of bounds that never act."""
     where = setting("off_policy", staleness=1.0)
     narrow = AlgorithmContext(policy_loss="ppo_clip", policy_loss_options={"clip_low": 0.05, "clip_high": 0.05})
     wide = AlgorithmContext(policy_loss="ppo_clip", policy_loss_options={"clip_low": 1.0, "clip_high": 1e6})
+    clipped_D = kl_effect(where, [term], narrow).gradient_D
+    whole_D = kl_effect(where, [term], wide).gradient_D
+    return float((clipped_D - whole_D).norm())
 
-    def lost(term):
-        return float((kl_effect(where, [term], narrow).gradient_D - kl_effect(where, [term], wide).gradient_D).norm())
 
-    assert lost(BEFORE) > 1e-3 and lost(IN_LOSS) < 1e-10
+def test_clipping_takes_a_part_of_a_cost_inside_the_advantage():
+    assert lost_to_clipping(BEFORE) > 1e-3
+
+
+def test_clipping_takes_nothing_of_a_term_in_loss():
+    assert lost_to_clipping(IN_LOSS) < 1e-10
 
 
 def test_dropping_truncated_completions_drops_their_kl():
     """Every truncated completion out: what is left is the gradient over the ended ones, each with its own weight."""
     where = setting("on_policy")
-    dropped = kl_effect(where, [IN_LOSS], AlgorithmContext(drop_truncated=True)).gradient_D
-    ended = exact_moments(where, lambda rows: (~rows.truncated_B)[:, None] * terms_loss([IN_LOSS])(rows) / IN_LOSS.beta)
-    same(dropped, ended.gradient_D, 1e-7)
-    whole = kl_effect(where, [IN_LOSS], AlgorithmContext()).gradient_D
-    assert float((dropped - whole).norm()) > 0.05 * float(whole.norm())
+
+    def loss_of_ended_ones(rows):
+        # An effect is given per unit of beta.
+        return (~rows.truncated_B)[:, None] * terms_loss([IN_LOSS])(rows) / IN_LOSS.beta
+
+    dropped_D = kl_effect(where, [IN_LOSS], AlgorithmContext(drop_truncated=True)).gradient_D
+    assert_close(dropped_D, exact_moments(where, loss_of_ended_ones).gradient_D, 1e-7)
+    whole_D = kl_effect(where, [IN_LOSS], AlgorithmContext()).gradient_D
+    assert float((dropped_D - whole_D).norm()) > 0.05 * float(whole_D.norm())
 
 
 def test_effects_of_a_config_are_one_row_per_regime():
-    on, off = effects("mine", [BEFORE], AlgorithmContext(advantage="dr_grpo", group_size=2))
-    assert (on.regime, off.regime) == ("on_policy", "off_policy")
-    assert on.strength == pytest.approx(0.5, rel=1e-9) and on.cosine == pytest.approx(1.0)
-    assert off.relative_bias > on.relative_bias
-    assert set(on.row()) == {"name", "around", "regime", "strength", "relative_bias", "cosine"}
+    on_policy, off_policy = effects("mine", [BEFORE], AlgorithmContext(advantage="dr_grpo", group_size=2))
+    assert on_policy.regime == "on_policy"
+    assert off_policy.regime == "off_policy"
+    assert on_policy.strength == pytest.approx(0.5, rel=1e-9), "1 - 1/G with groups of 2"
+    assert on_policy.cosine == pytest.approx(1.0)
+    assert off_policy.relative_bias > on_policy.relative_bias
+    assert set(on_policy.row()) == {"name", "around", "regime", "strength", "relative_bias", "cosine"}

@@ -22,26 +22,46 @@ def registries(monkeypatch):
 
 
 def register(plugin):
-    registry = ESTIMATORS if plugin.kind == "estimator" else CORRECTIONS
-    facts = {"claims": plugin.claims} if plugin.kind == "estimator" else {}
-    registry.register("mine", source=plugin.source, summary="from a paper", **facts, **plugin.facts)(plugin.fn)
+    if plugin.kind == "estimator":
+        register_as_mine = ESTIMATORS.register(
+            "mine", source=plugin.source, summary="from a paper", claims=plugin.claims, **plugin.facts
+        )
+    else:
+        register_as_mine = CORRECTIONS.register("mine", source=plugin.source, summary="from a paper", **plugin.facts)
+    register_as_mine(plugin.fn)
 
 
 def false_parts(plugin, seed):
     """What the check of the part alone says is false."""
-    estimators, corrections = ({"mine": []}, []) if plugin.kind == "estimator" else ({}, ["mine"])
+    estimators = {}
+    corrections = []
+    if plugin.kind == "estimator":
+        estimators = {"mine": []}
+    else:
+        corrections = ["mine"]
     try:
-        return check_parts(estimators, corrections, seed=seed)[0]
+        failures, _ = check_parts(estimators, corrections, seed=seed)
     except UserError as error:
+        # A part that cannot be checked at all, for instance because it raises.
         return [str(error)]
+    return failures
 
 
 def false_certificates(plugin, seed):
-    """Of every combination of the plugin, as the command makes them: those whose claimed target is missed."""
-    names = (["mine"], None) if plugin.kind == "estimator" else (None, ["mine"])
-    terms = [term for term in all_terms(*names) if term.anchor == "current"]
-    rows = [row for term in terms for row in certify(term.label(), (term,), seed=seed)]
-    return [f"{row.name}, {row.regime}" for row in rows if not row.claim_holds]
+    """Those combinations of the plugin, as the command makes them, that miss the target they claim."""
+    if plugin.kind == "estimator":
+        terms = all_terms(["mine"], None)
+    else:
+        terms = all_terms(None, ["mine"])
+    missed = []
+    for term in terms:
+        # Another anchor changes the reference of a term, not which parts it is made of.
+        if term.anchor != "current":
+            continue
+        for certificate in certify(term.label(), (term,), seed=seed):
+            if not certificate.claim_holds:
+                missed.append(f"{certificate.name}, {certificate.regime}")
+    return missed
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -61,14 +81,16 @@ def test_a_false_plugin_is_found(name, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*HONEST, *FALSE])
 def test_the_verdict_is_the_same_at_every_seed(name):
-    plugin = HONEST.get(name) or FALSE[name]
+    plugin = {**HONEST, **FALSE}[name]
     register(plugin)
-    verdicts = [bool(false_parts(plugin, seed)) for seed in MANY_SEEDS]
-    assert verdicts == [name in FALSE] * len(MANY_SEEDS)
+    for seed in MANY_SEEDS:
+        found_false = false_parts(plugin, seed) != []
+        assert found_false == (name in FALSE), f"seed {seed}"
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", HONEST)
-def test_the_claims_of_an_honest_plugin_hold_in_every_combination(name):
+def test_the_claims_of_an_honest_plugin_hold_in_every_combination(name, seed):
     register(HONEST[name])
-    assert [row for seed in SEEDS for row in false_certificates(HONEST[name], seed)] == []
+    assert false_certificates(HONEST[name], seed) == []

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -73,11 +75,24 @@ python3 -m verl.trainer.main_ppo "${ACTOR[@]}"
 """
 NEMO = "loss_fn:\n  reference_policy_kl_penalty: 0.02\n  reference_policy_kl_type: k2\n  ratio_clip_min: 0.2\n"
 
-FILES = {
-    "run.sh": (
-        VERL,
-        "verl",
-        {
+
+@dataclass(frozen=True)
+class Example:
+    """A file and what is read from it."""
+
+    file: str
+    text: str
+    system: str
+    given: dict[str, Any]
+    """The KL flags by our names for them; every other flag of the file is passed over."""
+
+
+EXAMPLES = [
+    Example(
+        file="run.sh",
+        text=VERL,
+        system="verl",
+        given={
             "adv_estimator": "grpo",
             "use_kl_loss": True,
             "kl_loss_type": "low_var_kl",
@@ -85,221 +100,400 @@ FILES = {
             "kl_coef": 0.002,
         },
     ),
-    "openrlhf.sh": (
-        OPENRLHF,
-        "openrlhf",
-        {"init_coef": 0.001, "use_loss": True, "kl_estimator": "k3", "advantage_estimator": "group_norm"},
+    Example(
+        file="openrlhf.sh",
+        text=OPENRLHF,
+        system="openrlhf",
+        given={"init_coef": 0.001, "use_loss": True, "kl_estimator": "k3", "advantage_estimator": "group_norm"},
     ),
-    "slime.sh": (SLIME, "slime", {"advantage_estimator": "grpo", "kl_coef": 0.01, "kl_loss_type": "low_var_kl"}),
-    "train.py": (TRL, "trl", {"beta": 0.04, "use_bias_correction_kl": False, "loss_type": "dr_grpo"}),
-    "trl.yaml": (TRL_YAML, "trl", {"beta": 0.001}),
-    "rl.toml": (PRIME, "prime-rl", {"kl_tau": 0.01}),
-    "dppo.sh": (DPPO, "verl", {"loss_mode": "dppo_tv", "clip_ratio": 0.1, "clip_ratio_c": 10000.0}),
-    "nemo.yaml": (NEMO, "nemo-rl", {"reference_policy_kl_penalty": 0.02, "reference_policy_kl_type": "k2"}),
-}
+    Example(
+        file="slime.sh",
+        text=SLIME,
+        system="slime",
+        given={"advantage_estimator": "grpo", "kl_coef": 0.01, "kl_loss_type": "low_var_kl"},
+    ),
+    Example(
+        file="train.py",
+        text=TRL,
+        system="trl",
+        given={"beta": 0.04, "use_bias_correction_kl": False, "loss_type": "dr_grpo"},
+    ),
+    Example(file="trl.yaml", text=TRL_YAML, system="trl", given={"beta": 0.001}),
+    Example(file="rl.toml", text=PRIME, system="prime-rl", given={"kl_tau": 0.01}),
+    Example(
+        file="dppo.sh",
+        text=DPPO,
+        system="verl",
+        given={"loss_mode": "dppo_tv", "clip_ratio": 0.1, "clip_ratio_c": 10000.0},
+    ),
+    Example(
+        file="nemo.yaml",
+        text=NEMO,
+        system="nemo-rl",
+        given={"reference_policy_kl_penalty": 0.02, "reference_policy_kl_type": "k2"},
+    ),
+]
 
 
-def write(folder, name, text):
+def write(folder, name, content):
+    """A file of the text or the bytes; its path."""
     path = folder / name
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        path.write_text(content, encoding="utf-8")
     return path
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_the_flags_of_a_file_are_read(tmp_path, name):
-    text, system, expected = FILES[name]
-    launch = read_launch_file(write(tmp_path, name, text))
-    assert (launch.system.name, launch.given, launch.remarks) == (system, expected, ())
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.file)
+def test_the_flags_of_a_file_are_read(tmp_path, example):
+    launch = read_launch_file(write(tmp_path, example.file, example.text))
+    assert launch.system.name == example.system
+    assert launch.given == example.given
+    assert launch.remarks == ()
 
 
+# --- what explain says of a file ----------------------------------------------------------------------------------
 def explained(*arguments):
+    """The answer of ``kl-comedy explain`` as JSON."""
     result = CliRunner().invoke(app, ["explain", *map(str, arguments), "--format", "json"], catch_exceptions=False)
     assert result.exit_code == 0
     return json.loads(result.stdout)
 
 
-def test_explain_says_where_the_kl_is_and_names_the_traps(tmp_path):
-    verl = explained(write(tmp_path, "run.sh", VERL))
-    assert verl["placement"] == "reward (k1, 0.002) and loss (k3, 0.001)" and verl["version"] == "0.9.1"
-    assert any(trap.startswith("counted twice: the KL enters twice") for trap in verl["traps"])
-    slime = explained(write(tmp_path, "slime.sh", SLIME))
-    assert slime["placement"] == "none" and slime["traps"][0].startswith(
-        "does nothing: kl_coef with advantage_estimator"
-    )
-    k1 = OPENRLHF.replace("k3", "k1")
-    traps = explained(write(tmp_path, "openrlhf.sh", k1))["traps"]
-    assert traps[0].startswith("wrong gradient on-policy: zero expected gradient")
-    prime = explained(write(tmp_path, "rl.toml", PRIME))
-    assert prime["placement"] == "sampler, in the loss (k2, 0.02)"
-    result = CliRunner().invoke(app, ["explain", str(write(tmp_path, "t.py", TRL))])
-    lines = result.stdout.splitlines()
+def explained_lines(path):
+    """The answer of ``kl-comedy explain`` as a user reads it, line by line."""
+    return CliRunner().invoke(app, ["explain", str(path)]).stdout.splitlines()
+
+
+def test_a_kl_in_reward_and_loss_is_counted_twice(tmp_path):
+    answer = explained(write(tmp_path, "run.sh", VERL))
+    assert answer["placement"] == "reward (k1, 0.002) and loss (k3, 0.001)"
+    assert answer["version"] == "0.9.1"
+    assert any(trap.startswith("counted twice: the KL enters twice") for trap in answer["traps"])
+
+
+def test_a_coefficient_that_no_code_reads_is_a_trap(tmp_path):
+    answer = explained(write(tmp_path, "slime.sh", SLIME))
+    assert answer["placement"] == "none"
+    assert answer["traps"][0].startswith("does nothing: kl_coef with advantage_estimator")
+
+
+def test_k1_in_the_loss_is_a_trap(tmp_path):
+    answer = explained(write(tmp_path, "openrlhf.sh", OPENRLHF.replace("k3", "k1")))
+    assert answer["traps"][0].startswith("wrong gradient on-policy: zero expected gradient")
+
+
+def test_a_kl_to_the_sampler_is_named(tmp_path):
+    answer = explained(write(tmp_path, "rl.toml", PRIME))
+    assert answer["placement"] == "sampler, in the loss (k2, 0.02)"
+
+
+def test_explain_prints_the_system_the_placement_and_our_terms(tmp_path):
+    lines = explained_lines(write(tmp_path, "t.py", TRL))
     assert lines[0].endswith("t.py: TRL, read with the flags and defaults of version 1.16.0")
-    assert lines[1] == "KL is on: loss (k3, 0.04)" and "wrong gradient on-policy: optimizes the forward KL" in lines[3]
-    assert "kl:" in lines and "docs/decision.md" in lines[-1]
+    assert lines[1] == "KL is on: loss (k3, 0.04)"
+    assert "wrong gradient on-policy: optimizes the forward KL" in lines[3]
+    assert "kl:" in lines
+    assert "docs/decision.md" in lines[-1]
 
 
 def test_explain_names_the_policy_correction_and_a_bound_that_does_nothing(tmp_path):
-    path = write(tmp_path, "dppo.sh", DPPO)
-    dppo = explained(path)
-    assert dppo["corrections"] == {"tis": {"cap": 10000.0}, "dppo_tv": {"threshold": 0.2}}
-    assert dppo["traps"] == ["does nothing: clip_ratio=0.1: clip_ratio_low=0.2, clip_ratio_high=0.2 replace it"]
-    lines = CliRunner().invoke(app, ["explain", str(path)]).stdout.splitlines()
+    answer = explained(write(tmp_path, "dppo.sh", DPPO))
+    assert answer["corrections"] == {"tis": {"cap": 10000.0}, "dppo_tv": {"threshold": 0.2}}
+    assert answer["traps"] == ["does nothing: clip_ratio=0.1: clip_ratio_low=0.2, clip_ratio_high=0.2 replace it"]
+
+
+def test_explain_prints_the_policy_correction_as_a_config_has_it(tmp_path):
+    lines = explained_lines(write(tmp_path, "dppo.sh", DPPO))
     assert lines[2] == "The policy loss has: {tis: {cap: 10000}, dppo_tv: {threshold: 0.2}}"
     assert lines.count("  correction: {tis: {cap: 10000}, dppo_tv: {threshold: 0.2}}") == 1
+
+
+def test_a_bound_that_nothing_replaces_is_no_trap(tmp_path):
+    path = write(tmp_path, "dppo.sh", DPPO)
     assert not explained(path, "clip_ratio_low=none", "clip_ratio_high=none")["traps"]
 
 
+def test_a_teacher_is_no_second_kl_to_the_reference(tmp_path):
+    distillation = "--use-opd --opd-kl-coef 0.5 --kl-loss-coef 0.01"
+    script = SLIME.replace("--kl-coef 0.01", distillation).replace("#--use", "--use")
+    answer = explained(write(tmp_path, "slime.sh", script))
+    assert answer["placement"] == "teacher, in the reward (k1, 0.5) and loss (k3, 0.01)"
+    for trap in answer["traps"]:
+        assert "counted twice" not in trap
+
+
+# --- values that depend on more than one line ---------------------------------------------------------------------
 def test_a_source_of_a_list_may_have_its_own_algorithm(tmp_path):
     launch = read_launch_file(write(tmp_path, "rl.toml", PRIME_SOURCES))
-    assert launch.given == {"algo": "opd"} and "orchestrator.train.source.algo.type: given more" in launch.remarks[0]
+    assert launch.given == {"algo": "opd"}
+    assert "orchestrator.train.source.algo.type: given more" in launch.remarks[0]
 
 
-def test_a_teacher_is_no_second_kl_to_the_reference(tmp_path):
-    opd = SLIME.replace("--kl-coef 0.01", "--use-opd --opd-kl-coef 0.5 --kl-loss-coef 0.01").replace("#--use", "--use")
-    answer = explained(write(tmp_path, "slime.sh", opd))
-    assert answer["placement"] == "teacher, in the reward (k1, 0.5) and loss (k3, 0.01)"
-    assert not any("counted twice" in trap for trap in answer["traps"])
-
-
-def test_the_class_or_command_chooses_the_trainer_of_trl(tmp_path):
-    rloo = read_launch_file(write(tmp_path, "a.py", "from trl import RLOOConfig\nRLOOConfig(beta=0.1)\n"))
-    assert rloo.given == {"trainer": "rloo", "beta": 0.1}
-    asynchronous = (
-        "from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer\nAsyncGRPOConfig(epsilon=0.1)\n"
-    )
-    assert read_launch_file(write(tmp_path, "b.py", asynchronous)).given == {"trainer": "async_grpo"}
-    shell = read_launch_file(write(tmp_path, "a.sh", "trl rloo --beta 0.1 --num_generations 4\n"))
-    assert shell.given == {"trainer": "rloo", "beta": 0.1}
+@pytest.mark.parametrize(
+    ("file", "text", "given"),
+    [
+        ("a.py", "from trl import RLOOConfig\nRLOOConfig(beta=0.1)\n", {"trainer": "rloo", "beta": 0.1}),
+        (
+            "b.py",
+            "from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer\nAsyncGRPOConfig(epsilon=0.1)\n",
+            {"trainer": "async_grpo"},
+        ),
+        ("a.sh", "trl rloo --beta 0.1 --num_generations 4\n", {"trainer": "rloo", "beta": 0.1}),
+    ],
+    ids=["a config class", "an experimental class", "a command"],
+)
+def test_the_class_or_command_chooses_the_trainer_of_trl(tmp_path, file, text, given):
+    assert read_launch_file(write(tmp_path, file, text)).given == given
 
 
 def test_what_is_no_literal_is_reported_and_can_be_given(tmp_path):
     path = write(tmp_path, "run.sh", "python -m verl.trainer.main_ppo actor_rollout_ref.actor.kl_loss_coef=$1\n")
     launch = read_launch_file(path)
-    assert launch.given == {} and "kl_loss_coef: '$1' is not a literal; its default is taken" in launch.remarks[0]
+    assert launch.given == {}
+    assert "kl_loss_coef: '$1' is not a literal; its default is taken" in launch.remarks[0]
+
     completed = read_launch_file(path, overrides=["kl_loss_coef=0.5"])
-    assert completed.given == {"kl_loss_coef": 0.5} and completed.remarks == ()
-    twice = "python -m verl.trainer.main_ppo algorithm.use_kl_in_reward=True algorithm.use_kl_in_reward=False\n"
-    launch = read_launch_file(write(tmp_path, "run.sh", twice))
-    assert launch.given == {"use_kl_in_reward": False} and "given more than once" in launch.remarks[0]
+    assert completed.given == {"kl_loss_coef": 0.5}
+    assert completed.remarks == ()
+
+
+def test_what_is_no_literal_of_python_is_reported(tmp_path):
     code = "from trl import GRPOConfig\nGRPOConfig(beta=float('nan') if x else 1, **more)\n"
     assert "is not a literal" in read_launch_file(write(tmp_path, "a.py", code)).remarks[0]
 
 
+def test_of_a_flag_that_is_given_twice_the_last_counts_and_it_is_reported(tmp_path):
+    text = "python -m verl.trainer.main_ppo algorithm.use_kl_in_reward=True algorithm.use_kl_in_reward=False\n"
+    launch = read_launch_file(write(tmp_path, "run.sh", text))
+    assert launch.given == {"use_kl_in_reward": False}
+    assert "given more than once" in launch.remarks[0]
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+def aliases_of_aliases():
+    """Each key stands for three of the one before it, so that eleven lines stand for 3^11 values."""
+    lines = ["a: &a {x: 1, y: 1, z: 1}\n"]
+    for previous, name in itertools.pairwise("abcdefghijk"):
+        lines.append(f"{name}: &{name} {{x: *{previous}, y: *{previous}, z: *{previous}}}\n")
+    return "".join(lines)
+
+
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("file", "content", "message"),
     [
-        ("run.sh", "python train.py --lr 1\n", "no system of trl, verl, .* recognised; name it with --system"),
-        ("run.sh", "python -m verl.trainer.main_ppo\npython -m openrlhf.cli.train_ppo_ray\n", "verl|openrlhf"),
-        ("run.sh", "python -m verl.x actor_rollout_ref.actor.kl_loss_type=k9\n", "kl_loss_type: got 'k9'; allowed: kl"),
-        (
+        pytest.param(
+            "run.sh",
+            "python train.py --lr 1\n",
+            "no system of trl, verl, .* recognised; name it with --system",
+            id="no system",
+        ),
+        pytest.param(
+            "run.sh",
+            "python -m verl.trainer.main_ppo\npython -m openrlhf.cli.train_ppo_ray\n",
+            "verl|openrlhf",
+            id="two systems",
+        ),
+        pytest.param(
+            "run.sh",
+            "python -m verl.x actor_rollout_ref.actor.kl_loss_type=k9\n",
+            "kl_loss_type: got 'k9'; allowed: kl",
+            id="an unknown choice",
+        ),
+        pytest.param(
             "a.py",
             "from trl import DPOConfig, DPOTrainer\nDPOConfig(beta=0.1)\n",
             "DPOTrainer has none of the KL flags of TRL",
+            id="a trainer without a KL",
         ),
-        (
+        pytest.param(
             "run.sh",
             "python -m openrlhf.cli.train_sft --lr 1\n",
             "train_sft has none of the KL flags of OpenRLHF",
+            id="a command without a KL",
         ),
-        ("a.py", "def broken(:\n", "cannot be read: invalid syntax"),
-        ("a.py", "(" * 5000, "cannot be read"),
-        ("a.py", "-" * 100_000 + "1", "cannot be read"),
-        ("a.toml", "a = ", "cannot be read"),
-        ("a.yaml", "a: [b\n", "cannot be read"),
-        ("a.yaml", "[" * 3000, "nested more than"),
-        ("a.yaml", "a: !!python/object/apply:os.system [ls]\n", "cannot be read"),
-        ("a.yaml", b"\xff\xfe\x00", "cannot be read"),
-        ("a.sh", "#" * (MAX_FILE_BYTES + 1), "larger than 1,000,000 bytes"),
-        (
-            "a.yaml",
-            "a: &a {x: 1, y: 1, z: 1}\n"
-            + "".join(f"{b}: &{b} {{x: *{a}, y: *{a}, z: *{a}}}\n" for a, b in itertools.pairwise("abcdefghijk")),
-            "more than 10,000 keys and values",
-        ),
+        pytest.param("a.py", "def broken(:\n", "cannot be read: invalid syntax", id="broken Python"),
+        pytest.param("a.py", "(" * 5000, "cannot be read", id="Python nested too deeply"),
+        pytest.param("a.py", "-" * 100_000 + "1", "cannot be read", id="Python with too many signs"),
+        pytest.param("a.toml", "a = ", "cannot be read", id="broken TOML"),
+        pytest.param("a.yaml", "a: [b\n", "cannot be read", id="broken YAML"),
+        pytest.param("a.yaml", "[" * 3000, "nested more than", id="YAML nested too deeply"),
+        pytest.param("a.yaml", "a: !!python/object/apply:os.system [ls]\n", "cannot be read", id="YAML that runs code"),
+        pytest.param("a.yaml", b"\xff\xfe\x00", "cannot be read", id="bytes that are no text"),
+        pytest.param("a.sh", "#" * (MAX_FILE_BYTES + 1), "larger than 1,000,000 bytes", id="a file too large"),
+        pytest.param("a.yaml", aliases_of_aliases(), "more than 10,000 keys and values", id="aliases of aliases"),
     ],
 )
-def test_hostile_and_unknown_files_are_refused_in_one_line(tmp_path, name, text, message):
+def test_hostile_and_unknown_files_are_refused_in_one_line(tmp_path, file, content, message):
     with pytest.raises(UserError, match=message) as error:
-        read_launch_file(write(tmp_path, name, text))
-    assert "\n" not in str(error.value) and str(error.value).startswith(str(tmp_path))
+        read_launch_file(write(tmp_path, file, content))
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(str(tmp_path)), "the message begins with the file"
+
+
+def merges_of_merges():
+    """Each key merges the one before it nine times, so that ten keys stand for 9^9 values."""
+    lines = ["a0: &a0 {x: 1}\n"]
+    for level in range(1, 10):
+        aliases = ", ".join([f"*a{level - 1}"] * 9)
+        lines.append(f"a{level}: &a{level}\n  <<: [{aliases}]\n")
+    return "".join(lines)
 
 
 START = "python -m verl.trainer.main_ppo actor_rollout_ref.actor.kl_loss_coef="
-MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
-LARGE = [  # each of these took more than twenty seconds, gigabytes, or a traceback
-    ("a.sh", START + "x" * 900_000, "a command of more than 20,000 characters"),
-    ("a.sh", START + "${a:-" * 150_000, "a command of more than 20,000 characters"),
-    ("a.sh", ("a." * 2000 + "b=1\n") * 200, "has more than 30 parts"),
-    ("a.sh", "".join(f"a.b.c{n}=1\n" for n in range(50_000)), "more than 10,000 keys"),
-    ("a.sh", "a=xx\n" + "a=$a$a\n" * 40 + START + "$a\n", "its variables stand for more than 1,000,000 characters"),
-    ("a.sh", "a=" + "x" * 9000 + "\n" + "".join(f"b{n}=$a\n" for n in range(90_000)), "its variables stand for more"),
-    ("a.sh", START + "1" * 10_000, r"kl_loss_coef: got '1+\.\.\. \(10,002 characters\)"),
-    ("a.py", "f(" + ",".join(f"a{n}=1" for n in range(30_000)) + ")", "more than 10,000 keys"),
-    ("a.py", "GRPOConfig(beta=0x" + "f" * 400_000 + ")", "a number of more than 4,300 digits"),
-    ("a.py", "GRPOConfig(beta='" + "x" * 900_000 + "')", r"beta: got 'x+\.\.\. \(900,002 characters\)"),
-    ("a.yaml", MERGES, "with aliases and merge keys written out"),
-    ("a.yaml", "beta: 1" + ":1" * 100_000, "a number of more than 100 characters"),
-    ("a.yaml", "beta: " + "1" * 100_000, "a number of more than 100 characters"),
-    ("a.yaml", "a: " + "x" * 100_000 + "\nbeta: 0x" + "f" * 100_000, "a number of more than 100 characters .line 2"),
-    ("a.yaml", "beta: [" + "1, " * 300_000 + "]", "more than 10,000 keys and values"),
-    ("a.toml", "a." * 100_000 + "b = 1", "line 1 has more than 200 dots"),
-    ("a.toml", "x = 1\n[" + '"a "."b ". ' * 50_000 + "b]", "line 2 has more than 200 dots"),
-    ("a.toml", "1." * 200_000 + "1 = 1", "line 1 has more than 200 dots"),
-    ("a.toml", "kl_tau = 0x" + "f" * 400_000, "a number of more than 4,300 digits"),
-]
+DOUBLED_VARIABLE = "a=xx\n" + "a=$a$a\n" * 40 + START + "$a\n"
+COPIED_VARIABLE = "a=" + "x" * 9000 + "\n" + "".join(f"b{n}=$a\n" for n in range(90_000))
+MANY_ARGUMENTS = "f(" + ",".join(f"a{n}=1" for n in range(30_000)) + ")"
+LONG_COMMAND = "a command of more than 20,000 characters"
+MANY_KEYS = "more than 10,000 keys"
+LONG_NUMBER = "a number of more than 100 characters"
+LARGE_INTEGER = "a number of more than 4,300 digits"
+
+# Each of these once took more than twenty seconds, or gigabytes, or ended in a traceback.
+LARGE = {
+    "shell: a long value": ("a.sh", START + "x" * 900_000, LONG_COMMAND),
+    "shell: nested defaults": ("a.sh", START + "${a:-" * 150_000, LONG_COMMAND),
+    "shell: a long path": ("a.sh", ("a." * 2000 + "b=1\n") * 200, "has more than 30 parts"),
+    "shell: many keys": ("a.sh", "".join(f"a.b.c{n}=1\n" for n in range(50_000)), MANY_KEYS),
+    "shell: a variable doubled": (
+        "a.sh",
+        DOUBLED_VARIABLE,
+        "its variables stand for more than 1,000,000 characters",
+    ),
+    "shell: a variable copied": ("a.sh", COPIED_VARIABLE, "its variables stand for more"),
+    "shell: a long number": ("a.sh", START + "1" * 10_000, r"kl_loss_coef: got '1+\.\.\. \(10,002 characters\)"),
+    "python: many arguments": ("a.py", MANY_ARGUMENTS, MANY_KEYS),
+    "python: a large integer": ("a.py", "GRPOConfig(beta=0x" + "f" * 400_000 + ")", LARGE_INTEGER),
+    "python: a long string": (
+        "a.py",
+        "GRPOConfig(beta='" + "x" * 900_000 + "')",
+        r"beta: got 'x+\.\.\. \(900,002 characters\)",
+    ),
+    "yaml: merges of merges": ("a.yaml", merges_of_merges(), "with aliases and merge keys written out"),
+    "yaml: a long time": ("a.yaml", "beta: 1" + ":1" * 100_000, LONG_NUMBER),
+    "yaml: a long number": ("a.yaml", "beta: " + "1" * 100_000, LONG_NUMBER),
+    "yaml: a long number below a long text": (
+        "a.yaml",
+        "a: " + "x" * 100_000 + "\nbeta: 0x" + "f" * 100_000,
+        LONG_NUMBER + " .line 2",
+    ),
+    "yaml: a long list": ("a.yaml", "beta: [" + "1, " * 300_000 + "]", "more than 10,000 keys and values"),
+    "toml: a long key": ("a.toml", "a." * 100_000 + "b = 1", "line 1 has more than 200 dots"),
+    "toml: a long table": (
+        "a.toml",
+        "x = 1\n[" + '"a "."b ". ' * 50_000 + "b]",
+        "line 2 has more than 200 dots",
+    ),
+    "toml: a key of numbers": ("a.toml", "1." * 200_000 + "1 = 1", "line 1 has more than 200 dots"),
+    "toml: a large integer": ("a.toml", "kl_tau = 0x" + "f" * 400_000, LARGE_INTEGER),
+}
 
 
-@pytest.mark.parametrize(("name", "text", "message"), LARGE, ids=range(len(LARGE)))
-def test_a_file_over_a_limit_is_refused_with_the_limit_in_one_line(tmp_path, name, text, message):
-    """Within two seconds on an idle core; ten are allowed here."""
-    path = write(tmp_path, name, text)
+@pytest.mark.parametrize(("file", "text", "message"), LARGE.values(), ids=LARGE)
+def test_a_file_over_a_limit_is_refused_with_the_limit_in_one_line(tmp_path, file, text, message):
+    """It takes two seconds on an idle core; ten are allowed here."""
+    path = write(tmp_path, file, text)
+    system = "trl"
+    if file == "a.sh":
+        system = "verl"
     with cpu_limit(10), pytest.raises(UserError, match=message) as error:
-        read_launch_file(path, system="trl" if name != "a.sh" else "verl")
-    assert "\n" not in str(error.value) and len(str(error.value)) < 700
+        read_launch_file(path, system=system)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 700, "a long value is cut in the message"
 
 
-def test_what_stays_within_the_limits_is_read(tmp_path):
-    lines = "".join(f"x.y{n}=1\n" for n in range(5000)) + "# " + "x" * 100_000 + "\n"
-    assert read_launch_file(write(tmp_path, "a.sh", lines + START + "0.5")).given == {"kl_loss_coef": 0.5}
-    numbers = "x = [" + "0.25, " * 1000 + "]\n[trainer.loss]\nkl_tau = 0.5\n"
-    assert read_launch_file(write(tmp_path, "a.toml", numbers), system="prime-rl").given == {"kl_tau": 0.5}
+# --- what is large, but within the limits -------------------------------------------------------------------------
+def test_a_script_with_many_keys_and_a_long_comment_is_read(tmp_path):
+    keys = "".join(f"x.y{n}=1\n" for n in range(5000))
+    comment = "# " + "x" * 100_000 + "\n"
+    launch = read_launch_file(write(tmp_path, "a.sh", keys + comment + START + "0.5"))
+    assert launch.given == {"kl_loss_coef": 0.5}
+
+
+def test_toml_with_many_numbers_is_read(tmp_path):
+    text = "x = [" + "0.25, " * 1000 + "]\n[trainer.loss]\nkl_tau = 0.5\n"
+    launch = read_launch_file(write(tmp_path, "a.toml", text), system="prime-rl")
+    assert launch.given == {"kl_tau": 0.5}
+
+
+def test_yaml_with_an_alias_and_a_long_text_is_read(tmp_path):
     text = "a: &a {x: 1}\nb: {<<: *a, y: 2}\nprompt: " + "word " * 20_000 + "\nbeta: 0.5\n"
-    assert read_launch_file(write(tmp_path, "a.yaml", text), system="trl").given == {"beta": 0.5}
+    launch = read_launch_file(write(tmp_path, "a.yaml", text), system="trl")
+    assert launch.given == {"beta": 0.5}
 
 
-def test_misuse_of_the_command(tmp_path):
-    runner, path = CliRunner(), write(tmp_path, "run.sh", "python train.py --use-kl-loss --kl-loss-coef 0.1\n")
-    for arguments, message in (
-        ([tmp_path / "none.sh"], "no such file"),
+# --- the command's arguments --------------------------------------------------------------------------------------
+UNRECOGNIZED = "python train.py --use-kl-loss --kl-loss-coef 0.1\n"
+"""Flags that several systems have, in a script that names none."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{folder}/none.sh"], "no such file"),
         (["grpo", "--system", "trl"], "--system needs a file"),
-        ([path, "--system", "slim"], "did you mean 'slime'"),
-        ([path, "kl_los=1", "--system", "slime"], "override: got 'kl_los=1'"),
-    ):
-        result = runner.invoke(app, ["explain", *map(str, arguments)])
-        assert isinstance(result.exception, UserError) and message in str(result.exception)
-    long = "verl:use_kl_loss=true," + ",".join(f"loss_agg_mode=token-mean{n}" for n in range(100))
-    assert "loss_agg_mode" in str(runner.invoke(app, ["explain", long]).exception)
+        (["{folder}/run.sh", "--system", "slim"], "did you mean 'slime'"),
+        (["{folder}/run.sh", "kl_los=1", "--system", "slime"], "override: got 'kl_los=1'"),
+    ],
+    ids=["no such file", "a recipe with a system", "an unknown system", "an unknown flag"],
+)
+def test_misuse_of_the_command(tmp_path, arguments, message):
+    write(tmp_path, "run.sh", UNRECOGNIZED)
+    result = CliRunner().invoke(app, ["explain", *[argument.format(folder=tmp_path) for argument in arguments]])
+    assert isinstance(result.exception, UserError)
+    assert message in str(result.exception)
+
+
+def test_flags_longer_than_a_file_name_are_not_taken_for_a_file():
+    flags = "verl:use_kl_loss=true," + ",".join(f"loss_agg_mode=token-mean{n}" for n in range(100))
+    assert "loss_agg_mode" in str(CliRunner().invoke(app, ["explain", flags]).exception)
+
+
+def test_a_script_that_names_no_system_is_read_with_the_one_that_is_given(tmp_path):
+    path = write(tmp_path, "run.sh", UNRECOGNIZED)
     assert read_launch_file(path, system="slime").given == {"use_kl_loss": True, "kl_loss_coef": 0.1}
 
 
+# --- any text, every flag -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("system", [None, "verl"])
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=200), st.sampled_from(["sh", "py", "yaml", "toml", "json"]))
-def test_any_text_is_read_or_refused_never_a_crash(tmp_path_factory, text, suffix):
+def test_any_text_is_read_or_refused_never_a_crash(tmp_path_factory, system, text, suffix):
     path = tmp_path_factory.getbasetemp() / f"any.{suffix}"
     path.write_text(text, encoding="utf-8", errors="replace")
-    for system in (None, "verl"):
-        try:
-            read_launch_file(path, system=system)
-        except UserError as error:
-            assert str(error)
+    try:
+        read_launch_file(path, system=system)
+    except UserError as error:
+        assert str(error)
+
+
+def value_of(flag):
+    """A text that ``flag`` accepts."""
+    if flag.choices:
+        return flag.choices[0]
+    if flag.is_switch:
+        return "true"
+    return "0.5"
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_every_flag_is_found_at_its_own_path_in_a_shell_script(tmp_path, name):
-    system = SYSTEMS[name]
-    for flag in system.flags:
-        value = flag.choices[0] if flag.choices else "true" if flag.is_switch else "0.5"
-        for line in (f"x --{flag.where} {value}", f"x {flag.where}={value}"):
-            launch = read_launch_file(write(tmp_path, "a.sh", line), system=name)
-            assert launch.given == {flag.name: flag.parse(value, "")}, line
-    assert system.marks and len(parse(write(tmp_path, "b.sh", "")).settings) == 0 and flag_key("--a-b") == "a_b"
+@pytest.mark.parametrize("form", ["x --{flag} {value}", "x {flag}={value}"], ids=["an option", "an override"])
+def test_every_flag_is_found_at_its_own_path_in_a_shell_script(tmp_path, name, form):
+    for flag in SYSTEMS[name].flags:
+        line = form.format(flag=flag.where, value=value_of(flag))
+        launch = read_launch_file(write(tmp_path, "a.sh", line), system=name)
+        assert launch.given == {flag.name: flag.parse(value_of(flag), "")}, line
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_a_system_has_marks_by_which_its_files_are_recognised(name):
+    assert SYSTEMS[name].marks
+
+
+def test_an_empty_script_has_no_settings(tmp_path):
+    assert len(parse(write(tmp_path, "b.sh", "")).settings) == 0
+
+
+def test_dashes_of_a_flag_are_underscores_of_a_key():
+    assert flag_key("--a-b") == "a_b"

@@ -45,13 +45,24 @@ def test_one_setting_written_in_many_ways(text):
     assert reading.terms == (KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0, beta=0.001),)
 
 
-def test_dotted_paths_tell_flags_of_one_name_apart():
-    reading = read("openrlhf:--algo.kl.estimator k2 --algo.advantage.estimator rloo --algo.kl.init_coef 1e-3")
-    assert reading.given == {"kl_estimator": "k2", "advantage_estimator": "rloo", "init_coef": 0.001}
-    assert (
-        read("verl:algorithm.kl_ctrl.kl_coef=0.1,algorithm.kl_ctrl.type=adaptive").flags["kl_ctrl_type"] == "adaptive"
-    )
-    assert read("openrlhf:use_kl_loss=true").given == {"use_loss": True}
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        (
+            "openrlhf:--algo.kl.estimator k2 --algo.advantage.estimator rloo --algo.kl.init_coef 1e-3",
+            {"kl_estimator": "k2", "advantage_estimator": "rloo", "init_coef": 0.001},
+        ),
+        ("openrlhf:use_kl_loss=true", {"use_loss": True}),
+    ],
+    ids=["whole paths", "a former name"],
+)
+def test_dotted_paths_tell_flags_of_one_name_apart(text, given):
+    assert read(text).given == given
+
+
+def test_a_flag_with_a_common_name_is_found_by_its_path():
+    flags = read("verl:algorithm.kl_ctrl.kl_coef=0.1,algorithm.kl_ctrl.type=adaptive").flags
+    assert flags["kl_ctrl_type"] == "adaptive"
 
 
 @pytest.mark.parametrize("name", ["nemo-rl", "NeMo_RL", "nemo_rl:", " nemo-rl "])
@@ -60,7 +71,7 @@ def test_systems_match_whatever_their_case_and_dashes(name):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "parts"),
     [
         ("verll:", ["'verll'", "did you mean 'verl'", "openrlhf"]),
         ("verl:kl_loss_typ=k3", ["verl.kl_loss_typ", "no such key", "'k3'", "did you mean 'kl_loss_type'"]),
@@ -84,94 +95,156 @@ def test_systems_match_whatever_their_case_and_dashes(name):
         (":kl=1", ["system"]),
     ],
 )
-def test_wrong_flags_are_refused_in_one_line(text, says):
+def test_wrong_flags_are_refused_in_one_line(text, parts):
     with pytest.raises(UserError) as error:
         read(text)
     message = str(error.value)
     assert "\n" not in message
-    for word in says:
-        assert word in message, message
+    for part in parts:
+        assert part in message
 
 
+@pytest.mark.parametrize("start", ["", "verl:", "openrlhf:--"])
 @settings(max_examples=20, deadline=None)
 @given(st.text(max_size=60))
-def test_any_text_is_read_or_refused_never_a_crash(text):
-    for start in ("", "verl:", "openrlhf:--"):
-        try:
-            read(start + text)
-        except UserError as error:
-            assert str(error)
+def test_any_text_is_read_or_refused_never_a_crash(start, text):
+    try:
+        read(start + text)
+    except UserError as error:
+        assert str(error)
 
 
-def check_flag(system, flag):
-    """A flag reads its own default and choices, at its own path."""
-    texts = [*flag.choices, *(["true", "false"] if flag.is_switch else [])]
-    for text in texts or ["0", "0.5", *(["none"] if flag.nullable else [])]:
-        given = resolve(system, [(flag.where.replace("-", "_"), text)])
-        assert given.keys() == {flag.name}
-        assert given[flag.name] == flag.parse(text, "key")
-    assert flag.nullable or flag.default is not None
-    assert flag.default is None or not flag.choices or flag.default in flag.choices
-    assert flag.choices or flag.default is None or isinstance(flag.default, bool | float)
-    assert flag.meaning and flag.row()["flag"] == flag.where
+# --- the data of each system --------------------------------------------------------------------------------------
+every_system = pytest.mark.parametrize("name", SYSTEMS)
 
 
-def check_rules(system, rules, names):
-    """Rules know their keys, and conditions and sentences name flags, variables or sentences."""
+def texts_of(flag):
+    """Texts that ``flag`` accepts: every one of them where there is a list, examples otherwise."""
+    texts = list(flag.choices)
+    if flag.is_switch:
+        texts += ["true", "false"]
+    if texts:
+        return texts
+    texts = ["0", "0.5"]
+    if flag.nullable:
+        texts.append("none")
+    return texts
+
+
+@every_system
+def test_a_flag_is_read_at_its_own_path(name):
+    system = SYSTEMS[name]
+    for flag in system.flags:
+        for text in texts_of(flag):
+            given = resolve(system, [(flag.where.replace("-", "_"), text)])
+            assert given == {flag.name: flag.parse(text, "key")}, flag
+
+
+@every_system
+def test_the_default_of_a_flag_is_a_value_that_it_accepts(name):
+    for flag in SYSTEMS[name].flags:
+        if flag.default is None:
+            assert flag.nullable, flag
+        elif flag.choices:
+            assert flag.default in flag.choices, flag
+        else:
+            assert isinstance(flag.default, bool | float), flag
+
+
+@every_system
+def test_a_flag_says_what_it_means_and_where_it_is(name):
+    for flag in SYSTEMS[name].flags:
+        assert flag.meaning, flag
+        assert flag.row()["flag"] == flag.where
+
+
+@every_system
+def test_no_name_and_no_path_belongs_to_two_flags(name):
+    flags = SYSTEMS[name].flags
+    names = []
+    for flag in flags:
+        names += [flag.name, *flag.aliases]
+    assert len(names) == len(set(names))
+    assert len({flag.where for flag in flags}) == len(flags)
+
+
+@every_system
+def test_a_system_has_advice_for_every_goal(name):
+    assert set(SYSTEMS[name].advice) == set(GOALS)
+
+
+@every_system
+def test_rules_set_no_flag(name):
+    """A variable of the rules with the name of a flag would hide what the user gave."""
+    system = SYSTEMS[name]
+    assert not variables(system.rules) & {flag.name for flag in system.flags}
+
+
+def check_rules(rules, names):
+    """Rules have known keys, and their conditions and sentences use only ``names``."""
     for rule in rules:
         assert set(rule) <= {"when", "stop", *EFFECTS}, rule
         assert set(rule.get("when", {})) <= names, rule
-        used = re.findall(r"\$(\w+)", str({**rule, "rules": ()}))
-        assert set(used) <= names, rule
-        check_rules(system, rule.get("rules", ()), names)
+        own_part = {**rule, "rules": ()}
+        assert set(re.findall(r"\$(\w+)", str(own_part))) <= names, rule
+        check_rules(rule.get("rules", ()), names)
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
-def test_the_data_of_a_system_is_consistent(name):
+@every_system
+def test_rules_use_only_names_that_exist(name):
     system = SYSTEMS[name]
-    words = [word for flag in system.flags for word in (flag.name, *flag.aliases)]
-    assert len(words) == len(set(words)) and len({flag.where for flag in system.flags}) == len(system.flags)
-    assert set(system.advice) == set(GOALS)
-    set_by_rules = variables(system.rules)
-    assert not set_by_rules & {flag.name for flag in system.flags}
-    check_rules(system, system.rules, {flag.name for flag in system.flags} | set_by_rules | set(SENTENCES) | {"terms"})
-    for flag in system.flags:
-        check_flag(system, flag)
+    flags = {flag.name for flag in system.flags}
+    check_rules(system.rules, flags | variables(system.rules) | set(SENTENCES) | {"terms"})
 
 
-def every_setting(system: str):
+# --- every reading ------------------------------------------------------------------------------------------------
+def every_setting(name):
     """One text per choice of each flag, alone, and with the KL switched on."""
-    on = (switched_on(read(f"{system}:")) or read(f"{system}:")).given
-    for flag in SYSTEMS[system].flags:
-        choices = flag.choices or (("true", "false") if isinstance(flag.default, bool) else ("0", "0.7"))
+    system = SYSTEMS[name]
+    default = read(f"{name}:")
+    with_kl = switched_on(default) or default
+    for flag in system.flags:
+        if flag.choices:
+            choices = flag.choices
+        elif isinstance(flag.default, bool):
+            choices = ("true", "false")
+        else:
+            choices = ("0", "0.7")
         for choice in choices:
             value = flag.parse(choice, flag.name)
-            yield render(SYSTEMS[system], {flag.name: value})
-            yield render(SYSTEMS[system], {**on, flag.name: value})
+            yield render(system, {flag.name: value})
+            yield render(system, {**with_kl.given, flag.name: value})
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+def check_reading(reading, text):
+    """Terms that a config can hold, or words instead of them; no empty note."""
+    assert read(reading.text) == reading, "its text reads back to the same"
+    assert (reading.terms is None) == bool(reading.instead), text
+    assert all(reading.notes), text
+    assert all(reading.no_ops), text
+    assert reading.version
+    assert reading.source
+    if reading.terms:
+        assert resolve_terms([term.to_mapping() for term in reading.terms]) == reading.terms
+        assert not reading.switch_on, "the KL is on"
+    other = switched_on(reading)
+    assert other is None or other.terms or other.instead, text
+
+
+@every_system
 def test_every_reading_is_consistent(name):
-    """Terms a config can hold, or words; text that reads back to the same; no empty note."""
     for text in every_setting(name):
         try:
             reading = read(text)
         except UserError as error:
+            # Two flags that exclude each other, or one that needs another: the only reasons to refuse a choice.
             assert re.search(r"both|needs beta", str(error)), text
-            continue
-        assert read(reading.text) == reading
-        assert (reading.terms is None) == bool(reading.instead), text
-        assert all(reading.notes) and all(reading.no_ops)
-        assert bool(reading.version) and bool(reading.source)
-        if reading.terms:
-            assert resolve_terms([term.to_mapping() for term in reading.terms]) == reading.terms
-            assert not reading.switch_on
-        other = switched_on(reading)
-        assert other is None or other.terms or other.instead, text
+        else:
+            check_reading(reading, text)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "reason"),
     [
         ("slime:kl_coef=0.1", "kl_coef with advantage_estimator=grpo"),
         ("slime:kl_coef=0.1,advantage_estimator=gspo", "kl_coef with advantage_estimator=gspo"),
@@ -188,12 +261,13 @@ def test_every_reading_is_consistent(name):
         ("ms-swift:advantage_estimator=rloo,scale_rewards=gdpo", "gdpo"),
     ],
 )
-def test_flags_that_do_nothing_are_named(text, says):
-    assert any(says in line for line in read(text).no_ops), read(text).no_ops
+def test_flags_that_do_nothing_are_named(text, reason):
+    no_ops = read(text).no_ops
+    assert any(reason in line for line in no_ops), no_ops
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "pitfall"),
     [
         ("verl:use_kl_in_reward=true,adv_estimator=grpo", "divided by the group's standard deviation"),
         ("verl:use_kl_in_reward=true,adv_estimator=grpo", "(1 - 1/n)"),
@@ -206,38 +280,57 @@ def test_flags_that_do_nothing_are_named(text, says):
         ("verl:use_kl_in_reward=true,loss_mode=dro", "loss_mode=dro weights the cost"),
     ],
 )
-def test_notes_name_the_pitfalls(text, says):
-    assert any(says in line for line in read(text).notes), read(text).notes
+def test_notes_name_the_pitfalls(text, pitfall):
+    notes = read(text).notes
+    assert any(pitfall in line for line in notes), notes
 
 
 def test_the_switched_on_reading_keeps_what_was_given():
-    other = switched_on(read("trl:use_bias_correction_kl=false"))
-    assert other is not None and other.given == {"use_bias_correction_kl": False, "beta": 0.04}
+    with_kl = switched_on(read("trl:use_bias_correction_kl=false"))
+    assert with_kl is not None
+    assert with_kl.given == {"use_bias_correction_kl": False, "beta": 0.04}
+
+
+def test_a_kl_that_is_on_is_not_switched_on():
     assert switched_on(read("skyrl:")) is None
 
 
-def test_a_colon_or_a_bare_name_means_another_system():
-    assert is_peer("verl:x=1") and is_peer("TRL") and is_peer("nope:") and not is_peer("grpo")
+# --- text into keys and values ------------------------------------------------------------------------------------
+@pytest.mark.parametrize("text", ["verl:x=1", "TRL", "nope:"])
+def test_a_colon_or_a_bare_name_means_another_system(text):
+    assert is_peer(text)
+
+
+def test_the_name_of_a_recipe_means_no_other_system():
+    assert not is_peer("grpo")
 
 
 def test_a_lone_key_takes_the_next_word_unless_it_starts_with_a_dash():
     assert split("x:--a --b 2 c=3 --d") == ("x", [("a", None), ("b", "2"), ("c", "3"), ("d", None)])
+
+
+def test_a_switch_that_stands_alone_is_on():
     assert Flag(name="a", meaning="m", default=False).parse(None, "k") is True
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("verl:" + unit * (120_000 // len(unit)) for unit in (" ", "x", "=", "a.", "a=1,", "--a ")),
-        *("verl:use_kl_loss=true" + unit * (15_000 // len(unit)) for unit in (" ", "x", "=", ".a", ",a", " --a")),
-        *("verl:kl_loss_coef=" + digit * 15_000 for digit in "19x"),
-        "x" * 120_000 + ":",
-    ],
-    ids=lambda text: f"{text[:8]}...{text[-5:]}",
-)
+def repeated(start, unit, characters):
+    """A text of about so many characters: the start, then the unit again and again."""
+    return start + unit * (characters // len(unit))
+
+
+LONG_TEXTS = [
+    *[repeated("verl:", unit, 120_000) for unit in (" ", "x", "=", "a.", "a=1,", "--a ")],
+    *[repeated("verl:use_kl_loss=true", unit, 15_000) for unit in (" ", "x", "=", ".a", ",a", " --a")],
+    *[repeated("verl:kl_loss_coef=", digit, 15_000) for digit in ("1", "9", "x")],
+    "x" * 120_000 + ":",
+]
+
+
+@pytest.mark.parametrize("text", LONG_TEXTS, ids=lambda text: f"{text[:8]}...{text[-5:]}")
 def test_long_flags_are_read_or_refused_in_one_line(text):
     with cpu_limit(10):
         try:
             read(text)
         except UserError as error:
-            assert "\n" not in str(error) and len(str(error)) < 3000
+            assert "\n" not in str(error)
+            assert len(str(error)) < 3000

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from kl_comedy.cli.main import app
 from kl_comedy.config import load_config
-from kl_comedy.errors import UserError
+from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.lab.planning.plan import AUTOCAST_SHARE, Assumed, Plan, changed, splits
 from kl_comedy.lab.planning.sizes import GPUS, KNOWN, _built_shape, device_named, known_config, shape_of
 from kl_comedy.models.introspection import activation_values
@@ -54,24 +53,36 @@ def config_of(*overrides, source="Qwen/Qwen2.5-0.5B"):
 
 
 def module_of(path):
-    """A benchmark, imported from its file."""
-    before = list(sys.path)
+    """A benchmark, imported from its file. Its import changes sys.path, which other tests must not see."""
+    path_before = list(sys.path)
     spec = importlib.util.spec_from_file_location(f"bench_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    sys.path[:] = before
+    sys.path[:] = path_before
     return module
 
 
 def bytes_of(plan, name):
+    """What a plan counts under the name; 0 where it has no such part."""
     return sum(item.bytes for item in plan.components if item.name == name)
 
 
+QWEN = shape_of(config_of().model)
+
+
+# --- sizes of models ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("source", KNOWN)
 def test_a_known_model_has_the_parameters_its_makers_say(source):
     shape = shape_of(config_of(source=source).model)
     assert shape.parameters / 1e9 == pytest.approx(PUBLISHED_BILLIONS[source], abs=5e-4)
-    assert shape.trainable == shape.parameters == shape.body + shape.embedding + shape.head
+
+
+@pytest.mark.parametrize("source", KNOWN)
+def test_the_parts_of_a_known_model_add_up(source):
+    shape = shape_of(config_of(source=source).model)
+    assert shape.parameters == shape.body + shape.embedding + shape.head
+    assert shape.trainable == shape.parameters
+    # What FSDP keeps in no block: embedding, head and the final norm, which has one weight per hidden unit.
     assert shape.root == shape.embedding + shape.head + shape.hidden
 
 
@@ -81,18 +92,33 @@ def test_a_known_model_has_the_parameters_its_makers_say(source):
 )
 def test_what_is_counted_is_what_is_built(source, lora):
     model = config_of(f"model.lora={lora}", source=source).model
-    counted, built = (dataclasses.replace(shape, config=None) for shape in (shape_of(model), _built_shape(model)))
+    counted = dataclasses.replace(shape_of(model), config=None)
+    built = dataclasses.replace(_built_shape(model), config=None)
     assert counted == built
 
 
-def test_a_local_model_is_read_from_its_config_alone(tmp_path):
-    known_config("Qwen/Qwen3-4B-Instruct-2507", **SMALL).save_pretrained(tmp_path)
-    shape = shape_of(config_of(source=str(tmp_path)).model)
+@pytest.fixture(scope="module")
+def local_model(tmp_path_factory):
+    """A folder with the config of a small model, and no weights."""
+    folder = tmp_path_factory.mktemp("model")
+    known_config("Qwen/Qwen3-4B-Instruct-2507", **SMALL).save_pretrained(folder)
+    return str(folder)
+
+
+def test_a_local_model_is_read_from_its_config_alone(local_model):
+    shape = shape_of(config_of(source=local_model).model)
     model = AutoModelForCausalLM.from_config(known_config("Qwen/Qwen3-4B-Instruct-2507", **SMALL))
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert (shape.layers, shape.kv_width, shape.head) == (3, 16, 0)
-    with_adapter = shape_of(config_of("model.lora={rank: 4}", source=str(tmp_path)).model)
-    assert 0 < with_adapter.trainable == with_adapter.parameters - shape.parameters
+    assert shape.layers == 3
+    assert shape.kv_width == 16, "two key-value heads of 8"
+    assert shape.head == 0, "tied to the embeddings"
+
+
+def test_of_a_model_with_an_adapter_only_the_adapter_is_trained(local_model):
+    base = shape_of(config_of(source=local_model).model)
+    with_adapter = shape_of(config_of("model.lora={rank: 4}", source=local_model).model)
+    assert with_adapter.trainable > 0
+    assert with_adapter.trainable == with_adapter.parameters - base.parameters
 
 
 def test_prompts_are_no_longer_than_the_model_lets_them():
@@ -100,340 +126,669 @@ def test_prompts_are_no_longer_than_the_model_lets_them():
     assert (plan.load.prompt, plan.load.completion) == (128 - 40, 40)
 
 
-def test_what_cannot_be_planned_is_refused():
+# --- what cannot be planned ---------------------------------------------------------------------------------------
+def test_a_model_that_is_nowhere_cannot_be_planned():
     with pytest.raises(UserError, match=r"model\.source"):
         shape_of(config_of(source="./nowhere").model)
+
+
+def test_a_gguf_file_cannot_be_planned():
     with pytest.raises(UserError, match=r"config\.json"):
-        shape_of(config_of("model.gguf_file=x.gguf").model)
+        shape_of(config_of("model.options.gguf_file=x.gguf").model)
+
+
+def test_an_unknown_device_is_refused_with_the_nearest():
     with pytest.raises(UserError, match="did you mean 'h100-80'"):
         device_named("h100-81")
+
+
+def test_completions_longer_than_the_config_lets_them_are_refused():
     with pytest.raises(UserError, match="--completion-tokens: got 513; allowed: 1 to 512"):
         Plan(config_of(), H100, completion=513)
 
 
+# --- memory -------------------------------------------------------------------------------------------------------
+WHOLE_COPY = 4 * QWEN.parameters
+"""Bytes of the weights in float32."""
+
+
 def test_weights_gradients_and_optimizer_are_counted_to_the_byte():
     plan = Plan(config_of(), H100)
-    whole = 4 * plan.shape.parameters
-    assert bytes_of(plan, "parameters") == bytes_of(plan, "gradients") == bytes_of(plan, "reference") == whole
-    assert bytes_of(plan, "optimizer") == 2 * whole
-    sharded = Plan(config_of("train.strategy=fsdp", "train.devices=4"), H100)
-    assert bytes_of(sharded, "parameters") == bytes_of(sharded, "reference") == whole / 4
-    assert bytes_of(sharded, "sampling replica") == whole
-    adapter = Plan(config_of("model.lora={rank: 8}"), H100)
-    assert bytes_of(adapter, "reference") == 0 and bytes_of(adapter, "optimizer") == 8 * adapter.shape.trainable
-    ema = Plan(config_of("kl=[{estimator: k3, placement: loss, beta: 0.1, reference: ema}]"), H100)
-    assert bytes_of(ema, "ema reference") == 2 * whole
+    assert bytes_of(plan, "parameters") == WHOLE_COPY
+    assert bytes_of(plan, "gradients") == WHOLE_COPY
+    assert bytes_of(plan, "reference") == WHOLE_COPY
+    assert bytes_of(plan, "optimizer") == 2 * WHOLE_COPY, "two moments of AdamW"
 
 
-@settings(deadline=None, max_examples=24)
-@given(
-    st.sampled_from(
-        [
-            ("train.microbatch_tokens=8192", "train.microbatch_tokens=2048"),
-            ("train.microbatch_tokens=8192", "model.gradient_checkpointing=true"),
-            ("train.strategy=ddp", "train.strategy=fsdp"),
-            ("rollout.batch_sequences=64", "rollout.batch_sequences=8"),
-            ("model.head_chunk_elements=100000000", "model.head_chunk_elements=1000000"),
-            ("model.dtype=float32", "model.dtype=bfloat16"),
-        ]
-    ),
-    st.integers(1, 4),
-)
-def test_what_saves_memory_never_costs_any(change, doublings):
-    common = [
-        "train.strategy=ddp",
-        f"train.devices={2**doublings}",
-        "rollout.prompts_per_batch=32",
-        "rollout.backend=hf",
-        "train.microbatch_tokens=8192",
-    ]
-    wide, lean = (Plan(config_of(*common, text), H100, shape=QWEN) for text in change)
-    if "strategy" in change[1]:  # shards, but for the whole copy that hf samples from
-        assert lean.peak_bytes - bytes_of(lean, "sampling replica") < wide.peak_bytes
-        return
-    assert lean.peak_bytes <= wide.peak_bytes
+def test_shards_are_counted_to_the_byte():
+    plan = Plan(config_of("train.strategy=fsdp", "train.devices=4"), H100)
+    assert bytes_of(plan, "parameters") == WHOLE_COPY / 4
+    assert bytes_of(plan, "reference") == WHOLE_COPY / 4
+    assert bytes_of(plan, "sampling replica") == WHOLE_COPY
 
 
-QWEN = shape_of(config_of().model)
+def test_an_adapter_needs_no_reference_copy():
+    """The base without its adapter is the reference."""
+    plan = Plan(config_of("model.lora={rank: 8}"), H100)
+    assert bytes_of(plan, "reference") == 0
+    assert bytes_of(plan, "optimizer") == 8 * plan.shape.trainable, "two moments in float32"
 
 
-def test_time_follows_work_and_devices():
-    base = Plan(config_of(), H100).timing
+def test_an_ema_needs_its_weights_and_a_float32_average():
+    plan = Plan(config_of("kl=[{estimator: k3, placement: loss, beta: 0.1, reference: ema}]"), H100)
+    assert bytes_of(plan, "ema reference") == 2 * WHOLE_COPY
+
+
+SAVINGS = {
+    "smaller micro-batches": ("train.microbatch_tokens=8192", "train.microbatch_tokens=2048"),
+    "checkpoints of activations": ("train.microbatch_tokens=8192", "model.gradient_checkpointing=true"),
+    "fewer sequences at a time": ("rollout.batch_sequences=64", "rollout.batch_sequences=8"),
+    "smaller chunks of logits": ("model.head_chunk_elements=100000000", "model.head_chunk_elements=1000000"),
+    "weights in 16 bits": ("model.dtype=float32", "model.dtype=bfloat16"),
+}
+
+
+def plan_of_devices(devices, override):
+    return Plan(
+        config_of(
+            "train.strategy=ddp",
+            f"train.devices={devices}",
+            "rollout.prompts_per_batch=32",
+            "rollout.backend=hf",
+            "train.microbatch_tokens=8192",
+            override,
+        ),
+        H100,
+        shape=QWEN,
+    )
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8, 16])
+@pytest.mark.parametrize(("wide", "lean"), SAVINGS.values(), ids=SAVINGS)
+def test_what_saves_memory_never_costs_any(wide, lean, devices):
+    assert plan_of_devices(devices, lean).peak_bytes <= plan_of_devices(devices, wide).peak_bytes
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8, 16])
+def test_shards_save_memory_but_for_the_copy_that_hf_samples_from(devices):
+    whole = plan_of_devices(devices, "train.strategy=ddp")
+    shards = plan_of_devices(devices, "train.strategy=fsdp")
+    assert shards.peak_bytes - bytes_of(shards, "sampling replica") < whole.peak_bytes
+
+
+# --- time ---------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def one_device():
+    return Plan(config_of(), H100).timing
+
+
+def test_longer_completions_take_longer(one_device):
     longer = Plan(config_of("rollout.max_new_tokens=1024"), H100).timing
-    assert longer.generate_s > base.generate_s and longer.learn_s > base.learn_s
+    assert longer.generate_s > one_device.generate_s
+    assert longer.learn_s > one_device.learn_s
+
+
+def test_two_devices_learn_faster_at_most_twice(one_device):
     two = Plan(config_of("train.strategy=ddp", "train.devices=2"), H100).timing
-    assert base.learn_s / 2 <= two.learn_s < base.learn_s
+    assert one_device.learn_s / 2 <= two.learn_s < one_device.learn_s
     assert two.device_hours == 2 * two.run_hours
+
+
+def test_a_higher_rate_shortens_learning(one_device):
     better = Plan(config_of(), H100, assumed=Assumed(fp32_flops=0.9)).timing
-    assert better.learn_s < base.learn_s
+    assert better.learn_s < one_device.learn_s
+
+
+def test_autocast_shortens_the_body_and_not_the_head(one_device):
     fast = Plan(config_of("train.precision=bf16"), H100).timing
-    assert fast.parts["body"] < base.parts["body"] / 5 and fast.parts["head"] == base.parts["head"]
-    assert sum(base.parts.values()) == pytest.approx(base.update_s)
+    assert fast.parts["body"] < one_device.parts["body"] / 5
+    assert fast.parts["head"] == one_device.parts["head"], "it stays in float32"
+
+
+def test_the_parts_of_an_update_add_up(one_device):
+    assert sum(one_device.parts.values()) == pytest.approx(one_device.update_s)
+
+
+def test_shorter_completions_on_average_save_draws_and_no_step(one_device):
     mean = Plan(config_of(), H100, completion=100).timing
-    assert mean.parts["read weights"] == base.parts["read weights"], "a batch ends with its longest completion"
-    assert mean.parts["draw"] == pytest.approx(base.parts["draw"] * 100 / 512)
+    assert mean.parts["read weights"] == one_device.parts["read weights"], "a batch ends with its longest completion"
+    assert mean.parts["draw"] == pytest.approx(one_device.parts["draw"] * 100 / 512)
+
+
+def test_a_shorter_longest_completion_saves_steps(one_device):
+    mean = Plan(config_of(), H100, completion=100).timing
     short = Plan(config_of(), H100, longest=100).timing
-    assert short.parts["read weights"] < base.parts["read weights"] and short.parts["draw"] == mean.parts["draw"]
+    assert short.parts["read weights"] < one_device.parts["read weights"]
+    assert short.parts["draw"] == mean.parts["draw"]
 
 
-def test_the_head_is_priced_at_the_rate_of_its_dtype():
-    words = ["train.precision=bf16", "kl=[{estimator: k1, placement: reward, baseline: before, beta: 0.1}]"]
-    plan = Plan(config_of(*words), H100)
-    tokens, head = 8 * 8 * 512, 2 * plan.shape.vocabulary * plan.shape.hidden
-    # reference, pass ahead, forward, again in the backward, two gradients; the reference again in both, for exact KL
-    assert plan.timing.parts["head"] == pytest.approx(tokens * head * 8 / (67e12 * 0.75))
-    narrow = Plan(config_of(*words, "model.head_dtype=bfloat16"), H100)
-    assert narrow.timing.parts["head"] == pytest.approx(tokens * head * 8 / (989e12 * 0.4))
-    assert narrow.timing.parts["draw"] < plan.timing.parts["draw"], "the hf sampler's head is the learner's"
-    assert bytes_of(narrow, "bf16 heads") == 2 * 2 * plan.shape.vocabulary * plan.shape.hidden
-    lora = Plan(config_of(*words, "model.dtype=bfloat16", "model.lora={rank: 4}"), H100)
-    assert lora.timing.parts["head"] == pytest.approx(tokens * head * 7 / (989e12 * 0.4))
-    ends = Plan(config_of(*words, "train.exact_kl_every=0"), H100)
-    assert bytes_of(ends, "head chunk") == bytes_of(plan, "head chunk"), "the first and the last update measure it"
-    seldom = Plan(config_of(*words, "train.exact_kl_every=10"), H100)
-    assert seldom.timing.parts["head"] == pytest.approx(tokens * head * 6.2 / (67e12 * 0.75))
+FP32_FLOPS = 67e12 * 0.75
+BF16_FLOPS = 989e12 * 0.4
+"""Rates of an H100 for products of matrices: the published rate times the share that the plan assumes."""
+LINK_BYTES = 450e9 * 0.7
+"""Bytes per second between the GPUs of a node, in the same way."""
+NETWORK_BYTES = 50e9 * 0.7
+"""Bytes per second of one port of a node."""
+
+HEAD_OVERRIDES = ["train.precision=bf16", "kl=[{estimator: k1, placement: reward, baseline: before, beta: 0.1}]"]
 
 
-def test_fsdp_gathers_weights_for_every_pass():
-    def exchange(*words):
-        term = "kl=[{estimator: k1, placement: reward, baseline: before, beta: 0.1}]"
-        plan = Plan(config_of("train.strategy=fsdp", "train.devices=4", *words, term), H100)
-        one = 4 * plan.shape.parameters * 3 / 4 / (450e9 * 0.7)
-        return plan.timing.exchange_s / one / plan.load.update_micro
+@pytest.fixture(scope="module")
+def head_plan():
+    return Plan(config_of(*HEAD_OVERRIDES), H100)
 
-    # forward and backward of the policy, its gradient, the reference, the pass ahead
-    assert exchange() == pytest.approx(5)
-    assert exchange("algorithm.proximal=recomputed") == pytest.approx(6)
-    body = QWEN.body / QWEN.parameters  # gathered in 16 bits; embedding and gradient are float32
-    assert exchange("train.precision=bf16") == pytest.approx(1 + 4 * (1 - body / 2))
+
+def head_seconds(passes, flops):
+    """The time of so many passes of the head over all tokens of an update, at a rate."""
+    tokens = 8 * 8 * 512
+    flops_per_token = 2 * QWEN.vocabulary * QWEN.hidden
+    return tokens * flops_per_token * passes / flops
+
+
+def test_the_head_is_priced_at_the_rate_of_its_dtype(head_plan):
+    # The reference, the pass ahead, the forward, again in the backward, two gradients; and for the exact KL the
+    # reference again in both.
+    assert head_plan.timing.parts["head"] == pytest.approx(head_seconds(8, FP32_FLOPS))
+
+
+def test_a_head_in_16_bits_is_faster_and_needs_two_copies(head_plan):
+    narrow = Plan(config_of(*HEAD_OVERRIDES, "model.head_dtype=bfloat16"), H100)
+    assert narrow.timing.parts["head"] == pytest.approx(head_seconds(8, BF16_FLOPS))
+    assert narrow.timing.parts["draw"] < head_plan.timing.parts["draw"], "the hf sampler's head is the learner's"
+    # The policy's and the reference's, two bytes per weight.
+    assert bytes_of(narrow, "bf16 heads") == 2 * 2 * QWEN.vocabulary * QWEN.hidden
+
+
+def test_an_adapter_saves_the_gradient_of_the_head():
+    lora = Plan(config_of(*HEAD_OVERRIDES, "model.dtype=bfloat16", "model.lora={rank: 4}"), H100)
+    assert lora.timing.parts["head"] == pytest.approx(head_seconds(7, BF16_FLOPS))
+
+
+def test_the_exact_kl_needs_its_memory_even_where_it_is_measured_at_the_ends_only(head_plan):
+    ends = Plan(config_of(*HEAD_OVERRIDES, "train.exact_kl_every=0"), H100)
+    assert bytes_of(ends, "head chunk") == bytes_of(head_plan, "head chunk"), "the first and the last update measure it"
+
+
+def test_an_exact_kl_of_every_tenth_update_costs_a_tenth():
+    seldom = Plan(config_of(*HEAD_OVERRIDES, "train.exact_kl_every=10"), H100)
+    # Six passes without it, and two for every tenth update.
+    assert seldom.timing.parts["head"] == pytest.approx(head_seconds(6 + 2 / 10, FP32_FLOPS))
+
+
+# --- exchange between ranks ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("overrides", "copies"),
+    [
+        # Forward and backward of the policy, its gradient, the reference, the pass ahead.
+        pytest.param([], 5, id="float32"),
+        pytest.param(["algorithm.proximal=recomputed"], 6, id="one more pass"),
+        # The body is gathered in 16 bits in four of them; the embedding and the gradient are in float32.
+        pytest.param(["train.precision=bf16"], 1 + 4 * (1 - QWEN.body / QWEN.parameters / 2), id="bf16"),
+    ],
+)
+def test_fsdp_gathers_weights_for_every_pass(overrides, copies):
+    term = "kl=[{estimator: k1, placement: reward, baseline: before, beta: 0.1}]"
+    plan = Plan(config_of("train.strategy=fsdp", "train.devices=4", *overrides, term), H100)
+    # A rank has a quarter of the weights and gets the other three.
+    seconds_of_a_copy = WHOLE_COPY * 3 / 4 / LINK_BYTES
+    assert plan.timing.exchange_s / seconds_of_a_copy / plan.load.update_micro == pytest.approx(copies)
+
+
+def plan_of_two_nodes(shards):
+    """Two nodes of four GPUs."""
+    words = ["train.strategy=fsdp", "train.devices=4", "train.nodes=2", "rollout.backend=hf_server"]
+    return Plan(config_of(*words, f"train.strategy_options.shards={shards}"), H100)
+
+
+def test_shards_of_a_node_need_twice_the_memory_of_shards_of_two():
+    whole = plan_of_two_nodes("all")
+    halves = plan_of_two_nodes("node")
+    assert bytes_of(halves, "optimizer") == 2 * bytes_of(whole, "optimizer")
+
+
+def test_shards_over_nodes_are_gathered_over_the_network():
+    plan = plan_of_two_nodes("all")
+    # The reference, the forward, the backward and the gradient; the four ports of a node work together.
+    seconds = 4 * WHOLE_COPY * 7 / 8 / (4 * NETWORK_BYTES)
+    assert plan.timing.exchange_s == pytest.approx(plan.load.update_micro * seconds)
 
 
 def test_shards_of_a_node_are_gathered_within_it():
-    words = ["train.strategy=fsdp", "train.devices=4", "train.nodes=2", "rollout.backend=hf_server"]
-    whole, halves = (Plan(config_of(*words, f"train.shards={over}"), H100) for over in ("all", "node"))
-    assert bytes_of(halves, "optimizer") == 2 * bytes_of(whole, "optimizer")
-    weights = 4 * QWEN.parameters
-    updates = whole.load.update_micro
-    # reference, forward, backward and the gradient: over the network, four ports of a node together
-    assert whole.timing.exchange_s == pytest.approx(updates * 4 * weights * 7 / 8 / (4 * 50e9 * 0.7))
-    within = 4 * weights * 3 / 4 / (450e9 * 0.7)
-    between = weights / 4 / (50e9 * 0.7)  # a quarter of the gradient, out and back, half of it each way
-    assert halves.timing.exchange_s == pytest.approx(updates * (within + between))
+    plan = plan_of_two_nodes("node")
+    within = 4 * WHOLE_COPY * 3 / 4 / LINK_BYTES
+    # A quarter of the gradient goes to the other node and back, half of it each way.
+    between = WHOLE_COPY / 4 / NETWORK_BYTES
+    assert plan.timing.exchange_s == pytest.approx(plan.load.update_micro * (within + between))
 
 
-def test_ranks_take_whole_micro_batches():
-    words = ["train.strategy=ddp", "rollout.prompts_per_batch=6", "train.microbatch_tokens=9216"]  # of 2 prompts
-    tokens = [Plan(config_of(*words, f"train.devices={n}"), H100).load.update_tokens for n in (1, 2, 3, 6)]
-    assert [count / tokens[0] for count in tokens] == pytest.approx([1, 2 / 3, 1 / 3, 1 / 3], abs=1e-4)
-    groups_in_two = Plan(
-        config_of(*words[:2], "train.microbatch_tokens=3600", "train.devices=2"), H100
-    )  # 6 rows, 2 rows
-    assert groups_in_two.load.update_tokens == tokens[0] / 2
+def update_tokens(*overrides):
+    """The tokens of an update that one rank computes."""
+    plan = Plan(config_of("train.strategy=ddp", "rollout.prompts_per_batch=6", *overrides), H100)
+    return plan.load.update_tokens
+
+
+MICRO_BATCHES_OF_TWO_PROMPTS = "train.microbatch_tokens=9216"
+
+
+@pytest.mark.parametrize(("devices", "share"), [(1, 1), (2, 2 / 3), (3, 1 / 3), (6, 1 / 3)])
+def test_ranks_take_whole_micro_batches(devices, share):
+    """Three micro-batches: of two ranks one has two of them, and of six ranks three have none."""
+    tokens = update_tokens(MICRO_BATCHES_OF_TWO_PROMPTS, f"train.devices={devices}")
+    whole = update_tokens(MICRO_BATCHES_OF_TWO_PROMPTS, "train.devices=1")
+    assert tokens / whole == pytest.approx(share, abs=1e-4)
+
+
+def test_a_group_may_be_in_two_micro_batches():
+    whole = update_tokens(MICRO_BATCHES_OF_TWO_PROMPTS, "train.devices=1")
+    # Each group of 8 completions is a micro-batch of 6 rows and one of 2.
+    assert update_tokens("train.microbatch_tokens=3600", "train.devices=2") == whole / 2
+
+
+FSDP_OF_TWO = config_of("train.strategy=fsdp", "train.devices=2")
 
 
 def test_a_cpu_hides_no_exchange_behind_its_computing():
-    cpu = dataclasses.replace(H100, kind="cpu")
-    config = config_of("train.strategy=fsdp", "train.devices=2")
-    here, there = (Plan(config, device).timing for device in (cpu, H100))
-    assert here.parts["exchange"] == here.exchange_s > 0 and there.exchange_s > there.parts["exchange"] == 0
+    timing = Plan(FSDP_OF_TWO, dataclasses.replace(H100, kind="cpu")).timing
+    assert timing.exchange_s > 0
+    assert timing.parts["exchange"] == timing.exchange_s
 
 
+def test_a_gpu_hides_the_exchange_behind_its_computing():
+    timing = Plan(FSDP_OF_TWO, H100).timing
+    assert timing.exchange_s > 0
+    assert timing.parts["exchange"] == 0
+
+
+# --- ranks and engines --------------------------------------------------------------------------------------------
 SERVERS = ["rollout.backend=vllm_server", "train.precision=bf16"]
+ASYNC = ["lag.mode=async", "lag.max_steps=1"]
+SHARED_GPU = 'rollout.options={dtype: bfloat16, gpus: ["0"]}'
 
 
-def with_engines(count, *words):
-    return config_of(*SERVERS, f"rollout.options={{servers: {count}, dtype: bfloat16}}", *words)
+def with_engines(count, *overrides):
+    """A config with so many vLLM servers, each with a GPU of its own."""
+    return config_of(*SERVERS, f"rollout.options={{servers: {count}, dtype: bfloat16}}", *overrides)
 
 
-def test_ranks_and_engines_work_in_turns_or_at_the_same_time():
-    turns = Plan(with_engines(2), H100).timing
-    assert turns.devices == 3
-    assert turns.update_s == pytest.approx(turns.generate_s + turns.load_s + turns.learn_s + turns.publish_s)
-    assert turns.trainer_idle + turns.engine_idle == pytest.approx(1)
-    lagged = Plan(with_engines(2, "lag.mode=async", "lag.max_steps=1"), H100).timing
-    rank, engine = lagged.learn_s + lagged.publish_s, lagged.generate_s + lagged.load_s
-    assert lagged.update_s == max(rank, engine) and min(lagged.trainer_idle, lagged.engine_idle) == 0
-    assert lagged.bottleneck in lagged.parts
-    assert Plan(with_engines(2, "lag.mode=async"), H100).timing.update_s == pytest.approx(rank + engine)
-    two = ["lag.mode=async", "lag.max_steps=1", "algorithm.updates_per_batch=2"]
-    halved = Plan(with_engines(2, *two), H100).timing
-    rank, engine = halved.learn_s + halved.publish_s, halved.generate_s + halved.load_s
-    assert halved.update_s == pytest.approx(max(rank, engine, rank / 2 + engine))
+def seconds_of_rank_and_engine(timing):
+    """What a rank does in an update, and what an engine does."""
+    return timing.learn_s + timing.publish_s, timing.generate_s + timing.load_s
+
+
+def test_ranks_and_engines_work_in_turns():
+    timing = Plan(with_engines(2), H100).timing
+    assert timing.devices == 3
+    assert timing.update_s == pytest.approx(timing.generate_s + timing.load_s + timing.learn_s + timing.publish_s)
+    assert timing.trainer_idle + timing.engine_idle == pytest.approx(1)
+
+
+def test_ranks_and_engines_work_at_the_same_time_where_samples_may_be_stale():
+    timing = Plan(with_engines(2, *ASYNC), H100).timing
+    assert timing.update_s == max(seconds_of_rank_and_engine(timing))
+    assert min(timing.trainer_idle, timing.engine_idle) == 0, "the slower one never waits"
+    assert timing.bottleneck in timing.parts
+
+
+def test_async_without_a_lag_works_in_turns():
+    timing = Plan(with_engines(2, *ASYNC), H100).timing
+    without_lag = Plan(with_engines(2, "lag.mode=async"), H100).timing
+    assert without_lag.update_s == pytest.approx(sum(seconds_of_rank_and_engine(timing)))
+
+
+def test_a_lag_of_half_a_batch_hides_half_of_the_learning():
+    timing = Plan(with_engines(2, *ASYNC, "algorithm.updates_per_batch=2"), H100).timing
+    rank, engine = seconds_of_rank_and_engine(timing)
+    assert timing.update_s == pytest.approx(max(rank, engine, rank / 2 + engine))
+
+
+def test_more_engines_generate_faster_and_learn_as_before():
+    two = Plan(with_engines(2), H100).timing
     four = Plan(with_engines(4), H100).timing
-    assert turns.generate_s / 2 < four.generate_s < turns.generate_s and four.learn_s == turns.learn_s
+    assert two.generate_s / 2 < four.generate_s < two.generate_s
+    assert four.learn_s == two.learn_s
 
 
-def test_transfer_depends_on_the_transport():
-    def plan_with(*words, source="Qwen/Qwen2.5-0.5B"):
-        return Plan(config_of("train.precision=bf16", *words, source=source), H100)
-
-    vllm = plan_with("rollout.backend=vllm_server")
-    seconds = vllm.timing.transfer_s
-    assert seconds["ipc"] < seconds["nccl"] < seconds["gloo"] < seconds["folder"] and "adapter" not in seconds
-    assert vllm.timing.publish_s + vllm.timing.load_s == seconds["nccl"], "GPUs of their own"
-    gpus = plan_with("rollout.backend=vllm_server", 'rollout.options={gpus: ["0"]}')
-    assert (gpus.transport, plan_with("rollout.backend=hf_server").transport) == ("ipc", "gloo")
-    mixed = plan_with("rollout.backend=vllm_server", 'rollout.options={servers: 2, gpus: ["0", "1"]}')
-    assert mixed.transport == "gloo", "one server on rank 0's GPU, one beside it: as a run chooses"
-    assert plan_with("rollout.backend=vllm_server", "rollout.options={urls: [http://a:1]}").transport == "folder"
-    adapter = plan_with("rollout.backend=vllm_server", "model.lora={rank: 8}")
-    assert adapter.transport == "adapter" and adapter.timing.load_s < vllm.timing.load_s / 10
-    for name in ("pigeon", "ipc"):  # no transport; not between a rank's GPU and another
-        with pytest.raises(UserError, match=rf"rollout\.options\.transport: got '{name}'"):
-            _ = plan_with("rollout.backend=vllm_server", f"rollout.options={{transport: {name}}}").timing
+def plan_with(*overrides):
+    return Plan(config_of("train.precision=bf16", *overrides), H100)
 
 
-def test_engines_with_their_own_devices_take_no_memory_of_a_rank():
-    one = 'rollout.options={dtype: bfloat16, gpus: ["0"]}'
-    apart, shared = Plan(with_engines(1), H100), Plan(config_of(*SERVERS, one), H100)
-    assert bytes_of(apart, "engine") == 0 and bytes_of(shared, "engine") == pytest.approx(0.9 * H100.memory_bytes)
-    assert (apart.timing.devices, shared.timing.devices) == (2, 1)
-    lagged = Plan(config_of(*SERVERS, one, "lag.mode=async", "lag.max_steps=1"), H100).timing
-    assert lagged.trainer_idle + lagged.engine_idle == pytest.approx(1), "one GPU computes for one at a time"
-    sleeps, stays = (
-        {item.name: item.phase for item in Plan(config_of("rollout.backend=vllm", *words), H100).components}["engine"]
-        for words in ([], ["rollout.options={sleep: false}"])
-    )
-    assert (sleeps, stays) == ("sampling", "always")
-    narrow = dataclasses.replace(H100, memory_bytes=16 * 2**30)
-    large = "meta-llama/Llama-3.1-8B"
-    assert not Plan(config_of(*SERVERS, "rollout.options={dtype: bfloat16}", source=large), narrow).engine_fits
-    halves = "rollout.options={dtype: bfloat16, tensor_parallel_size: 2}"
-    assert Plan(config_of(*SERVERS, halves, source=large), narrow).engine_fits
+@pytest.fixture(scope="module")
+def vllm_plan():
+    return plan_with("rollout.backend=vllm_server")
 
 
-def test_a_split_of_devices_is_the_plan_of_its_overrides():
-    config = config_of("train.precision=bf16", "rollout.prompts_per_batch=8")
-    divided = splits(config, H100, 4)
-    assert [(split.ranks, split.engines) for split in sorted(divided, key=lambda each: each.ranks)] == [
-        (1, 3),
-        (2, 2),
-        (4, 0),
-    ], "three ranks do not divide eight prompts"
-    assert [split.update_s for split in divided] == sorted(split.update_s for split in divided)
-    for split in divided:
-        plan = Plan(config_of("train.precision=bf16", "rollout.prompts_per_batch=8", *split.overrides), H100)
-        assert plan.timing.update_s == pytest.approx(split.update_s)
-        assert plan.peak_bytes == split.peak_bytes and plan.timing.devices == 4
-    with pytest.raises(UserError, match="--split"):
-        splits(config_of("lag.mode=async", "lag.max_steps=1"), H100, 1)
+def test_transfer_depends_on_the_transport(vllm_plan):
+    seconds = vllm_plan.timing.transfer_s
+    assert seconds["ipc"] < seconds["nccl"] < seconds["gloo"] < seconds["folder"]
+    assert "adapter" not in seconds, "there is none"
+
+
+def test_engines_with_gpus_of_their_own_are_sent_weights_by_nccl(vllm_plan):
+    timing = vllm_plan.timing
+    assert timing.publish_s + timing.load_s == timing.transfer_s["nccl"]
 
 
 @pytest.mark.parametrize(
-    "item", [item for item in PUBLISHED if not item.other], ids=lambda item: f"{item.what} {item.unit}"
+    ("overrides", "transport"),
+    [
+        pytest.param(["rollout.backend=vllm_server", 'rollout.options={gpus: ["0"]}'], "ipc", id="the rank's GPU"),
+        pytest.param(["rollout.backend=hf_server"], "gloo", id="a server of hf"),
+        # One server is on rank 0's GPU and one beside it. A run chooses gloo, which reaches both.
+        pytest.param(
+            ["rollout.backend=vllm_server", 'rollout.options={servers: 2, gpus: ["0", "1"]}'], "gloo", id="mixed"
+        ),
+        pytest.param(
+            ["rollout.backend=vllm_server", "rollout.options={urls: [http://a:1]}"], "folder", id="another's servers"
+        ),
+        pytest.param(["rollout.backend=vllm_server", "model.lora={rank: 8}"], "adapter", id="an adapter"),
+    ],
 )
+def test_the_transport_is_the_one_that_a_run_chooses(overrides, transport):
+    assert plan_with(*overrides).transport == transport
+
+
+def test_an_adapter_is_loaded_ten_times_faster(vllm_plan):
+    adapter = plan_with("rollout.backend=vllm_server", "model.lora={rank: 8}")
+    assert adapter.timing.load_s < vllm_plan.timing.load_s / 10
+
+
+@pytest.mark.parametrize("name", ["pigeon", "ipc"], ids=["no transport", "between GPUs of two processes"])
+def test_a_transport_that_a_run_would_refuse_is_refused(name):
+    plan = plan_with("rollout.backend=vllm_server", f"rollout.options={{transport: {name}}}")
+    with pytest.raises(UserError, match=rf"rollout\.options\.transport: got '{name}'"):
+        _ = plan.timing
+
+
+def test_engines_with_their_own_devices_take_no_memory_of_a_rank():
+    plan = Plan(with_engines(1), H100)
+    assert bytes_of(plan, "engine") == 0
+    assert plan.timing.devices == 2
+
+
+def test_an_engine_on_the_ranks_gpu_takes_its_memory():
+    plan = Plan(config_of(*SERVERS, SHARED_GPU), H100)
+    # The share that vLLM takes by default.
+    assert bytes_of(plan, "engine") == pytest.approx(0.9 * H100.memory_bytes)
+    assert plan.timing.devices == 1
+
+
+def test_a_gpu_that_rank_and_engine_share_computes_for_one_at_a_time():
+    timing = Plan(config_of(*SERVERS, SHARED_GPU, *ASYNC), H100).timing
+    assert timing.trainer_idle + timing.engine_idle == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "phase"),
+    [([], "sampling"), (["rollout.options={sleep: false}"], "always")],
+    ids=["it sleeps", "it stays awake"],
+)
+def test_an_engine_that_sleeps_takes_memory_only_while_it_samples(overrides, phase):
+    plan = Plan(config_of("rollout.backend=vllm", *overrides), H100)
+    assert {item.phase for item in plan.components if item.name == "engine"} == {phase}
+
+
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [("{dtype: bfloat16}", False), ("{dtype: bfloat16, tensor_parallel_size: 2}", True)],
+    ids=["on one GPU", "on two GPUs"],
+)
+def test_an_engine_of_16_gb_fits_on_two_gpus_of_16_gib(options, fits):
+    narrow = dataclasses.replace(H100, memory_bytes=16 * 2**30)
+    config = config_of(*SERVERS, f"rollout.options={options}", source="meta-llama/Llama-3.1-8B")
+    assert Plan(config, narrow).engine_fits == fits
+
+
+# --- a number of devices, divided between ranks and engines -------------------------------------------------------
+TO_DIVIDE = ["train.precision=bf16", "rollout.prompts_per_batch=8"]
+
+
+@pytest.fixture(scope="module")
+def splits_of_four():
+    return splits(config_of(*TO_DIVIDE), H100, 4)
+
+
+def test_devices_are_divided_where_the_prompts_can_be(splits_of_four):
+    divided = sorted((split.ranks, split.engines) for split in splits_of_four)
+    assert divided == [(1, 3), (2, 2), (4, 0)], "three ranks do not divide eight prompts"
+
+
+def test_the_fastest_split_comes_first(splits_of_four):
+    seconds = [split.update_s for split in splits_of_four]
+    assert seconds == sorted(seconds)
+
+
+def test_a_split_of_devices_is_the_plan_of_its_overrides(splits_of_four):
+    for split in splits_of_four:
+        plan = Plan(config_of(*TO_DIVIDE, *split.overrides), H100)
+        assert plan.timing.update_s == pytest.approx(split.update_s)
+        assert plan.peak_bytes == split.peak_bytes
+        assert plan.timing.devices == 4
+
+
+def test_one_device_cannot_be_divided_for_async():
+    with pytest.raises(UserError, match="--split"):
+        splits(config_of(*ASYNC), H100, 1)
+
+
+# --- beside what others published and what was measured -----------------------------------------------------------
+OUR_KIND = [item for item in PUBLISHED if not item.other]
+
+
+@pytest.mark.parametrize("item", OUR_KIND, ids=lambda item: f"{item.run} {item.unit}")
 def test_the_formulas_agree_with_published_times(item):
     """Sources: NeMo-RL's performance summaries, prime-rl's benchmark files (docs/planning.md)."""
-    assert 0.65 < item.ratio < 1.35, item.ratio
+    assert 0.65 < item.ratio < 1.35
 
 
-@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+every_paper_recipe = pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
+
+
+@every_paper_recipe
 def test_every_paper_recipe_has_hours_and_memory_on_eight_gpus(path):
     divided = splits(load_config(path, []), H100, 8)
-    assert divided[0].fits and 1 < divided[0].run_hours < 500
-    assert {split.engines for split in divided} >= {0, 4} and divided[0].peak_bytes < H100.memory_bytes
-    shared = next(split for split in divided if not split.engines)
-    again = Plan(load_config(path, shared.overrides), H100)  # a config that a run takes
-    assert not again.apart and again.timing.update_s == pytest.approx(shared.update_s)
+    fastest = divided[0]
+    assert fastest.fits
+    assert 1 < fastest.run_hours < 500
+    assert fastest.peak_bytes < H100.memory_bytes
+    assert {split.engines for split in divided} >= {0, 4}
 
 
-def test_times_over_ranks_and_engines_were_measured():
-    """After a change to the plan: ``python bench/scaling.py --page``, and read what became of the ratios."""
-    result = json.loads((ROOT / "results" / "scaling" / "scaling.json").read_text())
-    bench = module_of(ROOT / "bench" / "scaling.py")
-    cells = [row["cell"] for row in result["rows"]]
-    assert "2x1" in cells and cells == [cell for cell in bench.CELLS if cell in cells]
-    assert (bench.OUT / "README.md").read_text() == bench.page(result)
+@every_paper_recipe
+def test_a_run_takes_the_config_of_a_paper_recipe_on_eight_gpus(path):
+    shared = next(split for split in splits(load_config(path, []), H100, 8) if split.engines == 0)
+    plan = Plan(load_config(path, shared.overrides), H100)
+    assert not plan.apart
+    assert plan.timing.update_s == pytest.approx(shared.update_s)
 
 
-def test_what_does_not_fit_is_reported_with_what_would():
-    plan = Plan(config_of("train.precision=bf16", source="meta-llama/Llama-3.1-8B"), H100)
-    assert not plan.fits and "does not fit" in plan.warnings[0]
-    texts = [" ".join(remedy.overrides) for remedy in plan.remedies]
-    assert any("train.strategy=fsdp train.devices=" in text for text in texts)
-    assert any("model.lora={rank: 16}" in text for text in texts)
-    for remedy in plan.remedies:
-        words = ["train.precision=bf16", "rollout.prompts_per_batch=8", *remedy.overrides]
-        again = config_of(*words, source="meta-llama/Llama-3.1-8B")
-        assert Plan(again, H100).fits, remedy
-    small = Plan(config_of("train.precision=bf16"), H100)
-    assert small.fits and small.remedies == () and small.warnings == ()
-
-
-def test_this_machine_is_measured():
-    here = device_named("cpu")
-    assert here.kind == "cpu" and here.fp32_flops > 1e8 and here.bandwidth > 1e7 and here.memory_bytes > 2**28
-
-
-def test_the_command_prints_tables_and_json_and_can_fail(tmp_path):
-    from kl_comedy.cli.main import app
-    from kl_comedy.errors import RunFailed
-
-    file = tmp_path / "run.yaml"
-    file.write_text("model: {source: Qwen/Qwen2.5-7B}\n")
-    words = ["plan", str(file), "--gpu", "a100-40", "--format", "json"]
-    done = CliRunner().invoke(app, [*words, "--fail-if-too-big"])
-    assert done.exit_code == 1 and isinstance(done.exception, RunFailed) and "on a100-40" in str(done.exception)
-    plan = json.loads(CliRunner().invoke(app, words).stdout)
-    assert not plan["memory"]["fits"] and plan["remedies"] and plan["time"]["device_hours"] > 0
-    phases = {"always": 0.0, "learning": 0.0, "sampling": 0.0}
-    for item in plan["memory"]["components"]:
-        phases[item["phase"]] += item["bytes"]
-    expected = phases["always"] + max(phases["learning"], phases["sampling"])
-    assert plan["memory"]["peak_bytes"] == pytest.approx(expected)
-    shown = CliRunner().invoke(app, [*words[:2], "--gpu", "h100-80", "--gpus", "8", "train.strategy=fsdp"])
-    assert shown.exit_code == 0 and "sampling replica" in shown.stdout and "device hours" in shown.stdout
-    divided = json.loads(CliRunner().invoke(app, [*words, "--split", "4"]).stdout)["splits"]
-    assert {split["ranks"] for split in divided} == {1, 2, 4} and plan["splits"] == []
-    assert "train.devices: got 8" in str(CliRunner().invoke(app, [*words, "--gpus", "8"]).exception)
-
-
-@pytest.mark.parametrize("path", PAPER, ids=lambda path: path.stem)
-def test_every_paper_recipe_can_be_planned(path):
+@every_paper_recipe
+def test_no_paper_recipe_fits_on_one_device(path):
     alone = ["train.strategy=single", "train.devices=1", "rollout.backend=hf", "rollout.options={}"]
     plan = Plan(load_config(path, alone), H100)
     assert not plan.fits, "seven billion parameters with AdamW in float32 are too much for one device"
-    assert any("train.strategy=fsdp" in text for remedy in plan.remedies for text in remedy.overrides)
+    overrides = [override for remedy in plan.remedies for override in remedy.overrides]
+    assert any("train.strategy=fsdp" in override for override in overrides)
 
 
+@pytest.fixture(scope="module")
+def scaling():
+    """The benchmark over ranks and engines, and its stored result."""
+    result = json.loads((ROOT / "results" / "scaling" / "scaling.json").read_text())
+    return module_of(ROOT / "bench" / "scaling.py"), result
+
+
+def test_times_over_ranks_and_engines_were_measured(scaling):
+    bench, result = scaling
+    cells = [row["cell"] for row in result["rows"]]
+    assert "2x1" in cells
+    assert cells == [cell for cell in bench.CELLS if cell in cells], "in the benchmark's order, none twice"
+
+
+def test_the_page_of_measured_times_has_the_plan_of_today(scaling):
+    """After a change to the plan: ``python bench/scaling.py --page``, and read what became of the ratios."""
+    bench, result = scaling
+    assert (bench.OUT / "README.md").read_text() == bench.page(result)
+
+
+# --- what does not fit --------------------------------------------------------------------------------------------
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+@pytest.fixture(scope="module")
+def too_big():
+    return Plan(config_of("train.precision=bf16", source=LLAMA), H100)
+
+
+def test_what_does_not_fit_is_reported(too_big):
+    assert not too_big.fits
+    assert "does not fit" in too_big.warnings[0]
+
+
+@pytest.mark.parametrize("override", ["train.strategy=fsdp train.devices=", "model.lora={rank: 16}"])
+def test_what_would_fit_is_named(too_big, override):
+    texts = [" ".join(remedy.overrides) for remedy in too_big.remedies]
+    assert any(override in text for text in texts), texts
+
+
+def test_every_remedy_makes_it_fit(too_big):
+    for remedy in too_big.remedies:
+        config = config_of("train.precision=bf16", "rollout.prompts_per_batch=8", *remedy.overrides, source=LLAMA)
+        assert Plan(config, H100).fits, remedy
+
+
+def test_what_fits_needs_no_remedy():
+    plan = Plan(config_of("train.precision=bf16"), H100)
+    assert plan.fits
+    assert plan.remedies == ()
+    assert plan.warnings == ()
+
+
+def test_this_machine_is_measured():
+    machine = device_named("cpu")
+    assert machine.kind == "cpu"
+    assert machine.fp32_flops > 1e8
+    assert machine.bandwidth > 1e7
+    assert machine.memory_bytes > 2**28
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "run.yaml"
+    path.write_text("model: {source: Qwen/Qwen2.5-7B}\n")
+    return str(path)
+
+
+def plan_command(*words):
+    return CliRunner().invoke(app, ["plan", *words])
+
+
+def planned(config_file, *words):
+    """The plan on a small GPU, as JSON."""
+    return json.loads(plan_command(config_file, "--gpu", "a100-40", "--format", "json", *words).stdout)
+
+
+def test_the_command_can_fail_where_the_run_does_not_fit(config_file):
+    result = plan_command(config_file, "--gpu", "a100-40", "--format", "json", "--fail-if-too-big")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, RunFailed)
+    assert "on a100-40" in str(result.exception)
+
+
+def test_the_command_prints_the_plan_as_json(config_file):
+    plan = planned(config_file)
+    assert not plan["memory"]["fits"]
+    assert plan["remedies"]
+    assert plan["time"]["device_hours"] > 0
+    assert plan["splits"] == [], "none was asked for"
+
+
+def test_the_peak_is_that_of_the_larger_phase(config_file):
+    memory = planned(config_file)["memory"]
+    phases = {"always": 0.0, "learning": 0.0, "sampling": 0.0}
+    for item in memory["components"]:
+        phases[item["phase"]] += item["bytes"]
+    expected = phases["always"] + max(phases["learning"], phases["sampling"])
+    assert memory["peak_bytes"] == pytest.approx(expected)
+
+
+def test_the_command_prints_tables(config_file):
+    result = plan_command(config_file, "--gpu", "h100-80", "--gpus", "8", "train.strategy=fsdp")
+    assert result.exit_code == 0
+    assert "sampling replica" in result.stdout
+    assert "device hours" in result.stdout
+
+
+def test_the_command_divides_devices(config_file):
+    divided = planned(config_file, "--split", "4")["splits"]
+    assert {split["ranks"] for split in divided} == {1, 2, 4}
+
+
+def test_devices_without_a_strategy_are_refused(config_file):
+    result = plan_command(config_file, "--gpu", "a100-40", "--format", "json", "--gpus", "8")
+    assert "train.devices: got 8" in str(result.exception)
+
+
+# --- what the formulas assume -------------------------------------------------------------------------------------
 def test_changes_are_those_that_overrides_make():
     changes = [("train.strategy", "fsdp"), ("train.devices", 2), ("model.gradient_checkpointing", True)]
     words = ["train.strategy=fsdp", "train.devices=2", "model.gradient_checkpointing=true"]
     assert dataclasses.asdict(changed(config_of(), changes)) == dataclasses.asdict(config_of(*words))
 
 
-def test_autocast_keeps_the_share_that_is_assumed():
-    """Bytes that autograd saves of a real pass, each storage once, without weights, their copies and the mask."""
+@pytest.fixture(scope="module")
+def small_decoder():
     config = known_config("Qwen/Qwen2.5-7B", **{**SMALL, "hidden_size": 96, "intermediate_size": 256})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    weights = {tuple(shape) for p in model.parameters() for shape in (p.shape, p.shape[::-1])}
-    rows, prompt, length = 8, 20, 60
-    ids = torch.randint(0, 64, (rows, length))
+    return config, AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
-    def saved(autocast):
-        saved_by_address = {}
 
-        def pack(tensor):
-            if tuple(tensor.shape) not in weights and not (tensor.ndim == 4 and tensor.shape[1] == 1):
-                saved_by_address[tensor.untyped_storage().data_ptr()] = tensor  # no address is used twice
-            return tensor
+ROWS = 8
+PROMPT = 20
+COMPLETION = 60
 
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
-        ):
-            token_pass(
-                model,
-                prompt_ids_BP=ids[:1, :prompt].expand(rows, -1),
-                prompt_mask_BP=torch.ones(rows, prompt),
-                ids_BT=ids,
-                mask_BT=torch.ones(rows, length, dtype=torch.bool),
-                temperature=1.0,
-                chunk_elements=2**16,
-            )
-        return sum(tensor.untyped_storage().nbytes() for tensor in saved_by_address.values())
 
-    whole, narrow = saved(False), saved(True)
-    expected = 4 * activation_values(config, checkpoints=False) * (prompt + rows * (length - 1))
-    assert 0.67 < expected / whole < 1.5
-    assert narrow / whole == pytest.approx(AUTOCAST_SHARE, abs=0.1)
+def saved_bytes(model, *, autocast):
+    """Bytes that autograd saves of a pass, each storage once, without weights, their copies and the mask."""
+    weight_shapes = set()
+    for parameter in model.parameters():
+        weight_shapes.add(tuple(parameter.shape))
+        weight_shapes.add(tuple(parameter.shape[::-1]))  # transposed
+    saved_by_address = {}
+
+    def pack(tensor):
+        is_weight = tuple(tensor.shape) in weight_shapes
+        is_mask = tensor.ndim == 4 and tensor.shape[1] == 1
+        if not is_weight and not is_mask:
+            # The tensor itself is kept: or its memory would be freed and its address used for another.
+            saved_by_address[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.randint(0, SMALL["vocab_size"], (ROWS, COMPLETION))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+    ):
+        token_pass(
+            model,
+            prompt_ids_BP=ids[:1, :PROMPT].expand(ROWS, -1),
+            prompt_mask_BP=torch.ones(ROWS, PROMPT),
+            ids_BT=ids,
+            mask_BT=torch.ones(ROWS, COMPLETION, dtype=torch.bool),
+            temperature=1.0,
+            chunk_elements=2**16,
+        )
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved_by_address.values())
+
+
+def test_activations_are_about_what_the_formula_says(small_decoder):
+    config, model = small_decoder
+    # The prompt is computed once for all rows, and the last token of a completion predicts nothing.
+    tokens = PROMPT + ROWS * (COMPLETION - 1)
+    expected = 4 * activation_values(config, checkpoints=False) * tokens
+    assert 0.67 < expected / saved_bytes(model, autocast=False) < 1.5
+
+
+def test_autocast_keeps_the_share_that_is_assumed(small_decoder):
+    _, model = small_decoder
+    share = saved_bytes(model, autocast=True) / saved_bytes(model, autocast=False)
+    assert share == pytest.approx(AUTOCAST_SHARE, abs=0.1)

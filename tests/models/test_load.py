@@ -37,27 +37,65 @@ def folder(tmp_path_factory):
     return save(tmp_path_factory.mktemp("llama"), llama(attention_dropout=0.3, tie_word_embeddings=True))
 
 
-def test_a_local_folder_loads_left_padded_tied_and_without_dropout(folder, tmp_path):
+def test_a_local_folder_is_loaded_on_the_cpu(folder):
     loaded = load(folder)
-    assert loaded.device == torch.device("cpu") and loaded.source == folder
-    assert loaded.tokenizer.padding_side == "left"
-    assert loaded.tokenizer.pad_token_id == loaded.tokenizer.eos_token_id == 0
+    assert loaded.device == torch.device("cpu")
+    assert loaded.source == folder
+
+
+def test_the_tokenizer_pads_on_the_left_with_the_end_token(folder):
+    tokenizer = load(folder).tokenizer
+    assert tokenizer.padding_side == "left"
+    assert tokenizer.pad_token_id == 0
+    assert tokenizer.eos_token_id == 0
+
+
+def test_a_tied_head_is_the_embedding(folder):
+    loaded = load(folder)
     weight, bias = head_weights(loaded.model)
-    assert bias is None and weight is loaded.model.model.embed_tokens.weight
+    assert bias is None
+    assert weight is loaded.model.model.embed_tokens.weight
     assert weight.dtype == torch.float32
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=64))
+
+
+def assert_without_dropout(model):
     ids = torch.arange(12)[None]
-    for model in (loaded.model, load(save(tmp_path, gpt2)).model):  # dropout as numbers, and as modules
-        assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
+    assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
 
 
-def test_dtype_lora_and_checkpointing(folder):
-    loaded = load(folder, dtype="bfloat16", lora=LoraConfig(rank=2), gradient_checkpointing=True)
-    trained = [name for name, p in loaded.model.named_parameters() if p.requires_grad]
-    assert trained and all("lora_" in name for name in trained)
-    assert loaded.causal is unwrap(loaded.model) and isinstance(loaded.causal, LlamaForCausalLM)
-    assert loaded.causal.lm_head.weight.dtype == torch.bfloat16
-    assert loaded.model.training and loaded.causal.model.gradient_checkpointing
+def test_dropout_that_is_a_number_is_switched_off(folder):
+    assert_without_dropout(load(folder).model)
+
+
+def test_dropout_that_is_a_module_is_switched_off(tmp_path):
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=4, n_positions=64))
+    assert_without_dropout(load(save(tmp_path, gpt2)).model)
+
+
+@pytest.fixture(scope="module")
+def adapted(folder):
+    return load(folder, dtype="bfloat16", lora=LoraConfig(rank=2), gradient_checkpointing=True)
+
+
+def test_only_an_adapter_is_trained(adapted):
+    trained = [name for name, parameter in adapted.model.named_parameters() if parameter.requires_grad]
+    assert trained
+    assert [name for name in trained if "lora_" not in name] == []
+
+
+def test_an_adapted_model_names_the_model_inside(adapted):
+    assert adapted.causal is unwrap(adapted.model)
+    assert isinstance(adapted.causal, LlamaForCausalLM)
+
+
+def test_the_base_of_an_adapter_has_the_dtype_of_the_config(adapted):
+    assert adapted.causal.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_gradient_checkpoints_are_switched_on_and_act(adapted):
+    """Transformers checkpoints a model in training mode only."""
+    assert adapted.causal.model.gradient_checkpointing
+    assert adapted.model.training
 
 
 @pytest.mark.parametrize(
@@ -65,12 +103,20 @@ def test_dtype_lora_and_checkpointing(folder):
     [
         ({"source": "./nowhere"}, r"model\.source: got './nowhere'.*no such folder"),
         ({"source": "./nowhere/SmolLM2-135M-Instruct"}, "`make smollm2` makes this folder"),
-        ({"gguf_file": "model.gguf"}, r"model\.gguf_file: got 'model\.gguf'.*no such file"),
+        ({"options": {"gguf_file": "model.gguf"}}, r"model\.options\.gguf_file: got 'model\.gguf'.*no such file"),
         ({"tokenizer": "./nowhere"}, r"model\.tokenizer: got './nowhere'"),
-        ({"options": {"trust_remote_code": True}}, r"model\.options\.trust_remote_code: not allowed"),
+        ({"options": {"device_map": "auto"}}, r"model\.options\.device_map: not allowed"),
         ({"lora": LoraConfig(target_modules=["q_prj"])}, r"target_modules: got 'q_prj'.*did you mean 'q_proj'"),
         ({"lora": LoraConfig(target_modules=["lm_head"])}, r"target_modules: got 'lm_head'"),
-        ({"lora": LoraConfig(dropout=0.1)}, r"model\.lora\.dropout: got 0\.1; allowed: 0"),
+    ],
+    ids=[
+        "source",
+        "source that make smollm2 makes",
+        "gguf_file",
+        "tokenizer",
+        "device_map",
+        "unknown module",
+        "head",
     ],
 )
 def test_each_mistake_names_its_key(folder, change, message):
@@ -78,23 +124,38 @@ def test_each_mistake_names_its_key(folder, change, message):
         load(folder, **change)
 
 
-def test_cuda_without_a_gpu(folder, monkeypatch):
+@pytest.fixture
+def without_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_cuda_without_a_gpu_is_refused(folder, without_gpu):
     with pytest.raises(UserError, match=r"model\.device: got 'cuda'.*no GPU"):
         load(folder, device="cuda")
+
+
+def test_the_device_is_the_cpu_without_a_gpu(folder, without_gpu):
     assert load(folder, device="auto").device.type == "cpu"
 
 
-def test_sources_that_cannot_be_loaded(monkeypatch, folder, tmp_path):
+def test_a_misspelled_folder_names_the_nearest(folder):
     with pytest.raises(UserError, match=rf"did you mean '{folder}'"):
         load(folder + "x")
-    tokenizer().save_pretrained(tmp_path / "empty")
-    LlamaConfig(**SMALL, **HEADS).save_pretrained(tmp_path / "empty")
-    with pytest.raises(UserError, match=r"model\.source"):
-        load(tmp_path / "empty")
-    with pytest.raises(UserError, match="neither a padding nor an end token"):
-        load(save(tmp_path / "endless", llama(), eos=None))
 
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    tokenizer().save_pretrained(tmp_path)
+    LlamaConfig(**SMALL, **HEADS).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model\.source"):
+        load(tmp_path)
+
+
+def test_a_tokenizer_that_can_neither_pad_nor_end_is_refused(tmp_path):
+    with pytest.raises(UserError, match="neither a padding nor an end token"):
+        load(save(tmp_path, llama(), eos=None))
+
+
+def test_what_the_hub_answers_is_said_in_one_line(monkeypatch):
     def unreachable(*args, **kwargs):
         raise OSError("We couldn't connect to the hub to load this file\nmore lines")
 
@@ -105,61 +166,114 @@ def test_sources_that_cannot_be_loaded(monkeypatch, folder, tmp_path):
     assert "more lines" not in str(error.value)
 
 
-def test_without_a_hub_a_name_fails_at_once_unless_its_files_are_here(monkeypatch, folder, tmp_path):
+@pytest.fixture
+def without_hub(monkeypatch, tmp_path):
+    """No hub answers at port 9; names of folders are relative to ``tmp_path``, and the hub's cache is empty."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    # The answer is asked for once in a process.
     sources.hub_answers.cache_clear()
+    yield
+    sources.hub_answers.cache_clear()
+
+
+def test_without_a_hub_a_name_fails_at_once_unless_its_files_are_here(without_hub, folder):
     with pytest.raises(UserError, match=r"model\.source: got 'some/tiny'.*http://127.0.0.1:9 does not answer"):
         check_source(ModelConfig(source="some/tiny"))
     check_source(ModelConfig(source=folder))
+
+
+def test_without_a_hub_a_name_is_compared_with_the_folders_here(without_hub, folder):
     Path("models/tiny").mkdir(parents=True)
     with pytest.raises(UserError, match=r"model\.tokenizer.*did you mean 'models/tiny'"):
         check_source(ModelConfig(source=folder, tokenizer="some/tiny"))
-    (tmp_path / "cache/models--some--tiny/snapshots/1f2e").mkdir(parents=True)
-    (tmp_path / "cache/models--some--tiny/snapshots/1f2e/config.json").write_text("{}")
-    assert not sources.check_available("model.source", "some/tiny")
-    sources.hub_answers.cache_clear()
 
 
-def test_architectures_that_change_the_logits_are_refused(tmp_path):
-    scaled = {
-        "logit_scale": CohereForCausalLM(CohereConfig(**SMALL, **HEADS, logit_scale=0.25)),
-        "logits_scaling": GraniteForCausalLM(GraniteConfig(**SMALL, **HEADS, logits_scaling=8.0)),
-    }
-    for key, model in scaled.items():
-        with pytest.raises(UserError, match=key):
-            load(save(tmp_path / key, model))
+def test_without_a_hub_a_name_in_its_cache_is_available(without_hub):
+    snapshot = Path("cache/models--some--tiny/snapshots/1f2e")
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    assert not sources.check_available("model.source", "some/tiny"), "no message"
+
+
+@pytest.mark.parametrize(
+    ("key", "model_class", "config_class", "scale"),
+    [
+        ("logit_scale", CohereForCausalLM, CohereConfig, 0.25),
+        ("logits_scaling", GraniteForCausalLM, GraniteConfig, 8.0),
+    ],
+    ids=["Cohere", "Granite"],
+)
+def test_architectures_that_scale_the_logits_are_refused(tmp_path, key, model_class, config_class, scale):
+    model = model_class(config_class(**SMALL, **HEADS, **{key: scale}))
+    with pytest.raises(UserError, match=key):
+        load(save(tmp_path, model))
+
+
+def test_a_model_whose_log_probs_are_those_of_its_head_passes_the_check():
+    check_log_probs(llama())
+
+
+def test_a_head_that_changes_the_logits_is_found_by_its_numbers():
+    """A cap of the logits that no key of the config names."""
     model = llama()
-    check_log_probs(model)
     linear_forward = model.lm_head.forward
-    model.lm_head.forward = lambda hidden: torch.tanh(linear_forward(hidden))  # no config key says so
+    model.lm_head.forward = lambda hidden: torch.tanh(linear_forward(hidden))
+    # Large logits, on which the cap acts.
     with torch.no_grad():
         model.lm_head.weight *= 20
     with pytest.raises(UserError, match="differ from the model's own"):
         check_log_probs(model)
+
+
+def test_a_head_that_is_no_linear_layer_is_refused():
+    model = llama()
     model.lm_head = nn.Sequential(model.lm_head)
     with pytest.raises(UserError, match="head of LlamaForCausalLM is Sequential"):
         head_weights(model)
 
 
-def test_a_gguf_file_becomes_a_tied_trainable_savable_model(tmp_path):
+# --- GGUF files -------------------------------------------------------------------------------------------------------
+def test_a_misspelled_gguf_file_names_the_nearest(tmp_path):
     (tmp_path / "tiny.gguf").write_bytes(b"no such format")
     with pytest.raises(UserError, match=r"got 'tny\.gguf'; allowed: tiny\.gguf; did you mean"):
-        load(tmp_path, gguf_file="tny.gguf")
+        load(tmp_path, options={"gguf_file": "tny.gguf"})
+
+
+def test_a_file_of_another_format_is_no_gguf_file(tmp_path):
+    (tmp_path / "tiny.gguf").write_bytes(b"no such format")
     with pytest.raises(UserError, match="not a readable GGUF file"):
-        load(tmp_path, gguf_file="tiny.gguf")
-    write_gguf(tmp_path / "tiny.gguf", "smollm")
-    loaded = load(tmp_path, gguf_file="tiny.gguf")
-    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
-    assert loaded.tokenizer.tokenize("x  7") == ["x", "ĠĠ", "7"] and loaded.tokenizer.model_max_length == 64
-    ids = torch.arange(8)[None]
-    loaded.model(ids).logits.logsumexp(-1).sum().backward()
-    assert all(p.grad is not None for p in loaded.model.parameters())
-    loaded.model.save_pretrained(tmp_path / "saved")
-    loaded.tokenizer.save_pretrained(tmp_path / "saved")
-    again = load(tmp_path / "saved")
-    assert weights_hash(again.model) == weights_hash(loaded.model)
+        load(tmp_path, options={"gguf_file": "tiny.gguf"})
+
+
+@pytest.fixture(scope="module")
+def from_gguf(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    write_gguf(folder / "tiny.gguf", "smollm")
+    return load(folder, options={"gguf_file": "tiny.gguf"})
+
+
+def test_a_gguf_file_becomes_a_tied_model(from_gguf):
+    assert from_gguf.model.lm_head.weight is from_gguf.model.model.embed_tokens.weight
+
+
+def test_the_tokenizer_of_a_gguf_file_splits_as_the_file_says(from_gguf):
+    assert from_gguf.tokenizer.tokenize("x  7") == ["x", "ĠĠ", "7"]
+    assert from_gguf.tokenizer.model_max_length == 64
+
+
+def test_a_model_from_a_gguf_file_can_be_trained(from_gguf):
+    from_gguf.model(torch.arange(8)[None]).logits.logsumexp(-1).sum().backward()
+    for name, parameter in from_gguf.model.named_parameters():
+        assert parameter.grad is not None, name
+
+
+def test_a_model_from_a_gguf_file_can_be_saved(from_gguf, tmp_path):
+    from_gguf.model.save_pretrained(tmp_path)
+    from_gguf.tokenizer.save_pretrained(tmp_path)
+    again = load(tmp_path)
+    assert weights_hash(again.model) == weights_hash(from_gguf.model)
     assert again.tokenizer.tokenize("x  7") == ["x", "ĠĠ", "7"]
 
 
@@ -169,31 +283,63 @@ def byte_level():
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="x")
 
 
-def test_fetching_smollm2_never_replaces_a_folder_nor_leaves_a_part(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def fetch_smollm2():
+    """The script that makes a folder of SmolLM2, as a module."""
     script = Path(__file__).parents[2] / "research" / "scripts" / "fetch_smollm2.py"
     spec = importlib.util.spec_from_file_location("fetch_smollm2", script)
-    fetch_smollm2 = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fetch_smollm2)
-    plain, repaired = byte_level(), byte_level()
-    repair_pre_tokenizer(repaired, "smollm")  # splits digits before spaces are grouped
-    assert plain.tokenize("x  7") == ["x", "Ġ", "Ġ", "7"]
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_repaired_tokenizer_splits_digits_before_spaces_are_grouped(fetch_smollm2):
+    repaired = byte_level()
+    repair_pre_tokenizer(repaired, "smollm")
     fetch_smollm2.check_digits(repaired)
+
+
+def test_a_tokenizer_that_was_not_repaired_is_found_by_its_digits(fetch_smollm2):
+    plain = byte_level()
+    assert plain.tokenize("x  7") == ["x", "Ġ", "Ġ", "7"]
     with pytest.raises(RunFailed, match="splits"):
         fetch_smollm2.check_digits(plain)
+
+
+def test_an_unknown_pre_tokenizer_is_left_with_a_warning():
     with pytest.warns(UserWarning, match="pre-tokenizer 'llama-bpe'"):
-        repair_pre_tokenizer(plain, "llama-bpe")
-    target = tmp_path / "made"
-    target.mkdir()
+        repair_pre_tokenizer(byte_level(), "llama-bpe")
+
+
+def test_fetching_smollm2_never_replaces_a_folder_of_something_else(fetch_smollm2, tmp_path):
     with pytest.raises(UserError, match=r"holds no model\.safetensors"):
-        fetch_smollm2.fetch(target)
-    (target / "model.safetensors").touch()
-    fetch_smollm2.fetch(target)
+        fetch_smollm2.fetch(tmp_path)
+
+
+def test_fetching_smollm2_again_does_nothing(fetch_smollm2, tmp_path, capsys):
+    (tmp_path / "model.safetensors").touch()
+    fetch_smollm2.fetch(tmp_path)
     assert "already" in capsys.readouterr().err
+
+
+def test_fetching_smollm2_from_another_file_leaves_no_part(fetch_smollm2, tmp_path):
     (tmp_path / "file.gguf").write_bytes(b"not it")
     target = tmp_path / "models" / "smol"
     with pytest.raises(UserError, match="sha256"):
         fetch_smollm2.fetch(target, gguf=tmp_path / "file.gguf")
-    assert not target.exists() and not list(target.parent.iterdir())
+    assert not target.exists()
+    assert list(target.parent.iterdir()) == []
+
+
+# --- numbers in the files of a model ------------------------------------------------------------------------------
+def copy_with_settings(folder, copy, file, change):
+    """A copy of a model's folder in which one of its JSON files has other settings."""
+    shutil.copytree(folder, copy)
+    content = {}
+    if (copy / file).is_file():
+        content = json.loads((copy / file).read_text())
+    (copy / file).write_text(json.dumps({**content, **change}))
+    return copy
 
 
 @pytest.mark.parametrize(
@@ -210,34 +356,38 @@ def test_fetching_smollm2_never_replaces_a_folder_nor_leaves_a_part(tmp_path, ca
     ],
 )
 def test_numbers_of_a_models_config_are_looked_at_before_it_is_built(folder, tmp_path, file, change, message):
-    copy = tmp_path / "model"
-    shutil.copytree(folder, copy)
-    content = json.loads((copy / file).read_text()) if (copy / file).is_file() else {}
-    (copy / file).write_text(json.dumps({**content, **change}))
-    for check in (lambda: load(copy), lambda: check_source(ModelConfig(source=str(copy)))):
+    """Within 10 seconds of processor time: ten million layers would take hours to build."""
+    changed = copy_with_settings(folder, tmp_path / "model", file, change)
+    for check in (lambda: load(changed), lambda: check_source(ModelConfig(source=str(changed)))):
         with cpu_limit(10), pytest.raises(UserError, match=rf"^model\.source: .* has in {file} .*{message}") as error:
             check()
         assert "\n" not in str(error.value)
 
 
 def test_token_ids_that_are_numbers_lists_of_them_or_none_are_allowed(folder, tmp_path):
-    copy = tmp_path / "model"
-    shutil.copytree(folder, copy)
-    content = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({**content, "eos_token_id": [0, 1], "bos_token_id": None}))
-    assert load(copy).model.config.eos_token_id == [0, 1]
+    token_ids = {"eos_token_id": [0, 1], "bos_token_id": None}
+    changed = copy_with_settings(folder, tmp_path / "model", "config.json", token_ids)
+    assert load(changed).model.config.eos_token_id == [0, 1]
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("block_count", 2**32 - 1), ("feed_forward_length", 2**31), ("embedding_length", 2**31)]
 )
-def test_the_header_of_a_gguf_file_is_looked_at_before_the_model_is_built(tmp_path, monkeypatch, name, value):
+@pytest.mark.parametrize("has_tokenizer", [False, True], ids=["its own tokenizer", "another tokenizer"])
+def test_the_header_of_a_gguf_file_is_looked_at_before_the_model_is_built(
+    tmp_path, monkeypatch, name, value, has_tokenizer
+):
     import gguf
 
     add = getattr(gguf.GGUFWriter, f"add_{name}")
     monkeypatch.setattr(gguf.GGUFWriter, f"add_{name}", lambda writer, _: add(writer, value))
     write_gguf(tmp_path / "tiny.gguf", "smollm")
-    tokenizer().save_pretrained(tmp_path / "words")
-    for other in (None, str(tmp_path / "words")):
-        with cpu_limit(10), pytest.raises(UserError, match=rf"model\.gguf_file: tiny\.gguf has {name}: got {value}"):
-            load(tmp_path, gguf_file="tiny.gguf", tokenizer=other)
+    other_tokenizer = None
+    if has_tokenizer:
+        tokenizer().save_pretrained(tmp_path / "words")
+        other_tokenizer = str(tmp_path / "words")
+    with (
+        cpu_limit(10),
+        pytest.raises(UserError, match=rf"model\.options\.gguf_file: tiny\.gguf has {name}: got {value}"),
+    ):
+        load(tmp_path, options={"gguf_file": "tiny.gguf"}, tokenizer=other_tokenizer)

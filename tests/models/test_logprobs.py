@@ -17,8 +17,14 @@ from kl_comedy.models.types import PassOptions
 from passes import QUANTITIES, head_columns, token_pass
 from small_llama import V, batch, llama, naive_logits
 
-EXACT = {"kl": True, "forward_kl": True, "entropy": True, "total_variation": True}
-EXACT |= {"certainty": True, "reference_certainty": True}
+EXACT = {
+    "kl": True,
+    "forward_kl": True,
+    "entropy": True,
+    "total_variation": True,
+    "certainty": True,
+    "reference_certainty": True,
+}
 
 
 def gpt2(dtype=torch.float64):
@@ -38,8 +44,10 @@ def phi(dtype=torch.float64, seed=0):
 
 
 def naive_logps(model, rows, temperature):
-    pairs = zip(naive_logits(model, rows, temperature), rows, strict=True)
-    return [logp.gather(1, completion[:, None])[:, 0] for logp, (_, completion) in pairs]
+    logps = []
+    for logp_TV, (_, completion_T) in zip(naive_logits(model, rows, temperature), rows, strict=True):
+        logps.append(logp_TV.gather(1, completion_T[:, None])[:, 0])
+    return logps
 
 
 def assert_rows_equal(values_BT, expected, atol=1e-10, rtol=0):
@@ -64,63 +72,148 @@ def reference_pass(model, inputs, temperature=0.7, chunk=7 * V):
     ids=["llama 1", "llama 0.7", "gpt2 0.7", "tied 1", "phi 0.7"],
 )
 def test_logps_are_those_of_the_unpadded_unbatched_model(make, temperature):
-    model, (inputs, rows) = make(), batch()
+    model = make()
+    inputs, rows = batch()
     logp_BT = pass_batch(model, inputs, temperature=temperature).logp_BT
     assert_rows_equal(logp_BT, naive_logps(model, rows, temperature))
     assert logp_BT.dtype == torch.float64
 
 
+def values_and_gradients(model, inputs, reference, chunk):
+    """The columns of a pass, and the gradients of a sum of them by every parameter."""
+    model.zero_grad()
+    columns = pass_batch(model, inputs, chunk=chunk, reference=reference, **EXACT)
+    # Squared, so that the gradient of the KL depends on its value too.
+    (columns.logp_BT.sum() + (columns.kl_BT**2).sum() + columns.forward_kl_BT.sum()).backward()
+    results = {
+        "logp": columns.logp_BT.detach(),
+        "kl": columns.kl_BT.detach(),
+        "forward_kl": columns.forward_kl_BT.detach(),
+        "entropy": columns.entropy_BT.detach(),
+        "total_variation": columns.total_variation_BT.detach(),
+    }
+    for name, parameter in model.named_parameters():
+        results[f"gradient of {name}"] = parameter.grad.clone()
+    return results
+
+
 @pytest.mark.parametrize("chunk", [1, V, 3 * V + 5, 10**9])
 @pytest.mark.parametrize("make", [llama, phi], ids=["llama", "phi, a head with a bias"])
 def test_values_and_gradients_do_not_depend_on_chunks(make, chunk):
-    model, (inputs, _) = make(), batch()
+    model = make()
+    inputs, _ = batch()
     reference = reference_pass(make(seed=3), inputs)
-    wanted = {"reference": reference, **EXACT}
-    results = []
-    for size in (10**9, chunk):
-        model.zero_grad()
-        passed = pass_batch(model, inputs, chunk=size, **wanted)
-        (passed.logp_BT.sum() + (passed.kl_BT**2).sum() + passed.forward_kl_BT.sum()).backward()
-        values = [passed.logp_BT, passed.kl_BT, passed.forward_kl_BT, passed.entropy_BT, passed.total_variation_BT]
-        results.append([t.detach().clone() for t in [*values, *(p.grad for p in model.parameters())]])
-    for whole, chunked in zip(*results, strict=True):
-        torch.testing.assert_close(whole, chunked, atol=1e-11, rtol=1e-11)
+    whole = values_and_gradients(model, inputs, reference, chunk=10**9)
+    chunked = values_and_gradients(model, inputs, reference, chunk)
+    for name in whole:
+        torch.testing.assert_close(whole[name], chunked[name], atol=1e-11, rtol=1e-11, msg=name)
 
 
-def test_exact_values_are_those_of_torch_distributions_with_their_gradients():
-    model, other, (inputs, rows) = llama(), llama(seed=3), batch()
-    passed = pass_batch(model, inputs, reference=reference_pass(other, inputs), **EXACT, mixtures=[0.3])
-    weights = torch.randn(passed.kl_BT.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    policies = [torch.distributions.Categorical(logits=x) for x in naive_logits(model, rows, 0.7)]
-    with torch.no_grad():
-        references = [torch.distributions.Categorical(logits=x) for x in naive_logits(other, rows, 0.7)]
-    divergence = torch.distributions.kl_divergence
-    pairs = list(zip(policies, references, strict=True))
-    expected = {
-        "kl_BT": [divergence(p, q) for p, q in pairs],
-        "forward_kl_BT": [divergence(q, p) for p, q in pairs],
-        "entropy_BT": [p.entropy() for p in policies],
-        "total_variation_BT": [(p.probs - q.probs).clamp(min=0).sum(-1) for p, q in pairs],
-    }
-    expected["certainty_BT"] = [1 - p.entropy() / math.log(V) for p in policies]
-    expected["reference_certainty_BT"] = [1 - q.entropy() / math.log(V) for q in references]
-    mixed = [torch.distributions.Categorical(probs=0.3 * q.probs + 0.7 * p.probs) for p, q in pairs]
-    jsd = [0.3 * divergence(q, m) + 0.7 * divergence(p, m) for (p, q), m in zip(pairs, mixed, strict=True)]
-    for name, columns in expected.items():
-        assert_rows_equal(getattr(passed, name), columns, rtol=1e-10)
-    assert_rows_equal(passed.mixture[0.3], jsd, rtol=1e-10)
-    parameters = list(model.parameters())
-    expected |= {"logp_BT": naive_logps(model, rows, 0.7), "jsd": jsd}
-    for name in ("logp_BT", "kl_BT", "forward_kl_BT", "jsd"):
-        column_BT = passed.mixture[0.3] if name == "jsd" else getattr(passed, name)
-        ours = torch.autograd.grad((column_BT * weights).sum(), parameters, retain_graph=True)
-        plain = sum((c * w[: len(c)]).sum() for c, w in zip(expected[name], weights, strict=True))
-        theirs = torch.autograd.grad(plain, parameters, retain_graph=True)
-        for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
-    assert not passed.entropy_BT.requires_grad and not passed.total_variation_BT.requires_grad
-    gaps, bounds = passed.total_variation_BT, (passed.kl_BT.detach() / 2).sqrt()
-    assert float(gaps.max()) < 1 and bool((gaps <= bounds + 1e-12).all()), "Pinsker's inequality"
+# --- against torch.distributions --------------------------------------------------------------------------------------
+class PassAndDistributions:
+    """A pass over a batch, and the same columns row by row from ``torch.distributions``."""
+
+    def __init__(self):
+        self.model = llama()
+        reference_model = llama(seed=3)
+        inputs, rows = batch()
+        reference = reference_pass(reference_model, inputs)
+        self.columns = pass_batch(self.model, inputs, reference=reference, **EXACT, mixtures=[0.3])
+
+        policies = [torch.distributions.Categorical(logits=x) for x in naive_logits(self.model, rows, 0.7)]
+        with torch.no_grad():
+            references = [torch.distributions.Categorical(logits=x) for x in naive_logits(reference_model, rows, 0.7)]
+        divergence = torch.distributions.kl_divergence
+        self.expected = {
+            "logp": naive_logps(self.model, rows, 0.7),
+            "kl": [],
+            "forward_kl": [],
+            "entropy": [],
+            "total_variation": [],
+            "certainty": [],
+            "reference_certainty": [],
+            "jsd": [],
+        }
+        for p, q in zip(policies, references, strict=True):
+            mixture = torch.distributions.Categorical(probs=0.3 * q.probs + 0.7 * p.probs)
+            self.expected["kl"].append(divergence(p, q))
+            self.expected["forward_kl"].append(divergence(q, p))
+            self.expected["entropy"].append(p.entropy())
+            self.expected["total_variation"].append((p.probs - q.probs).clamp(min=0).sum(-1))
+            self.expected["certainty"].append(1 - p.entropy() / math.log(V))
+            self.expected["reference_certainty"].append(1 - q.entropy() / math.log(V))
+            self.expected["jsd"].append(0.3 * divergence(q, mixture) + 0.7 * divergence(p, mixture))
+
+    def column(self, name):
+        if name == "jsd":
+            return self.columns.mixture[0.3]
+        return getattr(self.columns, f"{name}_BT")
+
+    def gradients(self, scalar):
+        return torch.autograd.grad(scalar, list(self.model.parameters()), retain_graph=True)
+
+
+@pytest.fixture(scope="module")
+def both():
+    return PassAndDistributions()
+
+
+@pytest.mark.parametrize("name", [*EXACT, "jsd"])
+def test_exact_values_are_those_of_torch_distributions(both, name):
+    assert_rows_equal(both.column(name), both.expected[name], rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["logp", "kl", "forward_kl", "jsd"])
+def test_gradients_of_exact_values_are_those_of_torch_distributions(both, name):
+    column_BT = both.column(name)
+    # Other weights for every token, so that no error cancels in a sum.
+    weights_BT = torch.randn(column_BT.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    by_hand = 0.0
+    for values_T, weights_T in zip(both.expected[name], weights_BT, strict=True):
+        by_hand = by_hand + (values_T * weights_T[: len(values_T)]).sum()
+    ours = both.gradients((column_BT * weights_BT).sum())
+    theirs = both.gradients(by_hand)
+    for gradient, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(gradient, wanted, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["entropy", "total_variation"])
+def test_quantities_that_are_only_measured_have_no_gradient(both, name):
+    assert not both.column(name).requires_grad
+
+
+def test_the_total_variation_is_bounded_by_the_kl(both):
+    """Pinsker's inequality: TV <= sqrt(KL / 2)."""
+    columns = both.columns
+    total_variation_BT = columns.total_variation_BT
+    bound_BT = (columns.kl_BT.detach() / 2).sqrt()
+    assert float(total_variation_BT.max()) < 1
+    assert bool((total_variation_BT <= bound_BT + 1e-12).all())
+
+
+# --- tokens with a bias of -inf -----------------------------------------------------------------------------------
+def columns_of_a_head(hidden_NH, weight_VH, bias_V, reference, chunk):
+    """Every quantity of the head, and the gradients by its arguments of a sum in which each has another weight."""
+    leaves = [tensor.clone().requires_grad_(True) for tensor in (hidden_NH, weight_VH, bias_V)]
+    columns = head_columns(
+        leaves[0],
+        (leaves[1], leaves[2]),
+        torch.arange(len(hidden_NH)),
+        temperature=0.7,
+        chunk_elements=chunk,
+        requested=QUANTITIES,
+        mixtures=[0.3],
+        top=[(4, "policy")],
+        reference=reference,
+    )
+    total = 0.0
+    weight = 1
+    for name, column in columns.items():
+        # The padding is part of log V of a certainty, so that only the other columns can be compared.
+        if column.requires_grad and "certainty" not in name:
+            total = total + weight * column.sum()
+            weight += 1
+    return columns, torch.autograd.grad(total, leaves)
 
 
 @pytest.mark.parametrize("chunk", [5, 5 * V, 1 << 20], ids=["row by row", "some rows", "whole"])
@@ -129,86 +222,114 @@ def test_tokens_that_neither_policy_draws_change_nothing(chunk):
     generator = torch.Generator().manual_seed(0)
     hidden_NH = torch.randn(6, 4, generator=generator, dtype=torch.float64)
     reference_NH = torch.randn(6, 4, generator=generator, dtype=torch.float64)
-    weight_VH, other_VH = torch.randn(2, V, 4, generator=generator, dtype=torch.float64)
+    weight_VH, reference_weight_VH = torch.randn(2, V, 4, generator=generator, dtype=torch.float64)
     bias_V = torch.randn(V, generator=generator, dtype=torch.float64)
-    padded_bias = torch.cat([bias_V, torch.full((3,), -math.inf, dtype=torch.float64)])
     padding_VH = torch.randn(3, 4, generator=generator, dtype=torch.float64)
-    results = []
-    for padding, bias in ((None, bias_V), (padding_VH, padded_bias)):
-        weight = weight_VH if padding is None else torch.cat([weight_VH, padding])
-        other = other_VH if padding is None else torch.cat([other_VH, padding])
-        leaves = [each.clone().requires_grad_(True) for each in (hidden_NH, weight, bias)]
-        columns = head_columns(
-            leaves[0],
-            (leaves[1], leaves[2]),
-            torch.arange(6),
-            temperature=0.7,
-            chunk_elements=chunk,
-            requested=QUANTITIES,
-            mixtures=[0.3],
-            top=[(4, "policy")],
-            reference=(reference_NH, (other, bias)),
-        )
-        # log V of a certainty counts the padding.
-        certain = [columns.pop("certainty"), columns.pop("reference_certainty")]
-        assert all(torch.isfinite(each).all() for each in certain)
-        differentiable = [each for each in columns.values() if each.requires_grad]
-        gradients = torch.autograd.grad(sum((n + 1) * each.sum() for n, each in enumerate(differentiable)), leaves)
-        results.append([*columns.values(), gradients[0], gradients[1][:V], gradients[2][:V]])
-        assert all(torch.isfinite(each).all() for each in gradients)
-    for plain, padded in zip(*results, strict=True):
-        torch.testing.assert_close(plain, padded, atol=1e-12, rtol=1e-12)
+    padded_bias_V = torch.cat([bias_V, torch.full((3,), -math.inf, dtype=torch.float64)])
+    plain, plain_gradients = columns_of_a_head(
+        hidden_NH, weight_VH, bias_V, (reference_NH, (reference_weight_VH, bias_V)), chunk
+    )
+    padded, padded_gradients = columns_of_a_head(
+        hidden_NH,
+        torch.cat([weight_VH, padding_VH]),
+        padded_bias_V,
+        (reference_NH, (torch.cat([reference_weight_VH, padding_VH]), padded_bias_V)),
+        chunk,
+    )
+
+    assert set(padded) == set(plain)
+    for name in plain:
+        if "certainty" in name:
+            assert torch.isfinite(plain[name]).all(), name
+            assert torch.isfinite(padded[name]).all(), name
+        else:
+            torch.testing.assert_close(plain[name], padded[name], atol=1e-12, rtol=1e-12, msg=name)
+    for argument, gradient, padded_gradient in zip(
+        ("hidden", "weight", "bias"), plain_gradients, padded_gradients, strict=True
+    ):
+        assert torch.isfinite(gradient).all(), argument
+        assert torch.isfinite(padded_gradient).all(), argument
+        if argument != "hidden":
+            padded_gradient = padded_gradient[:V]
+        torch.testing.assert_close(gradient, padded_gradient, atol=1e-12, rtol=1e-12, msg=argument)
 
 
-def test_a_divergence_is_infinite_only_where_the_other_policy_never_draws_the_token():
-    hidden, weight = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    free, padded = torch.zeros(3, dtype=torch.float64), torch.tensor([0.0, 0.0, -math.inf], dtype=torch.float64)
-    options = {
-        "temperature": 1.0,
-        "chunk_elements": 100,
-        "requested": ("kl", "forward_kl", "entropy"),
-        "mixtures": [0.3],
-    }
-    columns = head_columns(
-        hidden, (weight, padded), torch.zeros(3, dtype=torch.long), reference=(hidden, (weight, free)), **options
+FREE_BIAS = torch.zeros(3, dtype=torch.float64)
+IMPOSSIBLE_LAST = torch.tensor([0.0, 0.0, -math.inf], dtype=torch.float64)
+
+
+def divergences(policy_bias_V, reference_bias_V):
+    hidden_NH, weight_VH = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return head_columns(
+        hidden_NH,
+        (weight_VH, policy_bias_V),
+        torch.zeros(3, dtype=torch.long),
+        reference=(hidden_NH, (weight_VH, reference_bias_V)),
+        temperature=1.0,
+        chunk_elements=100,
+        requested=("kl", "forward_kl", "entropy"),
+        mixtures=[0.3],
     )
-    assert torch.isfinite(columns["kl"]).all() and torch.isfinite(columns["entropy"]).all()
-    assert torch.isposinf(columns["forward_kl"]).all() and torch.isfinite(columns["mixture0"]).all()
-    columns = head_columns(
-        hidden, (weight, free), torch.zeros(3, dtype=torch.long), reference=(hidden, (weight, padded)), **options
-    )
-    assert torch.isposinf(columns["kl"]).all() and torch.isfinite(columns["forward_kl"]).all()
+
+
+def test_only_the_forward_kl_is_infinite_where_the_policy_never_draws_a_token():
+    columns = divergences(IMPOSSIBLE_LAST, FREE_BIAS)
+    assert torch.isposinf(columns["forward_kl"]).all()
+    assert torch.isfinite(columns["kl"]).all()
+    assert torch.isfinite(columns["entropy"]).all()
     assert torch.isfinite(columns["mixture0"]).all()
 
 
-def test_a_quantity_requested_alone_equals_that_requested_with_others():
+def test_only_the_reverse_kl_is_infinite_where_the_reference_never_draws_a_token():
+    columns = divergences(FREE_BIAS, IMPOSSIBLE_LAST)
+    assert torch.isposinf(columns["kl"]).all()
+    assert torch.isfinite(columns["forward_kl"]).all()
+    assert torch.isfinite(columns["mixture0"]).all()
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_quantity_requested_alone_equals_that_requested_with_others(name):
     """Columns travel in a fixed order; none may end up under another's name, and what is not requested is None."""
-    model, (inputs, _) = llama(), batch()
+    model = llama()
+    inputs, _ = batch()
     reference = reference_pass(llama(seed=3), inputs)
     together = pass_batch(model, inputs, reference=reference, **EXACT)
-    for name in EXACT:
-        alone = pass_batch(model, inputs, reference=reference, **{name: True})
-        assert torch.equal(getattr(alone, f"{name}_BT"), getattr(together, f"{name}_BT"))
-        assert all(getattr(alone, f"{other}_BT") is None for other in EXACT if other != name)
+    alone = pass_batch(model, inputs, reference=reference, **{name: True})
+    assert torch.equal(getattr(alone, f"{name}_BT"), getattr(together, f"{name}_BT"))
+    for other in EXACT:
+        if other != name:
+            assert getattr(alone, f"{other}_BT") is None, other
 
 
 MODEL = llama()
-LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=4)
+# (tokens of the prompt, tokens of the completion) for each row, at least one completion token among them.
+LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=4).filter(
+    lambda rows: any(completion_length for _, completion_length in rows)
+)
 
 
 @settings(max_examples=15, deadline=None)
-@given(lengths=LENGTHS.filter(lambda rows: any(t for _, t in rows)), pad=st.integers(0, V - 1), extra=st.integers(0, 3))
+@given(lengths=LENGTHS, pad=st.integers(0, V - 1), extra=st.integers(0, 3))
 def test_padding_changes_nothing(lengths, pad, extra):
     inputs, rows = batch(*zip(*lengths, strict=True), pad=pad, extra=extra)
     logp_BT = pass_batch(MODEL, inputs).logp_BT
-    gradient = torch.autograd.grad(logp_BT.sum(), list(MODEL.parameters()))
-    assert all(bool(torch.isfinite(g).all()) for g in gradient)
     assert_rows_equal(logp_BT, naive_logps(MODEL, rows, 0.7))
+    for gradient in torch.autograd.grad(logp_BT.sum(), list(MODEL.parameters())):
+        assert bool(torch.isfinite(gradient).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_kl_to_itself_is_exactly_zero_and_logps_equal(dtype):
-    model, (inputs, _) = llama(dtype), batch()
+@pytest.mark.parametrize(
+    ("dtype", "dtype_of_the_head"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),  # the head of a narrow model computes in float32
+    ],
+    ids=["float64", "float32", "bfloat16"],
+)
+def test_kl_to_itself_is_exactly_zero_and_logps_equal(dtype, dtype_of_the_head):
+    model = llama(dtype)
+    inputs, _ = batch()
     reference = reference_pass(model, inputs, chunk=2 * V)
     passed = pass_batch(model, inputs, chunk=2 * V, reference=reference, **EXACT, mixtures=[0.3])
     assert passed.mixture[0.3].count_nonzero() == 0
@@ -216,18 +337,27 @@ def test_kl_to_itself_is_exactly_zero_and_logps_equal(dtype):
     assert passed.kl_BT.count_nonzero() == 0
     assert passed.forward_kl_BT.count_nonzero() == 0
     assert torch.equal(passed.logp_BT, reference.logp_BT)
-    assert passed.logp_BT.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert passed.logp_BT.dtype == dtype_of_the_head
 
 
-def test_float32_is_close_to_float64_and_autocast_leaves_the_head_alone():
-    wide, (inputs, _) = llama(), batch()
-    narrow = copy.deepcopy(wide).float()
-    exact = pass_batch(wide, inputs).logp_BT
-    torch.testing.assert_close(pass_batch(narrow, inputs).logp_BT.double(), exact, atol=1e-4, rtol=0)
+def test_float32_is_close_to_float64():
+    in_float64 = llama()
+    in_float32 = copy.deepcopy(in_float64).float()
+    inputs, _ = batch()
+    exact_BT = pass_batch(in_float64, inputs).logp_BT
+    torch.testing.assert_close(pass_batch(in_float32, inputs).logp_BT.double(), exact_BT, atol=1e-4, rtol=0)
+
+
+def test_autocast_leaves_the_head_alone():
+    """The layers below compute in bfloat16, hence the wide tolerance; the head stays in float32."""
+    in_float64 = llama()
+    in_float32 = copy.deepcopy(in_float64).float()
+    inputs, _ = batch()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        passed = pass_batch(narrow, inputs, entropy=True)
-    assert passed.logp_BT.dtype == passed.entropy_BT.dtype == torch.float32
-    torch.testing.assert_close(passed.logp_BT.double(), exact, atol=0.5, rtol=0)
+        columns = pass_batch(in_float32, inputs, entropy=True)
+    assert columns.logp_BT.dtype == torch.float32
+    assert columns.entropy_BT.dtype == torch.float32
+    torch.testing.assert_close(columns.logp_BT.double(), pass_batch(in_float64, inputs).logp_BT, atol=0.5, rtol=0)
 
 
 class _Largest(TorchDispatchMode):
@@ -238,49 +368,76 @@ class _Largest(TorchDispatchMode):
         self.numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for item in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(item, torch.Tensor):
-                self.numel = max(self.numel, item.numel())
-        return out
+        result = func(*args, **(kwargs or {}))
+        outputs = [result]
+        if isinstance(result, tuple | list):
+            outputs = result
+        for output in outputs:
+            if isinstance(output, torch.Tensor):
+                self.numel = max(self.numel, output.numel())
+        return result
 
 
-def test_forward_and_backward_never_hold_all_logits():
-    """The vocabulary is made the largest dimension by far, so that only logits can be large."""
-    vocab = 4001
-    model, (inputs, _) = llama(torch.float32, vocab=vocab), batch((2, 2, 2, 2), (12, 12, 9, 12))
-    reference = reference_pass(model, inputs, chunk=5 * vocab)
-    saved = []
+# The vocabulary is made the largest dimension by far, so that only logits can be large.
+LARGE_VOCABULARY = 4001
+TOKENS = 12 + 12 + 9 + 12
+ROWS_PER_CHUNK = 5
 
-    def keep(tensor):
-        saved.append(tensor.numel())
+
+@pytest.fixture(scope="module")
+def large_head():
+    model = llama(torch.float32, vocab=LARGE_VOCABULARY)
+    inputs, _ = batch((2, 2, 2, 2), (12, 12, 9, 12))
+    return model, inputs
+
+
+def test_forward_and_backward_never_hold_all_logits(large_head):
+    model, inputs = large_head
+    chunk = ROWS_PER_CHUNK * LARGE_VOCABULARY
+    reference = reference_pass(model, inputs, chunk=chunk)
+    saved_sizes = []
+
+    def remember(tensor):
+        saved_sizes.append(tensor.numel())
         return tensor
 
-    with _Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        passed = pass_batch(model, inputs, chunk=5 * vocab, reference=reference, **EXACT)
-        between = len(saved)
-        (passed.logp_BT + passed.kl_BT + passed.forward_kl_BT).sum().backward()
-    head = model.lm_head.weight.numel()  # 16 * V, the only larger tensor: the weight and its gradient
-    assert largest.numel <= head < 45 * vocab
-    assert max(n for n in saved[:between] if n != head) < vocab, "no logits are kept for the backward pass"
-    assert max(n for n in saved if n != head) <= 5 * vocab
-    with _Largest() as naive:
+    with _Largest() as largest, torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        columns = pass_batch(model, inputs, chunk=chunk, reference=reference, **EXACT)
+        saved_in_forward = len(saved_sizes)
+        (columns.logp_BT + columns.kl_BT + columns.forward_kl_BT).sum().backward()
+
+    # 16 hidden units times the vocabulary. Only the weight and its gradient may be larger than a chunk of logits.
+    head_size = model.lm_head.weight.numel()
+    assert head_size < TOKENS * LARGE_VOCABULARY
+    assert largest.numel <= head_size
+    sizes_in_forward = [size for size in saved_sizes[:saved_in_forward] if size != head_size]
+    assert max(sizes_in_forward) < LARGE_VOCABULARY, "no logits are kept for the backward pass"
+    assert max(size for size in saved_sizes if size != head_size) <= chunk
+
+
+def test_a_chunk_as_large_as_the_batch_holds_all_logits(large_head):
+    """So that the test above would see them."""
+    model, inputs = large_head
+    with _Largest() as largest:
         pass_batch(model, inputs, chunk=10**9)
-    assert naive.numel == 45 * vocab
+    assert largest.numel == TOKENS * LARGE_VOCABULARY
 
 
 def test_a_batch_without_completion_tokens_has_zero_loss_and_zero_gradient():
-    model, (inputs, _) = llama(), batch()
+    model = llama()
+    inputs, _ = batch()
     inputs["mask_BT"] = torch.zeros_like(inputs["mask_BT"])
-    passed = pass_batch(model, inputs)
-    passed.logp_BT.sum().backward()
-    assert passed.logp_BT.count_nonzero() == 0
-    assert all(p.grad is None or p.grad.count_nonzero() == 0 for p in model.parameters())
+    columns = pass_batch(model, inputs)
+    columns.logp_BT.sum().backward()
+    assert columns.logp_BT.count_nonzero() == 0
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            assert parameter.grad.count_nonzero() == 0, name
 
 
 def test_the_adapter_of_a_lora_model_is_used():
-    base, (inputs, rows) = llama(), batch()
-    model = add_lora(base, LoraConfig(rank=2))
+    inputs, rows = batch()
+    model = add_lora(llama(), LoraConfig(rank=2))
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -291,27 +448,51 @@ def test_the_adapter_of_a_lora_model_is_used():
         assert not torch.allclose(pass_batch(model, inputs).logp_BT, logp_BT)
 
 
-def test_a_batch_that_does_not_fit_is_refused():
-    model, (inputs, _) = llama(), batch()
-    holes = inputs["mask_BT"].clone()
-    holes[0, 1] = False
-    right = inputs["prompt_mask_BP"].flip(1)
-    for changes, message in [
-        ({"mask_BT": holes}, "right-padded"),
-        ({"prompt_mask_BP": right}, "left-padded"),
-        ({"prompt_mask_BP": torch.zeros_like(right)}, "left-padded"),
-        ({"ids_BT": inputs["ids_BT"][:, 1:]}, "do not fit"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            pass_batch(model, {**inputs, **changes})
+# --- what is refused --------------------------------------------------------------------------------------------------
+def with_hole(mask_BT):
+    """Without the second token of the first row."""
+    mask_BT = mask_BT.clone()
+    mask_BT[0, 1] = False
+    return mask_BT
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("mask_BT", with_hole, "right-padded"),
+        ("prompt_mask_BP", lambda mask_BP: mask_BP.flip(1), "left-padded"),
+        ("prompt_mask_BP", torch.zeros_like, "left-padded"),
+        ("ids_BT", lambda ids_BT: ids_BT[:, 1:], "do not fit"),
+    ],
+    ids=["hole in a completion", "prompts padded on the right", "no prompt", "fewer ids"],
+)
+def test_a_batch_of_another_layout_is_refused(name, change, message):
+    inputs, _ = batch()
+    with pytest.raises(ValueError, match=message):
+        pass_batch(MODEL, {**inputs, name: change(inputs[name])})
+
+
+def test_a_temperature_of_zero_is_refused():
+    inputs, _ = batch()
     with pytest.raises(ValueError, match="temperature"):
-        pass_batch(model, inputs, temperature=0.0)
+        pass_batch(MODEL, inputs, temperature=0.0)
+
+
+@pytest.mark.parametrize("name", ["kl", "total_variation"])
+def test_a_divergence_needs_a_reference(name):
+    inputs, _ = batch()
     with pytest.raises(ValueError, match="needs a reference"):
-        pass_batch(model, inputs, kl=True)
-    with pytest.raises(ValueError, match="needs a reference"):
-        pass_batch(model, inputs, total_variation=True)
+        pass_batch(MODEL, inputs, **{name: True})
+
+
+def test_a_reference_at_another_temperature_is_refused():
+    inputs, _ = batch()
     with pytest.raises(ValueError, match="temperature"):
-        pass_batch(model, inputs, kl=True, reference=reference_pass(model, inputs, temperature=1.0))
-    smaller, _ = batch((3,), (4,))
+        pass_batch(MODEL, inputs, kl=True, reference=reference_pass(MODEL, inputs, temperature=1.0))
+
+
+def test_a_reference_of_another_batch_is_refused():
+    inputs, _ = batch()
+    other_inputs, _ = batch((3,), (4,))
     with pytest.raises(ValueError, match="has 4 tokens"):
-        pass_batch(model, inputs, kl=True, reference=reference_pass(model, smaller))
+        pass_batch(MODEL, inputs, kl=True, reference=reference_pass(MODEL, other_inputs))

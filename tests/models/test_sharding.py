@@ -21,45 +21,58 @@ from small_llama import batch as padded_batch
 from small_llama import llama
 
 
+def own_part(parameter):
+    """What this process holds of a parameter, sharded or not."""
+    if hasattr(parameter, "to_local"):
+        return parameter.to_local()
+    return parameter
+
+
 def values(loaded):
     """Log-probs, exact KL to the initial and an EMA reference, and squared gradient norms, as plain numbers."""
-    model, inputs = loaded.model, batch()
+    model = loaded.model
+    inputs = batch()
     config = Config(
         reference=ReferenceConfig(ema_decay=0.5),
         rollout=RolloutConfig(temperature=0.7),
         model=ModelConfig(head_chunk_elements=64),
     )
-    reference, moved = (build_reference(kind, loaded, config) for kind in ("initial", "ema"))
+    references = {kind: build_reference(kind, loaded, config) for kind in ("initial", "ema")}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.no_grad():
-        for p in model.parameters():
-            if p.requires_grad:
-                p.mul_(1.1).add_(0.01)
-    moved.update(model, 1)
+        for parameter in trained:
+            parameter.mul_(1.1).add_(0.01)
+    references["ema"].update(model, 1)
     numbers = {}
-    for name, ref in (("initial", reference), ("ema", moved)):
-        passed = token_pass(model, **inputs, reference=ref.forward_pass(**inputs), kl=True, **OPTIONS)
-        numbers[name] = [*passed.logp_BT.flatten().tolist(), *passed.kl_BT.flatten().tolist()]
+    for kind, reference in references.items():
+        columns = token_pass(model, **inputs, reference=reference.forward_pass(**inputs), kl=True, **OPTIONS)
+        numbers[kind] = [*columns.logp_BT.flatten().tolist(), *columns.kl_BT.flatten().tolist()]
+
+    # Gradients of the last pass, that with the moving reference.
     model.zero_grad()
-    (passed.logp_BT.sum() + passed.kl_BT.sum()).backward()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    grads = [full_tensor(torch.zeros_like(p) if p.grad is None else p.grad) for p in trained]
-    numbers["grads"] = [float(grad.double().square().sum()) for grad in grads]
+    (columns.logp_BT.sum() + columns.kl_BT.sum()).backward()
+    numbers["grads"] = []
+    for parameter in trained:
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        # Every rank takes part in the gathering, also for a gradient of zeros.
+        numbers["grads"].append(float(full_tensor(gradient).double().square().sum()))
     return numbers
 
 
 def layers_whole_at_once(model):
     """The most decoder layers that this process holds whole when any of them runs."""
     layers = decoder_layers(model)
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     counts = []
 
-    def elements(layer):
-        return sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in layer.parameters())
+    def is_whole(layer):
+        return all(own_part(parameter).numel() == parameter.numel() for parameter in layer.parameters())
 
-    def look(*_):
-        counts.append(sum(elements(layer) == size for layer, size in zip(layers, sizes, strict=True)))
+    def count_whole_layers(*_):
+        counts.append(sum(is_whole(layer) for layer in layers))
 
-    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(count_whole_layers) for layer in layers]
     with torch.no_grad():
         token_pass(model, **batch(), **OPTIONS)
     for hook in hooks:
@@ -68,49 +81,58 @@ def layers_whole_at_once(model):
     return max(counts)
 
 
+BUCKET_BYTES = 2**15
+
+
 def sharded_results(rank, world, folder, kind):
+    """What each rank measures of a policy that is loaded in shards."""
     from kl_comedy.models.sharding import load_sharded
 
     loaded = load_sharded(config_of(kind, folder), limit_bytes=0)
-    local = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in loaded.model.parameters())
-    total = sum(p.numel() for p in loaded.model.parameters())
+    own_elements = sum(own_part(parameter).numel() for parameter in loaded.model.parameters())
+    all_elements = sum(parameter.numel() for parameter in loaded.model.parameters())
     results = {
         "start": weights_hash(loaded.model),
         "ends": loaded.causal.generation_config.eos_token_id,
-        "share": local / total,
+        "share": own_elements / all_elements,
         "at once": layers_whole_at_once(loaded.model),
         "bytes": weight_bytes(loaded.model),
         "values": values(loaded),
         "end": weights_hash(loaded.model),
     }
     replica = load_model(config_of(kind, folder))
-    sizes = [0]
+    bucket_bytes = []
 
-    def counted():
-        for bucket in stream_weights(loaded.model, 2**15):
+    def measured_buckets():
+        for bucket in stream_weights(loaded.model, BUCKET_BYTES):
+            # A weight that is larger than a bucket travels alone.
             if len(bucket) > 1:
-                sizes.append(sum(t.numel() * t.element_size() for _, t in bucket))
+                bucket_bytes.append(sum(tensor.numel() * tensor.element_size() for _, tensor in bucket))
             yield bucket
 
-    copy_into(replica.model, counted())
-    return {**results, "largest bucket": max(sizes), "replica": weights_hash(replica.model)}
+    copy_into(replica.model, measured_buckets())
+    results["largest bucket"] = max(bucket_bytes, default=0)
+    results["replica"] = weights_hash(replica.model)
+    return results
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied lora checkpointing"])
-def test_a_sharded_policy_equals_that_of_one_process(tmp_path, kind):
+@pytest.mark.parametrize(("kind", "end_ids"), [("plain", 1), ("tied lora checkpointing", [1, 5])])
+def test_a_sharded_policy_equals_that_of_one_process(tmp_path, kind, end_ids):
     if "tied" in kind:
         save_tied(tmp_path)
     alone = load_model(config_of(kind, tmp_path))
-    start, size = weights_hash(alone.model), weight_bytes(alone.model)
-    ends, expected = alone.causal.generation_config.eos_token_id, values(alone)
+    start = weights_hash(alone.model)
+    size = weight_bytes(alone.model)
+    assert alone.causal.generation_config.eos_token_id == end_ids
+    expected = values(alone)
     for results in spawn(sharded_results, tmp_path, kind):
         assert results["start"] == start
-        assert results["ends"] == ends == ([1, 5] if "tied" in kind else 1)
-        assert results["share"] < 0.6
+        assert results["ends"] == end_ids
+        assert results["share"] < 0.6, "each of two ranks holds half of the weights"
         assert results["at once"] == 1
         assert results["bytes"] == size
-        assert results["largest bucket"] <= 2**15
-        assert results["replica"] == results["end"]
+        assert results["largest bucket"] <= BUCKET_BYTES
+        assert results["replica"] == results["end"], "the streamed weights are those of the policy"
         for name, numbers in expected.items():
             assert results["values"][name] == pytest.approx(numbers, rel=1e-4, abs=1e-5), name
 
@@ -126,13 +148,15 @@ def failing(rank, world, folder):
 
 
 def test_a_missing_model_is_a_user_error_on_every_rank(tmp_path):
-    assert all("nothing" in message for message in spawn(failing, tmp_path))
+    for message in spawn(failing, tmp_path):
+        assert "nothing" in message
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_under_fsdp_are_those_of_the_plain_model(tmp_path, tied):
     """One process, gloo; the second pass meets parameters that were sharded again."""
-    plain, (inputs, _) = llama(torch.float32, tied=tied), padded_batch()
+    plain = llama(torch.float32, tied=tied)
+    inputs, _ = padded_batch()
     sharded = copy.deepcopy(plain)
     reference = Reference(llama(torch.float32, seed=3, tied=tied), PassOptions(**OPTIONS)).forward_pass(**inputs)
     options = {"reference": reference, "kl": True, **OPTIONS}
@@ -156,43 +180,59 @@ def test_gradients_under_fsdp_are_those_of_the_plain_model(tmp_path, tied):
 def test_merging_an_adapter_gives_the_same_policy(tmp_path):
     adapted = load_model(config_of("lora"))
     with torch.no_grad():
-        for name, p in adapted.model.named_parameters():
+        # A fresh adapter is the identity: its B is zero.
+        for name, parameter in adapted.model.named_parameters():
             if ".lora_B." in name:
-                p.normal_(std=0.1)
-    plain = load_model(config_of("plain"))
-    weights = [pair for bucket in stream_weights(adapted.model) for pair in bucket]
-    copy_into(plain.model, [list(merge_adapter(weights, scaling=16.0 / 4))])
+                parameter.normal_(std=0.1)
+    merged = load_model(config_of("plain"))
+    weights = []
+    for bucket in stream_weights(adapted.model):
+        weights.extend(bucket)
+    alpha_over_rank = 16.0 / 4
+    copy_into(merged.model, [list(merge_adapter(weights, scaling=alpha_over_rank))])
+    base = load_model(config_of("plain"))
     with torch.no_grad():
-        start = load_model(config_of("plain")).model
-        apart, merged, before = (
-            token_pass(m, **batch(), **OPTIONS).logp_BT for m in (adapted.model, plain.model, start)
-        )
-    torch.testing.assert_close(apart, merged, atol=1e-5, rtol=1e-5)
-    assert float((before - apart).abs().max()) > 1e-3
+        adapted_BT = token_pass(adapted.model, **batch(), **OPTIONS).logp_BT
+        merged_BT = token_pass(merged.model, **batch(), **OPTIONS).logp_BT
+        base_BT = token_pass(base.model, **batch(), **OPTIONS).logp_BT
+    torch.testing.assert_close(adapted_BT, merged_BT, atol=1e-5, rtol=1e-5)
+    assert float((base_BT - adapted_BT).abs().max()) > 1e-3
 
 
-@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", ["base first", "base last"])
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("factors", ["narrow", "float32"])
-def test_an_adapter_is_merged_in_float32_and_rounded_once(narrow, factors):
+def test_an_adapter_is_merged_in_float32_and_rounded_once(narrow, factors, order):
     """In the dtype of the weight the product would be rounded first, and the sum again."""
     generator = torch.Generator().manual_seed(0)
-    weight, a, b = (torch.randn(shape, generator=generator) for shape in ((24, 16), (4, 16), (24, 4)))
-    weight, (a, b) = weight.to(narrow), (a.to(narrow), b.to(narrow)) if factors == "narrow" else (a, b)
-    parts = {"base_layer": weight, "lora_A.default": a, "lora_B.default": b}
-    for order in (parts, dict(reversed(parts.items()))):
-        named = [(f"base_model.model.layer.{part}.weight", tensor) for part, tensor in order.items()]
-        ((name, merged),) = merge_adapter(named, scaling=0.75)
-        exact = weight.double() + 0.75 * (b.double() @ a.double())
-        assert name == "layer.weight" and merged.dtype == narrow
-        once = exact.to(narrow)
-        assert int((merged != once).sum()) <= 1, "but for a tie of float32"
-        twice = weight + (0.75 * (b.double() @ a.double())).to(narrow)
-        assert int((twice != once).sum()) > 20, "rounding twice shows"
+    weight = torch.randn((24, 16), generator=generator).to(narrow)
+    lora_a = torch.randn((4, 16), generator=generator)
+    lora_b = torch.randn((24, 4), generator=generator)
+    if factors == "narrow":
+        lora_a = lora_a.to(narrow)
+        lora_b = lora_b.to(narrow)
+    named = [
+        ("base_model.model.layer.base_layer.weight", weight),
+        ("base_model.model.layer.lora_A.default.weight", lora_a),
+        ("base_model.model.layer.lora_B.default.weight", lora_b),
+    ]
+    if order == "base last":
+        named.reverse()
+    ((name, merged),) = merge_adapter(named, scaling=0.75)
+    assert name == "layer.weight"
+    assert merged.dtype == narrow
+
+    update = 0.75 * (lora_b.double() @ lora_a.double())
+    rounded_once = (weight.double() + update).to(narrow)
+    rounded_twice = weight + update.to(narrow)
+    assert int((merged != rounded_once).sum()) <= 1, "but for a tie of float32"
+    assert int((rounded_twice != rounded_once).sum()) > 20, "rounding twice shows"
 
 
-def test_copying_reports_missing_and_unknown_weights():
+@pytest.mark.parametrize(
+    ("name", "message"), [("weight", "did not come: bias"), ("other", "no such weight")], ids=["missing", "unknown"]
+)
+def test_copying_reports_missing_and_unknown_weights(name, message):
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="did not come: bias"):
-        copy_into(model, [[("weight", model.weight)]])
-    with pytest.raises(ValueError, match="no such weight"):
-        copy_into(model, [[("other", model.weight)]])
+    with pytest.raises(ValueError, match=message):
+        copy_into(model, [[(name, model.weight)]])

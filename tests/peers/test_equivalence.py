@@ -20,9 +20,8 @@ from peers import case as peers_case  # noqa: E402
 from peers import equivalence, run  # noqa: E402
 from peers.adapters import SYSTEMS, adapter  # noqa: E402
 
-pytestmark = (
-    pytest.mark.slow
-)  # readings of flags are checked against measured rows in tests/exact/test_peers_readings.py
+# Readings of flags are checked against measured rows in tests/exact/test_peers_readings.py, which is fast.
+pytestmark = pytest.mark.slow
 
 COMPARED = [case for system in SYSTEMS for case in adapter(system).cases if case.ours is not None]
 
@@ -45,4 +44,6 @@ def test_their_code_and_our_term_have_the_same_derivatives(case: peers_case.Case
     row = comparison["rows"][case.name]
     assert row["difference"] <= row["difference_allowed"] <= 1e-3
     assert row["difference_allowed"] == equivalence.bound(case)
-    assert row["stand_ins"] is not None and len(row["module_sha256"]) == 64 and len(row["wheel_sha256"]) == 64
+    assert row["stand_ins"] is not None, "what of their code was replaced is recorded"
+    assert len(row["module_sha256"]) == 64
+    assert len(row["wheel_sha256"]) == 64

@@ -33,8 +33,10 @@ trl = pytest.importorskip("trl", reason="TRL's wheel is not fetched: make test-i
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PROMPTS = ["12+34=", "5+6="]
-LENGTHS = (7, 3, 5, 6, 2, 4, 6, 1)
 GROUP = 4
+PROMPT_OF_ROW = [prompt for prompt in PROMPTS for _ in range(GROUP)]
+LENGTHS = (7, 3, 5, 6, 2, 4, 6, 1)
+"""Of the completions."""
 REWARDS = (1.0, 0.0, 0.5, 0.0, 0.0, 1.0, 1.0, 0.25)
 K1_BEFORE = KLTerm("k1", placement="reward", credit="total", baseline="before", beta=0.05)
 K1_TO_GO = KLTerm("k1", placement="reward", beta=0.05)
@@ -64,15 +66,52 @@ def folder(tmp_path_factory):
     return path
 
 
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """The classes of TRL for one algorithm, ours for it, and what a test needs to know of it."""
+
+    config: type
+    trainer: type
+    trainer_with_terms: type
+    options: dict
+    """With which TRL's loss is one of ours."""
+    advantage: str
+    reduction: str
+    """Those of ours."""
+
+
+@functools.cache
+def algorithm_named(name):
+    from kl_comedy.integrations import trl as ours
+
+    if name == "grpo":
+        return Algorithm(
+            config=trl.GRPOConfig,
+            trainer=trl.GRPOTrainer,
+            trainer_with_terms=ours.KLGRPOTrainer,
+            options={"loss_type": "grpo", "scale_rewards": "none"},
+            advantage="dr_grpo",
+            reduction="sequence_mean_token_mean",
+        )
+    return Algorithm(
+        config=trl.RLOOConfig,
+        trainer=trl.RLOOTrainer,
+        trainer_with_terms=ours.KLRLOOTrainer,
+        options={},
+        advantage="rloo",
+        reduction="sequence_sum",
+    )
+
+
+def rewards(completions, **_):
+    return list(REWARDS[: len(completions)])
+
+
 def build(folder, *, algorithm="grpo", kl=None, **options):
     """A trainer, with ``kl`` or TRL's own, whose sampler returns the fixed completions."""
     from datasets import Dataset
 
-    from kl_comedy.integrations import trl as ours
-
-    config = {"grpo": trl.GRPOConfig, "rloo": trl.RLOOConfig}[algorithm]
-    kinds = {"grpo": ours.KLGRPOTrainer, "rloo": ours.KLRLOOTrainer}
-    plain = {"grpo": trl.GRPOTrainer, "rloo": trl.RLOOTrainer}
+    classes = algorithm_named(algorithm)
     settings = {
         "output_dir": str(folder / "out"),
         "beta": 0.04,
@@ -85,27 +124,36 @@ def build(folder, *, algorithm="grpo", kl=None, **options):
         "save_strategy": "no",
         "disable_tqdm": True,
         "max_steps": 2,
-        **({"loss_type": "grpo", "scale_rewards": "none"} if algorithm == "grpo" else {}),
+        **classes.options,
         **options,
     }
-    trainer = (plain if kl is None else kinds)[algorithm](
-        model=str(folder),
-        reward_funcs=lambda completions, **_: list(REWARDS[: len(completions)]),
-        args=config(**settings),
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
-        processing_class=pocket.build_tokenizer(),
-        **({} if kl is None else {"kl": kl}),
-    )
+    arguments = {
+        "model": str(folder),
+        "reward_funcs": rewards,
+        "args": classes.config(**settings),
+        "train_dataset": Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
+        "processing_class": pocket.build_tokenizer(),
+    }
+    if kl is None:
+        trainer = classes.trainer(**arguments)
+    else:
+        trainer = classes.trainer_with_terms(**arguments, kl=kl)
     perturb(trainer.model)
-    fixed = completions()
-    trainer._generate_single_turn = lambda *_, **__: (fixed, None) if algorithm == "grpo" else fixed
+
+    def sample(*_, **__):
+        if algorithm == "grpo":
+            return completions(), None  # no log-probs of a sampler
+        return completions()
+
+    trainer._generate_single_turn = sample
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     return trainer
 
 
 def batch_of(trainer):
-    return trainer._generate_and_score_completions([{"prompt": p} for p in PROMPTS for _ in range(GROUP)])
+    """The batch that the trainer makes of the completions."""
+    return trainer._generate_and_score_completions([{"prompt": prompt} for prompt in PROMPT_OF_ROW])
 
 
 def gradient(model, loss):
@@ -118,26 +166,43 @@ def step(trainer):
     return loss.item(), gradient(trainer.model, loss)
 
 
+def padded(rows, *, left):
+    """Rows of token ids as a tensor, padded on one side, and the mask of the tokens."""
+    pad = pocket.build_tokenizer().pad_token_id
+    width = max(map(len, rows))
+    ids = []
+    mask = []
+    for row in rows:
+        missing = width - len(row)
+        if left:
+            ids.append([pad] * missing + row)
+            mask.append([False] * missing + [True] * len(row))
+        else:
+            ids.append(row + [pad] * missing)
+            mask.append([True] * len(row) + [False] * missing)
+    return torch.tensor(ids), torch.tensor(mask)
+
+
 def our_gradient(folder, terms, *, advantage, reduction):
     """The same batch through kl_comedy's passes, advantages and loss."""
     from transformers import AutoModelForCausalLM
 
-    reference, policy = (AutoModelForCausalLM.from_pretrained(folder).float() for _ in range(2))
+    reference = AutoModelForCausalLM.from_pretrained(folder).float()
+    policy = AutoModelForCausalLM.from_pretrained(folder).float()
     perturb(policy)
     tokenizer = pocket.build_tokenizer()
-    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS for _ in range(GROUP)]
-    pad = tokenizer.pad_token_id
-    wide, width = max(map(len, prompts)), max(LENGTHS)
+    prompt_ids_BP, prompt_mask_BP = padded([tokenizer(prompt)["input_ids"] for prompt in PROMPT_OF_ROW], left=True)
+    ids_BT, mask_BT = padded(completions(), left=False)
     tensors = {
-        "prompt_ids_BP": torch.tensor([[pad] * (wide - len(ids)) + ids for ids in prompts]),
-        "prompt_mask_BP": torch.tensor([[0] * (wide - len(ids)) + [1] * len(ids) for ids in prompts]).bool(),
-        "ids_BT": torch.tensor([ids + [pad] * (width - len(ids)) for ids in completions()]),
-        "mask_BT": torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in completions()]).bool(),
+        "prompt_ids_BP": prompt_ids_BP,
+        "prompt_mask_BP": prompt_mask_BP,
+        "ids_BT": ids_BT,
+        "mask_BT": mask_BT,
     }
-    mask_BT, group_B = tensors["mask_BT"], torch.arange(len(PROMPTS)).repeat_interleave(GROUP)
-    policy_pass, ref_pass = (
-        token_pass(model, **tensors, temperature=1.0, chunk_elements=1 << 20) for model in (policy, reference)
-    )
+    policy_pass = token_pass(policy, **tensors, temperature=1.0, chunk_elements=1 << 20)
+    ref_pass = token_pass(reference, **tensors, temperature=1.0, chunk_elements=1 << 20)
+
+    group_B = torch.arange(len(PROMPTS)).repeat_interleave(GROUP)
     reward_B = torch.tensor(REWARDS)
     experience = Experience(
         **tensors,
@@ -154,16 +219,22 @@ def our_gradient(folder, terms, *, advantage, reduction):
         if term.baseline == "before":
             arguments = kl_arguments(term, experience, policy_pass.logp_BT, experience.ref_logp_BT, policy_pass)
             costs_BT = costs_BT + term.beta * kl_parts(term, **arguments).cost_BT
-    returns_BT = returns_with_costs(reward_B.double(), costs_BT.double(), width)
+    returns_BT = returns_with_costs(reward_B.double(), costs_BT.double(), mask_BT.shape[1])
     advantage_BT = ADVANTAGES.get(advantage).fn(returns_BT, mask_BT, group_B).float() * mask_BT
-    ref = ReferencePass(logp_BT=experience.ref_logp_BT, hidden_NH=None, head=None, temperature=1.0)
-    micro = MicroBatch(
-        experience=dataclasses.replace(experience, advantage_BT=advantage_BT), references={"initial": ref}, baselines={}
-    )
-    algorithm = AlgorithmConfig(advantage=advantage, reduction=reduction)
+
     named = named_terms(terms)
-    betas = {name: term.beta for name, term in named.items()}
-    result = micro_loss(micro, {"initial": policy_pass}, terms=named, betas=betas, algorithm=algorithm)
+    ref = ReferencePass(logp_BT=experience.ref_logp_BT, hidden_NH=None, head=None, temperature=1.0)
+    result = micro_loss(
+        MicroBatch(
+            experience=dataclasses.replace(experience, advantage_BT=advantage_BT),
+            references={"initial": ref},
+            baselines={},
+        ),
+        {"initial": policy_pass},
+        terms=named,
+        betas={name: term.beta for name, term in named.items()},
+        algorithm=AlgorithmConfig(advantage=advantage, reduction=reduction),
+    )
     return gradient(policy, result.loss)
 
 
@@ -171,14 +242,18 @@ def distance(ours, theirs):
     return float((ours - theirs).norm() / ours.norm())
 
 
-@pytest.mark.parametrize("terms", [(K1_BEFORE,), (K1_TO_GO,), (K3,), (K1_BEFORE, K3)], ids=lambda t: t[-1].label())
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+both_algorithms = pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [(K1_BEFORE,), (K1_TO_GO,), (K3,), (K1_BEFORE, K3)],
+    ids=["k1 before the baseline", "k1 to go", "k3 in loss", "k1 and k3"],
+)
+@both_algorithms
 def test_the_gradient_of_a_batch_is_that_of_our_own_loss(folder, terms, algorithm):
-    advantage, reduction = {
-        "grpo": ("dr_grpo", "sequence_mean_token_mean"),
-        "rloo": ("rloo", "sequence_sum"),
-    }[algorithm]
-    ours = our_gradient(folder, terms, advantage=advantage, reduction=reduction)
+    classes = algorithm_named(algorithm)
+    ours = our_gradient(folder, terms, advantage=classes.advantage, reduction=classes.reduction)
     _, theirs = step(build(folder, algorithm=algorithm, kl=terms))
     assert distance(ours, theirs) < TOLERANCE
     _, without = step(build(folder, algorithm=algorithm, kl="none"))
@@ -188,66 +263,80 @@ def test_the_gradient_of_a_batch_is_that_of_our_own_loss(folder, terms, algorith
 LOSS_TYPES = ("grpo", "sapo", "bnpo", "dr_grpo", "luspo", "cispo", "dapo", "vespo")
 
 
+def stale_step(trainer):
+    """Loss and gradient off-policy, in a window of two accumulated batches."""
+    batch = batch_of(trainer)
+    ref_logp_BT = batch["ref_per_token_logps"]
+    noise_BT = torch.randn(ref_logp_BT.shape, generator=torch.Generator().manual_seed(3))
+    batch["old_per_token_logps"] = ref_logp_BT + 0.1 * noise_BT
+    trainer.current_gradient_accumulation_steps = 2
+    loss = trainer.compute_loss(trainer.model, batch)
+    return loss.item(), gradient(trainer.model, loss)
+
+
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_trls_own_kl_is_the_recipe_trl_default_for_every_loss_type(folder, loss_type):
-    """Off-policy, in a window of two accumulated batches; TRL's beta is not counted beside the terms."""
-    losses, gradients = [], []
-    for kl in (None, {"recipe": "trl/default", "beta": 0.04}):
-        trainer = build(folder, kl=kl, loss_type=loss_type)
+    """TRL's beta is not counted beside the terms."""
+    their_loss, their_gradient = stale_step(build(folder, loss_type=loss_type))
+    recipe = {"recipe": "trl/default", "beta": 0.04}
+    our_loss, ours = stale_step(build(folder, kl=recipe, loss_type=loss_type))
+    assert our_loss == pytest.approx(their_loss, rel=1e-5)
+    assert distance(ours, their_gradient) < TOLERANCE
+
+
+def make_stale(batch):
+    """Put old log-probs into the batch, and return those of a sampler: NaN where it recorded none, as TRL pads them."""
+    generator = torch.Generator().manual_seed(3)
+    ref_logp_BT = batch["ref_per_token_logps"]
+    batch["old_per_token_logps"] = ref_logp_BT + 0.1 * torch.randn(ref_logp_BT.shape, generator=generator)
+    sampler_logp_BT = ref_logp_BT + 0.4 * torch.randn(ref_logp_BT.shape, generator=generator)
+    unrecorded_BT = torch.rand(ref_logp_BT.shape, generator=generator) < 0.2
+    return torch.where(unrecorded_BT, torch.nan, sampler_logp_BT)
+
+
+def record_the_samplers(batch):
+    batch["sampling_per_token_logps"] = make_stale(batch)
+
+
+def take_the_samplers_for_the_trainers(batch):
+    """The trainer's old log-probs are those of the sampler wherever it recorded any."""
+    sampler_logp_BT = make_stale(batch)
+    old_logp_BT = batch["old_per_token_logps"]
+    batch["old_per_token_logps"] = torch.where(sampler_logp_BT.isnan(), old_logp_BT, sampler_logp_BT)
+
+
+def gradient_of_a_correction(folder, change):
+    """The gradient of a corrected term alone, after the change of the batch: with it, minus without it."""
+    corrected = [KLTerm("k3", placement="loss", correction="token_detached", beta=0.5)]
+    gradients = []
+    for kl in (corrected, "none"):
+        trainer = build(folder, kl=kl)
         batch = batch_of(trainer)
-        stale = torch.Generator().manual_seed(3)
-        shape = batch["ref_per_token_logps"].shape
-        batch["old_per_token_logps"] = batch["ref_per_token_logps"] + 0.1 * torch.randn(shape, generator=stale)
-        trainer.current_gradient_accumulation_steps = 2
-        loss = trainer.compute_loss(trainer.model, batch)
-        losses.append(loss.item())
-        gradients.append(gradient(trainer.model, loss))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert distance(*gradients) < TOLERANCE
+        change(batch)
+        gradients.append(gradient(trainer.model, trainer.compute_loss(trainer.model, batch)))
+    return gradients[0] - gradients[1]
 
 
 def test_a_correction_is_to_the_samplers_log_probs_where_vllm_recorded_them(folder):
-    """Not to the trainer's own: the engine's differ. NaN where it recorded none, as TRL pads them."""
-    corrected = [KLTerm("k3", placement="loss", correction="token_detached", beta=0.5)]
-
-    def part_of_kl(spoil):
-        """The gradient of the terms alone."""
-        gradients = []
-        for kl in (corrected, "none"):
-            trainer = build(folder, kl=kl)
-            batch = batch_of(trainer)
-            spoil(batch)
-            gradients.append(gradient(trainer.model, trainer.compute_loss(trainer.model, batch)))
-        return gradients[0] - gradients[1]
-
-    def stale(batch):
-        generator = torch.Generator().manual_seed(3)
-        reference_BT = batch["ref_per_token_logps"]
-        batch["old_per_token_logps"] = reference_BT + 0.1 * torch.randn(reference_BT.shape, generator=generator)
-        sampler_BT = reference_BT + 0.4 * torch.randn(reference_BT.shape, generator=generator)
-        return torch.where(torch.rand(reference_BT.shape, generator=generator) < 0.2, torch.nan, sampler_BT)
-
-    def recorded(batch):
-        batch["sampling_per_token_logps"] = stale(batch)
-
-    def as_trainers(batch):
-        sampler_BT = stale(batch)
-        batch["old_per_token_logps"] = torch.where(sampler_BT.isnan(), batch["old_per_token_logps"], sampler_BT)
-
-    ours = part_of_kl(recorded)
-    assert distance(part_of_kl(as_trainers), ours) < 10 * TOLERANCE
-    assert distance(part_of_kl(stale), ours) > 0.01, "the sampler's log-probs matter"
+    """Not to the trainer's own: the engine's differ."""
+    recorded = gradient_of_a_correction(folder, record_the_samplers)
+    expected = gradient_of_a_correction(folder, take_the_samplers_for_the_trainers)
+    unrecorded = gradient_of_a_correction(folder, make_stale)
+    assert distance(expected, recorded) < 10 * TOLERANCE
+    assert distance(unrecorded, recorded) > 0.01, "the sampler's log-probs matter"
 
 
 def test_rloos_own_kl_is_the_recipe_trl_rloo(folder):
-    plain, own = (step(build(folder, algorithm="rloo", beta=0.05, kl=kl)) for kl in (None, "trl/rloo"))
-    assert plain[0] == pytest.approx(own[0], rel=1e-5)
-    assert distance(plain[1], own[1]) < TOLERANCE
+    their_loss, their_gradient = step(build(folder, algorithm="rloo", beta=0.05))
+    our_loss, ours = step(build(folder, algorithm="rloo", beta=0.05, kl="trl/rloo"))
+    assert their_loss == pytest.approx(our_loss, rel=1e-5)
+    assert distance(their_gradient, ours) < TOLERANCE
 
 
 def test_a_cost_in_the_reward_is_a_cost_in_trls_advantages_per_token(folder):
-    own = build(folder, kl=[K1_TO_GO])
-    _, with_term = step(own)
+    _, with_term = step(build(folder, kl=[K1_TO_GO]))
+
+    # The same by hand: each token's advantage less the costs from there on.
     plain = build(folder)
     batch = batch_of(plain)
     mask_BT = batch["completion_mask"]
@@ -258,7 +347,8 @@ def test_a_cost_in_the_reward_is_a_cost_in_trls_advantages_per_token(folder):
     k1_BT = (logp_BT - batch["ref_per_token_logps"]) * mask_BT
     batch["advantages"] = batch["advantages"][:, None] - 0.05 * k1_BT.flip(-1).cumsum(-1).flip(-1)
     plain.beta = 0.0
-    assert distance(gradient(plain.model, plain.compute_loss(plain.model, batch)), with_term) < TOLERANCE
+    by_hand = gradient(plain.model, plain.compute_loss(plain.model, batch))
+    assert distance(by_hand, with_term) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -286,7 +376,7 @@ def test_another_version_of_trl_is_refused(folder, monkeypatch):
         build(folder, kl="none")
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+@both_algorithms
 def test_training_with_a_schedule_and_the_gradient_check(folder, algorithm):
     from kl_comedy.integrations.gradient_check import KLGradientCheck
 
@@ -296,37 +386,59 @@ def test_training_with_a_schedule_and_the_gradient_check(folder, algorithm):
     check = KLGradientCheck(trainer, coefficient="kl_scale", every=1)
     trainer.add_callback(check)
     trainer.train()
-    assert check.passed and [record["step"] for record in check.records] == [0, 1]
+    assert check.passed
+    assert [record["step"] for record in check.records] == [0, 1]
     logged = [entry for entry in trainer.state.log_history if "kl/loss" in entry]
-    assert len(logged) == 2 and all(entry["kl/k1"] != 0 and "rewards/kl_cost/mean" in entry for entry in logged)
+    assert len(logged) == 2
+    for entry in logged:
+        assert entry["kl/k1"] != 0
+        assert "rewards/kl_cost/mean" in entry
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def exact_kl_gradient(model, ref_model, temperature):
+    """The gradient of the exact KL of completions one by one, without padding, in the order of the layer groups."""
+    from kl_comedy.lab.audit.gradients import layer_groups
+
+    tokenizer = pocket.build_tokenizer()
+    total = 0.0
+    for prompt, ids in zip(PROMPT_OF_ROW, completions(), strict=True):
+        whole = torch.tensor([tokenizer(prompt)["input_ids"] + ids])
+        # The logits before each token of the completion.
+        places = slice(whole.shape[1] - len(ids) - 1, -1)
+        logp_TV = (model(whole).logits[0, places] / temperature).log_softmax(-1)
+        ref_logp_TV = (ref_model(whole).logits[0, places] / temperature).log_softmax(-1).detach()
+        total = total + (logp_TV.exp() * (logp_TV - ref_logp_TV)).sum() / len(LENGTHS)
+    parameters = [parameter for group in layer_groups(model).values() for parameter in group]
+    return torch.cat([part.flatten() for part in torch.autograd.grad(total, parameters)])
+
+
+@both_algorithms
 def test_the_audits_reference_gradient_is_that_of_the_exact_kl(folder, algorithm):
-    """Of completions one by one, without padding; then through training, where TRL logs it."""
     from kl_comedy.integrations.kl_audit import KLAudit
     from kl_comedy.lab.audit.gradients import GradientSketch, layer_groups
 
+    trainer = build(folder, algorithm=algorithm, kl=[K3], temperature=0.8)
+    audit = KLAudit(trainer, every=1, blocks=4, target="token_reverse", coefficient="kl_scale")
+    audit._original = trainer.compute_loss
+    audit._sketch = GradientSketch(layer_groups(trainer.model), 0)  # whole gradients
+    _, _, measured, *_ = audit._block(trainer.model, batch_of(trainer))
+    expected = exact_kl_gradient(trainer.model, trainer.ref_model, 0.8)
+    assert distance(expected, measured) < TOLERANCE
+
+
+@both_algorithms
+def test_the_audit_runs_in_training_and_trl_logs_it(folder, algorithm):
+    from kl_comedy.integrations.kl_audit import KLAudit
+
     trainer = build(folder, algorithm=algorithm, kl=[K3], logging_steps=1, temperature=0.8)
     audit = KLAudit(trainer, every=1, blocks=4, target="token_reverse", coefficient="kl_scale")
-    audit._original, model, ref_model = trainer.compute_loss, trainer.model, trainer.ref_model
-    audit._sketch = GradientSketch(layer_groups(model), 0)
-    measured = audit._block(model, batch_of(trainer))[2]
-    tokenizer, total = pocket.build_tokenizer(), 0.0
-    for prompt, ids in zip([p for p in PROMPTS for _ in range(GROUP)], completions(), strict=True):
-        whole = torch.tensor([tokenizer(prompt)["input_ids"] + ids])
-        at = slice(whole.shape[1] - len(ids) - 1, -1)
-        logp_TV, ref_TV = ((each(whole).logits[0, at] / 0.8).log_softmax(-1) for each in (model, ref_model))
-        total = total + (logp_TV.exp() * (logp_TV - ref_TV.detach())).sum() / len(LENGTHS)
-    names = [parameter for group in layer_groups(model).values() for parameter in group]
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(total, names)])
-    assert distance(expected, measured) < TOLERANCE
-    audit._sketch = None
     trainer.add_callback(audit)
     trainer.train()
     assert [record["step"] for record in audit.records] == [0, 1]
-    assert all(0 < record["cosine"] <= 1 for record in audit.records)
-    assert sum("kl_audit/cosine" in entry for entry in trainer.state.log_history) == 2
+    for record in audit.records:
+        assert 0 < record["cosine"] <= 1
+    logged = [entry for entry in trainer.state.log_history if "kl_audit/cosine" in entry]
+    assert len(logged) == 2
 
 
 def test_the_gradient_check_on_plain_trl(folder):
@@ -336,4 +448,5 @@ def test_the_gradient_check_on_plain_trl(folder):
     check = KLGradientCheck(trainer)
     trainer.add_callback(check)
     trainer.train()
-    assert check.passed and trainer.beta == 0.04
+    assert check.passed
+    assert trainer.beta == 0.04, "it is changed for the check only"

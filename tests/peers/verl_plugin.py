@@ -25,13 +25,14 @@ class Config(SimpleNamespace):
 
 
 def tensors():
+    """Log-probs of two completions, of four and of two tokens, and their mask."""
     generator = torch.Generator().manual_seed(0)
     batch = {name: -torch.rand(2, 4, generator=generator) for name in ("logp", "old", "ref")}
     return batch, torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()
 
 
 def actor(losses, mode, **kl):
-    """The actor's loss and its gradient by the policy's log-probs."""
+    """The actor's loss, its gradient by the policy's log-probs, and its metrics."""
     batch, mask_BT = tensors()
     logp_BT = batch["logp"].clone().requires_grad_()
     ones_B1 = torch.ones(2, 1, dtype=torch.long)
@@ -59,7 +60,10 @@ def actor(losses, mode, **kl):
         entropy_coeff=0.0,
         **kl,
     )
-    flat = [torch.cat([row[mask], row.new_zeros(1)]) for row, mask in zip(logp_BT, mask_BT, strict=True)]
+    # verl's models return log-probs without padding; the last of a prompt and its completion predicts nothing.
+    flat = []
+    for row, mask in zip(logp_BT, mask_BT, strict=True):
+        flat += [row[mask], row.new_zeros(1)]
     loss, metrics = losses.ppo_loss(config, {"log_probs": torch.cat(flat)}, data)
     (gradient,) = torch.autograd.grad(loss, logp_BT)
     assert config.use_kl_loss == kl["use_kl_loss"], "the caller's config must stay as it is"
@@ -67,60 +71,112 @@ def actor(losses, mode, **kl):
 
 
 def penalized(trainer):
+    """The rewards [B, T] that verl makes of the scores 1 and 0.5."""
     batch, mask_BT = tensors()
     scores_BT = torch.zeros(2, 4)
-    scores_BT[0, 3], scores_BT[1, 1] = 1.0, 0.5
-    fields = {"response_mask": mask_BT, "token_level_scores": scores_BT, "old_log_probs": batch["old"]}
-    data = SimpleNamespace(batch={**fields, "ref_log_prob": batch["ref"]})
-    return trainer.apply_kl_penalty(data, None)[0].batch["token_level_rewards"]
+    scores_BT[0, 3] = 1.0
+    scores_BT[1, 1] = 0.5
+    fields = {
+        "response_mask": mask_BT,
+        "token_level_scores": scores_BT,
+        "old_log_probs": batch["old"],
+        "ref_log_prob": batch["ref"],
+    }
+    data, _ = trainer.apply_kl_penalty(SimpleNamespace(batch=fields), None)
+    return data.batch["token_level_rewards"]
 
 
 def distance(a, b):
     return float((a - b).abs().max())
 
 
-def main():
-    losses, trainer, core = PEER.module(LOSSES), PEER.module(TRAINER), PEER.module(CORE)
-    PEER.module("verl.trainer.ppo.utils")
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+TERMS = [{"estimator": "k1", "beta": BETA}, {"estimator": "k3", "placement": "loss", "beta": BETA}]
+BEFORE = KLTerm("k1", placement="reward", credit="total", baseline="before", beta=BETA)
+# With the plugin none of verl's own KL may be left: a large coefficient of another estimator would show.
+WITH_PLUGIN = {"use_kl_loss": True, "kl_loss_type": "k1", "kl_loss_coef": 100.0}
+
+
+def set_terms(content):
     from kl_comedy.integrations import verl as plugin
 
-    result = {"version": PEER.version}
-    own = {mode: actor(losses, mode, use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=BETA) for mode in MODES}
-    without = {mode: actor(losses, mode, use_kl_loss=False) for mode in MODES}
-    os.environ[plugin.VARIABLE] = json.dumps({"recipe": "verl/low_var_kl", "beta": BETA})
-    plugin.install()
-    on = {"use_kl_loss": True, "kl_loss_type": "k1", "kl_loss_coef": 100.0}  # none of verl's own KL may be left
-    for mode in MODES:
-        loss, gradient, metrics = actor(losses, mode, **on)
-        assert "actor/kl_comedy_loss" in metrics
-        result[f"own {mode}"] = [abs(loss - own[mode][0]), distance(gradient, own[mode][1])]
+    os.environ[plugin.VARIABLE] = json.dumps(content)
 
-    terms = [{"estimator": "k1", "beta": BETA}, {"estimator": "k3", "placement": "loss", "beta": BETA}]
-    os.environ[plugin.VARIABLE] = json.dumps(terms)
+
+def differences_from_verls_own(losses, own):
+    """The recipe of verl's own KL instead of it: the difference of loss and gradient in each mode."""
+    set_terms({"recipe": "verl/low_var_kl", "beta": BETA})
+    result = {}
+    for mode in MODES:
+        loss, gradient, metrics = actor(losses, mode, **WITH_PLUGIN)
+        assert "actor/kl_comedy_loss" in metrics
+        own_loss, own_gradient, _ = own[mode]
+        result[f"own {mode}"] = [abs(loss - own_loss), distance(gradient, own_gradient)]
+    return result
+
+
+def difference_of_terms(losses, core, without):
+    """Terms in reward and loss: what they add to the gradient, less what our surrogates have."""
+    mode = "seq-mean-token-mean"
+    set_terms(TERMS)
     batch, mask_BT = tensors()
     logp_BT = batch["logp"].clone().requires_grad_()
-    logps = {"logp_BT": logp_BT, "ref_logp_BT": batch["ref"], "behaviour_logp_BT": batch["old"], "mask_BT": mask_BT}
-    kl_BT = BETA * sum(kl_surrogate(term, **logps) for term in resolve_terms(terms))
-    (expected,) = torch.autograd.grad(core.agg_loss(kl_BT, mask_BT, "seq-mean-token-mean"), logp_BT)
-    _, gradient, _ = actor(losses, "seq-mean-token-mean", **on)
-    result["terms"] = distance(gradient - without["seq-mean-token-mean"][1], expected)
+    kl_BT = 0.0
+    for term in resolve_terms(TERMS):
+        kl_BT = kl_BT + BETA * kl_surrogate(term, logp_BT=logp_BT, **columns_of(batch, mask_BT))
+    (expected,) = torch.autograd.grad(core.agg_loss(kl_BT, mask_BT, mode), logp_BT)
+    _, gradient, _ = actor(losses, mode, **WITH_PLUGIN)
+    _, gradient_without, _ = without[mode]
+    return distance(gradient - gradient_without, expected)
 
-    before = KLTerm("k1", placement="reward", credit="total", baseline="before", beta=BETA)
-    os.environ[plugin.VARIABLE] = json.dumps([before.to_mapping()])
-    cost_B = kl_parts(before, **{**logps, "logp_BT": batch["old"]}).cost_BT[:, 0]
-    result["reward"] = distance(penalized(trainer).sum(-1), torch.tensor([1.0, 0.5]) - BETA * cost_B)
+
+def difference_of_rewards(trainer):
+    """A cost before the baseline: the rewards of verl's penalty less those with our cost."""
+    set_terms([BEFORE.to_mapping()])
+    batch, mask_BT = tensors()
+    cost_B = kl_parts(BEFORE, logp_BT=batch["old"], **columns_of(batch, mask_BT)).cost_BT[:, 0]
+    return distance(penalized(trainer).sum(-1), torch.tensor([1.0, 0.5]) - BETA * cost_B)
+
+
+def columns_of(batch, mask_BT):
+    return {"ref_logp_BT": batch["ref"], "behaviour_logp_BT": batch["old"], "mask_BT": mask_BT}
+
+
+def refusals(trainer):
+    """What is said of terms where verl's config would not have them computed: in the reward, in the loss."""
     config = Config(algorithm={}, actor_rollout_ref=Config(actor=Config(use_kl_loss=False)))
-    refused = []
-    for text in (os.environ[plugin.VARIABLE], '"grpo"'):
-        os.environ[plugin.VARIABLE] = text
+    messages = []
+    for content in ([BEFORE.to_mapping()], "grpo"):
+        set_terms(content)
         try:
             trainer.need_reference_policy(config)
         except UserError as error:
-            refused.append(str(error))
-    print(json.dumps({**result, "refused": refused}))
+            messages.append(str(error))
+    return messages
 
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+def main():
+    losses = PEER.module(LOSSES)
+    trainer = PEER.module(TRAINER)
+    core = PEER.module(CORE)
+    PEER.module("verl.trainer.ppo.utils")
+    from kl_comedy.integrations import verl as plugin
+
+    # Before the plugin changes verl's functions.
+    own = {mode: actor(losses, mode, use_kl_loss=True, kl_loss_type="low_var_kl", kl_loss_coef=BETA) for mode in MODES}
+    without = {mode: actor(losses, mode, use_kl_loss=False) for mode in MODES}
+    set_terms({"recipe": "verl/low_var_kl", "beta": BETA})
+    plugin.install()
+
+    result = {
+        "version": PEER.version,
+        **differences_from_verls_own(losses, own),
+        "terms": difference_of_terms(losses, core, without),
+        "reward": difference_of_rewards(trainer),
+        "refused": refusals(trainer),
+    }
+    print(json.dumps(result))
+
 
 if __name__ == "__main__":
     main()

@@ -20,29 +20,42 @@ def bias(frame, name, staleness):
     return frame[(frame.candidate == name) & (frame.staleness == staleness)].bias
 
 
-def test_everything_is_exact_on_policy_and_the_sequence_ratio_always(frame):
+def test_everything_is_exact_on_policy(frame):
     assert frame[frame.staleness == 0].bias.max() < 1e-9
+
+
+def test_the_sequence_ratio_is_always_exact(frame):
     assert frame[frame.candidate == "sequence"].bias.max() < 1e-9
-    biased = frame[(frame.staleness == 1.0) & (frame.candidate != "sequence")]
-    assert biased[~biased.candidate.str.startswith("sequence_tis 8")].bias.min() > 1e-3
 
 
-def test_bias_grows_with_staleness(frame):
-    for name in CANDIDATES:
-        if not name.startswith("sequence"):
-            assert bias(frame, name, 1.0).median() > bias(frame, name, 0.3).median() > 1e-3, name
+def test_every_other_correction_is_biased_on_stale_samples(frame):
+    others = frame[(frame.staleness == 1.0) & (frame.candidate != "sequence")]
+    # Ratios above 8 are too rare here to be sure of.
+    others = others[~others.candidate.str.startswith("sequence_tis 8")]
+    assert others.bias.min() > 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in CANDIDATES if not name.startswith("sequence")])
+def test_bias_grows_with_staleness(frame, name):
+    assert bias(frame, name, 1.0).median() > bias(frame, name, 0.3).median() > 1e-3
 
 
 def test_a_bound_on_the_sequence_ratio_buys_variance_with_bias(frame):
     stale = frame[frame.staleness == 1.0].groupby("candidate")[["bias", "variance"]].median()
-    tight, loose, free = (stale.loc[name] for name in ("sequence_tis 2", "sequence_tis 8", "sequence"))
-    assert tight.bias > loose.bias > free.bias and tight.variance < loose.variance < free.variance
+    tight = stale.loc["sequence_tis 2"]
+    loose = stale.loc["sequence_tis 8"]
+    unbounded = stale.loc["sequence"]
+    assert tight.bias > loose.bias > unbounded.bias
+    assert tight.variance < loose.variance < unbounded.variance
 
 
-def test_errors_are_bias_and_variance_at_equal_samples(frame):
-    for n in SAMPLES:
-        expected = (frame.bias**2 + frame.variance / n) ** 0.5
-        assert (frame[f"error_{n}"] - expected).abs().max() < 1e-12
+@pytest.mark.parametrize("samples", SAMPLES)
+def test_errors_are_bias_and_variance_at_equal_samples(frame, samples):
+    expected = (frame.bias**2 + frame.variance / samples) ** 0.5
+    assert (frame[f"error_{samples}"] - expected).abs().max() < 1e-12
+
+
+def test_the_best_corrections_are_named(frame):
     assert set(winners(frame)["least at N=64"]) - {"all alike"}
 
 
@@ -60,6 +73,8 @@ def test_the_command_writes_data_figure_and_page(tmp_path):
     result = CliRunner().invoke(app, ["policy-corrections", "--quick", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     page = (tmp_path / "README.md").read_text()
-    assert "python -m research.studies policy-corrections --quick" in page and "| sequence_tis 8 |" in page
+    assert "python -m research.studies policy-corrections --quick" in page
+    assert "| sequence_tis 8 |" in page
     assert (tmp_path / "policy_corrections.svg").stat().st_size > 10_000
+    # Two lengths, three stalenesses and two seeds.
     assert len(pd.read_csv(tmp_path / "policy_corrections.csv")) == 2 * 3 * 2 * len(CANDIDATES)

@@ -1,12 +1,14 @@
 """The synthetic study on small instances: its measurements against the oracle, its claims, its page."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
 import torch
 from research.studies import bias_variance, optimum
 from research.studies import synthetic as study
+from research.studies.__main__ import app
 from research.studies.bias_variance import CLAMPED, OFF_POLICY, ON_POLICY, OPTIMIZED, sampled_in_rounds, shared_setting
 from research.studies.optimum import Optimization, logits_of, optimize, policy_figures, random_games
 from research.studies.pages import update_page
@@ -40,17 +42,26 @@ UNBIASED_OFF = (
 # Policies of any length
 
 
+def binary_tree(length):
+    return Tree.build(vocabulary=2, length=length, ends=False)
+
+
 def test_a_longer_policy_extends_the_shorter_one():
-    short, long = (shared_setting(Tree.build(vocabulary=2, length=n, ends=False), seed=3, distance=0.5) for n in (4, 7))
-    for name in ("ref_logp_NV", "sampler_logp_NV"):
-        torch.testing.assert_close(getattr(long, name)[: short.tree.prefixes], getattr(short, name))
-    torch.testing.assert_close(long.policy_logp()[: short.tree.prefixes], short.policy_logp())
-    trees = {n: Tree.build(vocabulary=2, length=n, ends=False) for n in (4, 12)}
-    per_token = [
-        sum(sequence_kl(shared_setting(tree, seed=seed, distance=0.5)) for seed in range(12)) / n
-        for n, tree in trees.items()
-    ]
-    assert max(per_token) < 1.3 * min(per_token), "the KL per token does not depend on the length"
+    short = shared_setting(binary_tree(4), seed=3, distance=0.5)
+    long = shared_setting(binary_tree(7), seed=3, distance=0.5)
+    shared = short.tree.prefixes
+    torch.testing.assert_close(long.ref_logp_NV[:shared], short.ref_logp_NV)
+    torch.testing.assert_close(long.sampler_logp_NV[:shared], short.sampler_logp_NV)
+    torch.testing.assert_close(long.policy_logp()[:shared], short.policy_logp())
+
+
+def test_the_kl_per_token_does_not_depend_on_the_length():
+    per_token = []
+    for length in (4, 12):
+        tree = binary_tree(length)
+        total = sum(sequence_kl(shared_setting(tree, seed=seed, distance=0.5)) for seed in range(12))
+        per_token.append(total / length)
+    assert max(per_token) < 1.3 * min(per_token)
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -110,21 +121,43 @@ def test_the_rounds_of_the_paper_overstate_the_bias_of_a_noisy_unbiased_form():
     assert sampled["bias_low"] == 0.0
 
 
-def test_length_study_finds_what_the_theory_says():
-    frame = bias_variance.length_study(lengths=(5, 8), seeds=2, sampled_seeds=1, rounds=10, samples=100)
-    exact = frame[frame.method == "exact"].set_index(["regime", "configuration"])
-    for regime, names in (("on_policy", UNBIASED_ON), ("off_policy", UNBIASED_OFF)):
-        biases = exact.loc[regime].bias
-        assert (biases[biases.index.isin(names)] < 1e-9).all()
-        assert (biases[~biases.index.isin(names)] > 1e-3).all()
-    on = exact.loc["on_policy"]
-    assert on.loc["k1 in loss"].bias.to_numpy() == pytest.approx(1.0, abs=1e-9)
-    assert on.loc["k2 in loss"].bias.to_numpy() == pytest.approx(
-        on.loc["exact KL in loss (rb/token)"].bias.to_numpy(), rel=1e-9
-    )
-    assert (on.loc["exact KL to go (rb/full)"].variance.to_numpy() < on.loc["k3 in both"].variance.to_numpy()).all()
-    covered = coverage(frame)
-    assert len(covered) == len(ON_POLICY) + len(OFF_POLICY)
+@pytest.fixture(scope="module")
+def length_frame():
+    return bias_variance.length_study(lengths=(5, 8), seeds=2, sampled_seeds=1, rounds=10, samples=100)
+
+
+@pytest.fixture(scope="module")
+def exact_figures(length_frame):
+    """The enumerated figures, by regime and configuration."""
+    return length_frame[length_frame.method == "exact"].set_index(["regime", "configuration"])
+
+
+@pytest.mark.parametrize(("regime", "unbiased"), [("on_policy", UNBIASED_ON), ("off_policy", UNBIASED_OFF)])
+def test_length_study_finds_what_the_theory_says(exact_figures, regime, unbiased):
+    biases = exact_figures.loc[regime].bias
+    assert (biases[biases.index.isin(unbiased)] < 1e-9).all()
+    assert (biases[~biases.index.isin(unbiased)] > 1e-3).all()
+
+
+def test_k1_in_loss_has_no_gradient_at_any_length(exact_figures):
+    bias = exact_figures.loc["on_policy"].loc["k1 in loss"].bias.to_numpy()
+    assert bias == pytest.approx(1.0, abs=1e-9)
+
+
+def test_k2_in_loss_is_as_biased_as_the_exact_kl_in_loss(exact_figures):
+    on_policy = exact_figures.loc["on_policy"]
+    expected = on_policy.loc["exact KL in loss (rb/token)"].bias.to_numpy()
+    assert on_policy.loc["k2 in loss"].bias.to_numpy() == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_exact_kl_to_go_has_less_variance_than_k3_in_both(exact_figures):
+    on_policy = exact_figures.loc["on_policy"]
+    exact = on_policy.loc["exact KL to go (rb/full)"].variance.to_numpy()
+    assert (exact < on_policy.loc["k3 in both"].variance.to_numpy()).all()
+
+
+def test_the_coverage_of_every_configuration_is_counted(length_frame):
+    assert len(coverage(length_frame)) == len(ON_POLICY) + len(OFF_POLICY)
 
 
 def test_token_level_forms_miss_more_where_the_policy_remembers_longer():
@@ -138,22 +171,42 @@ def test_token_level_forms_miss_more_where_the_policy_remembers_longer():
 def test_a_debiased_norm_without_noise_is_the_norm():
     row = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert bias_variance.debiased_norm(row.repeat(9, 1)) == pytest.approx((5.0, 5.0, 5.0))
+
+
+def test_a_debiased_norm_of_noise_is_less_than_the_noise():
     noise = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     middle, low, high = bias_variance.debiased_norm(noise)
-    assert 0 <= low <= middle <= high < float(noise.norm(dim=1).mean())
+    assert 0 <= low <= middle <= high
+    assert high < float(noise.norm(dim=1).mean())
 
 
 # Distance
 
 
-def test_bias_grows_with_distance_and_clamps_add_to_it():
-    frame = bias_variance.distance_study(distances=(0.1, 0.5, 4.0), seeds=2)
-    bias = frame.groupby(["configuration", "distance"]).bias.mean()
-    assert bias["k2 in loss"].is_monotonic_increasing
-    assert bias["k3 in loss"].is_monotonic_increasing
-    assert bias["k2 in loss, clamped as in OpenRLHF"][0.1] == pytest.approx(bias["k2 in loss"][0.1], rel=1e-9)
-    assert bias["k2 in loss, clamped as in OpenRLHF"][4.0] > 1.5 * bias["k2 in loss"][4.0]
-    assert frame[frame.configuration == "k1 in loss"].cosine.isna().all()
+@pytest.fixture(scope="module")
+def distance_frame():
+    return bias_variance.distance_study(distances=(0.1, 0.5, 4.0), seeds=2)
+
+
+@pytest.fixture(scope="module")
+def mean_bias(distance_frame):
+    """The mean bias, by configuration and distance."""
+    return distance_frame.groupby(["configuration", "distance"]).bias.mean()
+
+
+@pytest.mark.parametrize("name", ["k2 in loss", "k3 in loss"])
+def test_bias_grows_with_distance(mean_bias, name):
+    assert mean_bias[name].is_monotonic_increasing
+
+
+def test_clamps_add_to_the_bias_far_from_the_reference_only(mean_bias):
+    clamped = mean_bias["k2 in loss, clamped as in OpenRLHF"]
+    assert clamped[0.1] == pytest.approx(mean_bias["k2 in loss"][0.1], rel=1e-9)
+    assert clamped[4.0] > 1.5 * mean_bias["k2 in loss"][4.0]
+
+
+def test_a_form_without_a_gradient_has_no_cosine(distance_frame):
+    assert distance_frame[distance_frame.configuration == "k1 in loss"].cosine.isna().all()
 
 
 def test_gaps_are_proportional_to_small_distances_and_placed_beside_the_reported():
@@ -168,44 +221,75 @@ def test_gaps_are_proportional_to_small_distances_and_placed_beside_the_reported
 SMALL = Tree.build(vocabulary=3, length=3)
 
 
-def test_optima_are_distributions_with_the_conditions_that_define_them():
-    games = random_games(SMALL, seeds=3, betas=(0.1, 1.0))
-    ref_SB = games.of_completions(games.ref_logp_SNV)
+@pytest.fixture(scope="module")
+def games():
+    return random_games(SMALL, seeds=3, betas=(0.1, 1.0))
+
+
+def check_level(values_SB):
+    """The values are the same for every completion of a game: the condition of first order for an optimum."""
+    torch.testing.assert_close(values_SB, values_SB[:, :1].expand_as(values_SB))
+
+
+def test_optima_are_distributions(games):
     for optimum_SB in (games.optimum(), games.forward_optimum()):
         torch.testing.assert_close(optimum_SB.exp().sum(-1), torch.ones(6, dtype=torch.float64))
-    level_SB = games.reward_SB - games.beta_S[:, None] * (games.optimum() - ref_SB)
-    torch.testing.assert_close(level_SB, level_SB[:, :1].expand_as(level_SB))
-    level_SB = games.reward_SB + games.beta_S[:, None] * (ref_SB - games.forward_optimum()).exp()
-    torch.testing.assert_close(level_SB, level_SB[:, :1].expand_as(level_SB))
 
 
-def test_policies_at_the_optimum_and_the_gap_in_j():
-    games = random_games(SMALL, seeds=1, betas=(0.3,))
-    at_best = policy_figures(games, logits_of(SMALL, games.optimum()[0])[None])
-    at_start = policy_figures(games, games.start_SNV)
-    assert float(at_best["to_optimum"]) == pytest.approx(0.0, abs=1e-12)
-    assert float(at_start["to_ref"]) == pytest.approx(0.0, abs=1e-12)
+def test_the_optimum_of_a_reverse_kl_has_its_condition(games):
+    ref_SB = games.of_completions(games.ref_logp_SNV)
+    check_level(games.reward_SB - games.beta_S[:, None] * (games.optimum() - ref_SB))
 
+
+def test_the_optimum_of_a_forward_kl_has_its_condition(games):
+    ref_SB = games.of_completions(games.ref_logp_SNV)
+    check_level(games.reward_SB + games.beta_S[:, None] * (ref_SB - games.forward_optimum()).exp())
+
+
+@pytest.fixture(scope="module")
+def game():
+    return random_games(SMALL, seeds=1, betas=(0.3,))
+
+
+def figures_at_optimum(game, of_game):
+    """The figures in ``game`` of the optimum of another with the same rewards."""
+    return policy_figures(game, logits_of(SMALL, of_game.optimum()[0])[None])
+
+
+def test_the_optimum_is_at_no_distance_from_itself(game):
+    assert float(figures_at_optimum(game, game)["to_optimum"]) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_game_begins_at_its_reference(game):
+    assert float(policy_figures(game, game.start_SNV)["to_ref"]) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_gap_is_the_difference_of_the_objective(game):
     def objective(figures):
-        return float(figures["reward"] - games.beta_S * figures["to_ref"])
+        return float(figures["reward"] - game.beta_S * figures["to_ref"])
 
-    assert float(at_start["gap"]) == pytest.approx(objective(at_best) - objective(at_start), rel=1e-9)
-    halved = dataclasses.replace(games, beta_S=games.beta_S / 2)
-    at_half = policy_figures(games, logits_of(SMALL, halved.optimum()[0])[None])
-    assert float(at_half["to_half_beta_optimum"]) == pytest.approx(0.0, abs=1e-12)
+    at_optimum = figures_at_optimum(game, game)
+    at_start = policy_figures(game, game.start_SNV)
+    assert float(at_start["gap"]) == pytest.approx(objective(at_optimum) - objective(at_start), rel=1e-9)
+
+
+def test_the_optimum_of_half_the_beta_is_found(game):
+    halved = dataclasses.replace(game, beta_S=game.beta_S / 2)
+    figures = figures_at_optimum(game, halved)
+    assert float(figures["to_half_beta_optimum"]) == pytest.approx(0.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("name", ["k3 in loss", "k3 in reward", "exact KL x prefix ratio (rb/per_decision)"])
 def test_one_step_of_gradient_descent_is_the_gradient_of_the_oracle(name):
     games = random_games(SMALL, seeds=1, betas=(0.4,))
-    games = dataclasses.replace(
-        games,
-        start_SNV=games.start_SNV
-        + 0.3 * torch.randn(games.start_SNV.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64),
-    )
+    # Away from the reference, where most forms have no gradient.
+    generator = torch.Generator().manual_seed(5)
+    noise_SNV = torch.randn(games.start_SNV.shape, generator=generator, dtype=torch.float64)
+    games = dataclasses.replace(games, start_SNV=games.start_SNV + 0.3 * noise_SNV)
     terms = OPTIMIZED[name]
     path = optimize(games, terms, Optimization(steps=1, rate=1.0, rule="gd", sampler="reference"))
     step_D = (games.start_SNV - path.logits_SNV).flatten()
+
     setting = Instance(
         tree=SMALL,
         features_NVD=None,
@@ -218,69 +302,118 @@ def test_one_step_of_gradient_descent_is_the_gradient_of_the_oracle(name):
     theta_D = setting.theta_D.clone().requires_grad_(True)
     p_B = log_probs(SMALL, prefix_log_probs(theta_D.reshape(SMALL.prefixes, 3))).sum(-1).exp()
     (reward_D,) = torch.autograd.grad(p_B @ games.reward_SB[0], theta_D)
+    # The loss is beta times the KL terms minus the reward.
     torch.testing.assert_close(step_D, 0.4 * expected_gradient(setting, terms).gradient_D - reward_D)
 
 
 def test_sampled_gradients_average_to_the_expected_one():
-    one, copies = random_games(SMALL, seeds=1, betas=(0.4,)), 400
-    tensors = {name: value for name, value in vars(one).items() if isinstance(value, torch.Tensor)}
-    many = dataclasses.replace(one, **{n: t.repeat(copies, *[1] * (t.dim() - 1)) for n, t in tensors.items()})
-    how = Optimization(steps=1, rate=1.0, rule="gd")
-    truth = optimize(one, OPTIMIZED["k2 in loss"], how).logits_SNV - one.start_SNV
-    drawn = optimize(many, OPTIMIZED["k2 in loss"], dataclasses.replace(how, batch=64)).logits_SNV - many.start_SNV
-    error = (drawn.mean(0) - truth[0]) / (drawn.std(0) / copies**0.5 + 1e-12)
-    assert float(error.abs().max()) < 5.0
+    copies = 400
+    one = random_games(SMALL, seeds=1, betas=(0.4,))
+    repeated = {}
+    for name, value in vars(one).items():
+        if isinstance(value, torch.Tensor):
+            repeated[name] = value.repeat(copies, *[1] * (value.dim() - 1))
+    many = dataclasses.replace(one, **repeated)
+    terms = OPTIMIZED["k2 in loss"]
+    expected_step = Optimization(steps=1, rate=1.0, rule="gd")
+    sampled_step = dataclasses.replace(expected_step, batch=64)
+    expected = optimize(one, terms, expected_step).logits_SNV - one.start_SNV
+    drawn = optimize(many, terms, sampled_step).logits_SNV - many.start_SNV
+    standard_error = drawn.std(0) / copies**0.5 + 1e-12  # finite where there is no gradient
+    assert float(((drawn.mean(0) - expected[0]) / standard_error).abs().max()) < 5.0
 
 
-@pytest.mark.slow  # one step of each form is compared with the oracle above
-def test_unbiased_forms_reach_the_optimum_and_the_others_do_not():
+# --- what each form converges to; slow, because one step of each is compared with the oracle above ---
+@functools.cache
+def final_figures(name, sampler="policy"):
+    """The figures of two games after 700 steps with a form, from samples of the policy or of the reference."""
     games = random_games(SMALL, seeds=2, betas=(0.5,))
-    how = Optimization(steps=700, rate=0.08)
+    path = optimize(games, OPTIMIZED[name], Optimization(steps=700, rate=0.08, sampler=sampler))
+    return policy_figures(games, path.logits_SNV)
 
-    def final(name, **changes):
-        path = optimize(games, OPTIMIZED[name], dataclasses.replace(how, **changes))
-        return policy_figures(games, path.logits_SNV)
 
-    for name in ("exact KL to go (rb/full)", "k1 in reward, total", "k3 in both"):
-        assert float(final(name)["to_optimum"].max()) < 1e-6, name
-    for name in ("k2 in loss", "k3 in loss", "k3 in reward", "k3 in both, half of beta each"):
-        assert float(final(name)["to_optimum"].min()) > 1e-4, name
-    nothing, k1_loss = final("no KL"), final("k1 in loss")
-    torch.testing.assert_close(k1_loss["to_ref"], nothing["to_ref"], rtol=1e-6, atol=0)
-    assert float(final("k3 of the completion in loss")["to_forward_optimum"].max()) < 1e-6
-    off = {"sampler": "reference"}
-    assert float(final("exact KL x prefix ratio (rb/per_decision)", **off)["to_optimum"].max()) < 1e-6
-    assert float(final("exact KL to go (rb/full)", **off)["to_optimum"].min()) > 1e-4
-    frozen = final("k1 frozen at rollout x sequence ratio", **off)
-    torch.testing.assert_close(frozen["to_ref"], final("no KL", **off)["to_ref"], rtol=1e-6, atol=0)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["exact KL to go (rb/full)", "k1 in reward, total", "k3 in both"])
+def test_unbiased_forms_reach_the_optimum(name):
+    assert float(final_figures(name)["to_optimum"].max()) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["k2 in loss", "k3 in loss", "k3 in reward", "k3 in both, half of beta each"])
+def test_biased_forms_do_not_reach_the_optimum(name):
+    assert float(final_figures(name)["to_optimum"].min()) > 1e-4
+
+
+@pytest.mark.slow
+def test_k1_in_loss_ends_where_no_kl_does():
+    expected = final_figures("no KL")["to_ref"]
+    torch.testing.assert_close(final_figures("k1 in loss")["to_ref"], expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.slow
+def test_k3_of_the_completion_reaches_the_optimum_of_a_forward_kl():
+    assert float(final_figures("k3 of the completion in loss")["to_forward_optimum"].max()) < 1e-6
+
+
+@pytest.mark.slow
+def test_off_policy_a_prefix_ratio_reaches_the_optimum_and_no_ratio_does_not():
+    with_ratio = final_figures("exact KL x prefix ratio (rb/per_decision)", sampler="reference")
+    without = final_figures("exact KL to go (rb/full)", sampler="reference")
+    assert float(with_ratio["to_optimum"].max()) < 1e-6
+    assert float(without["to_optimum"].min()) > 1e-4
+
+
+@pytest.mark.slow
+def test_off_policy_a_frozen_k1_ends_where_no_kl_does():
+    frozen = final_figures("k1 frozen at rollout x sequence ratio", sampler="reference")
+    expected = final_figures("no KL", sampler="reference")["to_ref"]
+    torch.testing.assert_close(frozen["to_ref"], expected, rtol=1e-6, atol=0)
+
+
+def per_sample_gradients(games, terms, theta_SNV, *, with_reward):
+    """The gradient [B, S, D] of each completion's loss in each game."""
+    logp_SNV = prefix_log_probs(theta_SNV)
+    logp_SB = games.of_completions(logp_SNV)
+    surrogate_SB = terms_loss(terms)(games.rows(logp_SNV, logp_SNV.detach())).sum(-1).reshape(logp_SB.shape)
+    loss_SB = games.beta_S[:, None] * surrogate_SB
+    if with_reward:
+        p_SB = logp_SB.exp().detach()
+        advantage_SB = games.reward_SB - (p_SB * games.reward_SB).sum(-1, keepdim=True)
+        loss_SB = loss_SB - advantage_SB * logp_SB
+    gradients = []
+    for loss in loss_SB.sum(0):  # over the games, which do not share parameters
+        (gradient_SNV,) = torch.autograd.grad(loss, theta_SNV, retain_graph=True)
+        gradients.append(gradient_SNV.flatten(1))
+    return torch.stack(gradients)
+
+
+def variances_at_optimum(terms, *, with_reward):
+    """The variance [S] of one completion's update at the optimum of each game; its mean is zero there."""
+    games = random_games(optimum.TREE, seeds=3, betas=(0.2,))
+    p_SB = games.optimum().exp()
+    theta_SNV = torch.stack([logits_of(games.tree, logp_B) for logp_B in games.optimum()]).requires_grad_(True)
+    gradient_BSD = per_sample_gradients(games, terms, theta_SNV, with_reward=with_reward)
+    mean_SD = torch.einsum("sb,bsd->sd", p_SB, gradient_BSD)
+    if with_reward:
+        torch.testing.assert_close(mean_SD, torch.zeros_like(mean_SD), atol=1e-12, rtol=0)
+    return torch.einsum("sb,bsd->s", p_SB, gradient_BSD.square()) - mean_SD.square().sum(-1)
+
+
+SAMPLED = OPTIMIZED["k1 in reward, total"]
+EXACT = OPTIMIZED["exact KL to go (rb/full)"]
 
 
 def test_at_the_optimum_the_sampled_cost_cancels_the_rewards_noise():
-    """R - beta k1 is constant there, so k1 in reward has the less noisy update, though not the less noisy KL part."""
-    games = random_games(optimum.TREE, seeds=3, betas=(0.2,))
-    logp_SB = games.optimum()
-    theta_SNV = torch.stack([logits_of(games.tree, logp_B) for logp_B in logp_SB]).requires_grad_(True)
-    p_SB = logp_SB.exp()
-    advantage_SB = games.reward_SB - (p_SB * games.reward_SB).sum(-1, keepdim=True)
+    """R - beta k1 is constant there, so k1 in reward has the less noisy update."""
+    sampled_S = variances_at_optimum(SAMPLED, with_reward=True)
+    exact_S = variances_at_optimum(EXACT, with_reward=True)
+    assert (sampled_S < exact_S / 1.4).all()
 
-    def variance_S(terms, *, with_reward):
-        logp_SNV = prefix_log_probs(theta_SNV)
-        surrogate_SB = terms_loss(terms)(games.rows(logp_SNV, logp_SNV.detach())).sum(-1).reshape(p_SB.shape)
-        loss_SB = games.beta_S[:, None] * surrogate_SB
-        if with_reward:
-            loss_SB = loss_SB - advantage_SB * games.of_completions(logp_SNV)
-        sums_B = loss_SB.sum(0)  # games do not share parameters
-        gradient_BSD = torch.stack(
-            [torch.autograd.grad(each, theta_SNV, retain_graph=True)[0].flatten(1) for each in sums_B]
-        )
-        mean_SD = torch.einsum("sb,bsd->sd", p_SB, gradient_BSD)
-        if with_reward:
-            torch.testing.assert_close(mean_SD, torch.zeros_like(mean_SD), atol=1e-12, rtol=0)
-        return torch.einsum("sb,bsd->s", p_SB, gradient_BSD.square()) - mean_SD.square().sum(-1)
 
-    k1, exact = OPTIMIZED["k1 in reward, total"], OPTIMIZED["exact KL to go (rb/full)"]
-    assert (variance_S(k1, with_reward=True) < variance_S(exact, with_reward=True) / 1.4).all()
-    assert (variance_S(k1, with_reward=False) > 2 * variance_S(exact, with_reward=False)).all()
+def test_at_the_optimum_the_sampled_cost_alone_is_noisier():
+    sampled_S = variances_at_optimum(SAMPLED, with_reward=False)
+    exact_S = variances_at_optimum(EXACT, with_reward=False)
+    assert (sampled_S > 2 * exact_S).all()
 
 
 @pytest.mark.parametrize(
@@ -300,31 +433,54 @@ def test_verdicts(finite, to_optimum, gradient, verdict):
 # Modes
 
 
-def test_mode_games_are_what_they_say():
-    lost, invented = optimum.mode_games("lost", rare=(1e-3,)), optimum.mode_games("invented", rare=(1e-3,), copies=2)
-    assert invented.count == 2
-    a, b = optimum._number(0), optimum._number(1)
+def test_the_modes_are_two_completions_of_one_token():
+    a = optimum._number(0)
+    b = optimum._number(1)
     assert torch.equal(optimum.MODE_TREE.all.token_BT[[a, b]], torch.tensor([[0, 0, 0], [1, 1, 1]]))
-    assert float(lost.optimum()[0, a]) == pytest.approx(float(lost.optimum()[0, b]))
-    start = lost.of_completions(lost.start_SNV).exp()[0]
-    assert float(start[b]) == pytest.approx(1e-3 * 0.64)
 
 
-def test_what_brings_a_lost_mode_back():
-    """k3 in loss is a forward KL in expectation, and fast; its samples need the mode drawn, the exact one's do not."""
-    chosen = {name: optimum.RECOVERING[name] for name in ("k1 in loss", "k2 in loss", "k3 in loss")}
-    chosen["exact forward KL in loss"] = (KLTerm("exact_forward", placement="loss"),)
-    how = {
+def test_a_game_with_a_lost_mode_has_two_equal_ones_and_starts_without_one():
+    game = optimum.mode_games("lost", rare=(1e-3,))
+    a = optimum._number(0)
+    b = optimum._number(1)
+    assert float(game.optimum()[0, a]) == pytest.approx(float(game.optimum()[0, b]))
+    start_B = game.of_completions(game.start_SNV).exp()[0]
+    # The first token is rare; the two after it have 0.8 each.
+    assert float(start_B[b]) == pytest.approx(1e-3 * 0.64)
+
+
+def test_a_game_is_copied_for_sampling():
+    assert optimum.mode_games("invented", rare=(1e-3,), copies=2).count == 2
+
+
+@pytest.fixture(scope="module")
+def recoveries():
+    """In how many of two games the lost mode comes back, by setting and form."""
+    forms = {name: optimum.RECOVERING[name] for name in ("k1 in loss", "k2 in loss", "k3 in loss")}
+    forms["exact forward KL in loss"] = (KLTerm("exact_forward", placement="loss"),)
+    settings = {
         "expected": Optimization(steps=150, rate=1.0, rule="gd"),
         "sampled": Optimization(steps=150, rate=1.0, rule="gd", batch=64),
     }
-    frame = optimum.mode_study(seeds=2, settings=how, configurations=chosen, rare=(1e-7,))
-    came = frame[frame.kind == "lost"].groupby(["setting", "configuration"]).step.count()
-    assert came["expected", "k3 in loss"] == 1
-    assert came["expected", "exact forward KL in loss"] == 1
-    assert came["sampled", "exact forward KL in loss"] == 2
-    for setting, name in (("sampled", "k3 in loss"), ("expected", "k2 in loss"), ("expected", "k1 in loss")):
-        assert came[setting, name] == 0
+    frame = optimum.mode_study(seeds=2, settings=settings, configurations=forms, rare=(1e-7,))
+    return frame[frame.kind == "lost"].groupby(["setting", "configuration"]).step.count()
+
+
+@pytest.mark.parametrize(
+    ("setting", "form", "count"),
+    [
+        # In expectation k3 in loss is a forward KL. There is one game without sampling, whatever the seeds.
+        ("expected", "k3 in loss", 1),
+        ("expected", "exact forward KL in loss", 1),
+        ("sampled", "exact forward KL in loss", 2),
+        # Samples of k3 need the mode drawn, those of the exact one do not.
+        ("sampled", "k3 in loss", 0),
+        ("expected", "k2 in loss", 0),
+        ("expected", "k1 in loss", 0),
+    ],
+)
+def test_what_brings_a_lost_mode_back(recoveries, setting, form, count):
+    assert recoveries[setting, form] == count
 
 
 # The page and the command
@@ -343,16 +499,12 @@ def test_a_block_of_the_page_is_replaced_and_the_prose_stays(tmp_path):
 
 
 def test_an_unknown_part_is_one_clear_error(tmp_path):
-    from research.studies.__main__ import app
-
     result = CliRunner().invoke(app, ["synthetic", "lenght", "--out", str(tmp_path)])
     assert isinstance(result.exception, UserError)
     assert "did you mean 'length'" in str(result.exception)
 
 
 def test_the_command_writes_data_figures_and_page(tmp_path):
-    from research.studies.__main__ import app
-
     result = CliRunner().invoke(app, ["synthetic", "distance", "--quick", "--seeds", "1", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert {path.name for path in tmp_path.iterdir()} == {"distance.csv", "gaps.csv", "distance.svg", "README.md"}
@@ -362,8 +514,8 @@ def test_the_command_writes_data_figures_and_page(tmp_path):
 @pytest.mark.slow
 def test_every_part_runs_in_the_small(tmp_path, monkeypatch):
     for name in ("SETTINGS", "MODE_SETTINGS"):
-        settings = {key: dataclasses.replace(each, steps=40) for key, each in getattr(optimum, name).items()}
-        monkeypatch.setattr(optimum, name, settings)
+        short = {key: dataclasses.replace(setting, steps=40) for key, setting in getattr(optimum, name).items()}
+        monkeypatch.setattr(optimum, name, short)
     monkeypatch.setattr(study.Size, "lengths", (5, 6, 7))
     for part in study.PARTS:
         study.run_part(part, tmp_path, study.Size(quick=True, seeds=1), command="test")

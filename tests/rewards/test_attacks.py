@@ -111,108 +111,147 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     load_plugin_file(file, check_names=False)
     with pytest.MonkeyPatch.context() as patch, RewardPool(workers=2, memory_bytes=2 << 30) as pool:
         patch.setenv("MY_TOKEN", "canary")
-        other = subprocess.Popen(["sleep", "600"])
+        # A process of the same user with the canary in its environment, for the attack that reads them all.
+        bystander = subprocess.Popen(["sleep", "600"])
         yield pool
-        other.kill()
-        other.wait()
+        bystander.kill()
+        bystander.wait()
     del REWARDS._entries["attack"]
 
 
 def run(pool: RewardPool, *completions: str, folder: Path, timeout_s: float = 1.0) -> list[tuple[float, str]]:
+    """The value and the status of each completion; the attacks find ``folder`` in the gold answer."""
     jobs = [Job(name="attack", completion=text, answer=str(folder), timeout_s=timeout_s) for text in completions]
     return [(reward.value, reward.status) for reward in pool.run(jobs)]
 
 
+def wait_for_the_end_of(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 HONEST = "honest"
+LEAVE_PROCESSES = ("forks", "orphan", "orphan-and-die")
+NEED_NAMESPACES = ("network", "environments", "orphan-and-die")
 
 
 @pytest.mark.parametrize(
-    ("attack", "outcomes"),
+    ("attack", "outcome"),
     [
-        ("forks", {(0.0, "refused")}),
-        ("orphan", {(0.0, "refused")}),
-        ("orphan-and-die", {(0.0, "refused")}),
-        ("child", {(0.0, "timeout")}),
-        ("children", {(0.0, "timeout")}),
-        ("stderr", {(0.5, "ok")}),
-        ("forge", {(0.0, "refused")}),
-        ("environment", {(0.0, "ok")}),
-        ("environments", {(0.0, "ok")}),
-        ("network", {(0.0, "ok")}),
-        ("file", {(0.0, "refused")}),
+        ("forks", (0.0, "refused")),
+        ("orphan", (0.0, "refused")),
+        ("orphan-and-die", (0.0, "refused")),
+        # A child's time is charged to its worker, of one child and of many one after another.
+        ("child", (0.0, "timeout")),
+        ("children", (0.0, "timeout")),
+        ("stderr", (0.5, "ok")),
+        ("forge", (0.0, "refused")),
+        ("environment", (0.0, "ok")),
+        ("environments", (0.0, "ok")),
+        ("network", (0.0, "ok")),
+        ("file", (0.0, "refused")),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_an_attack_gets_nothing_and_leaves_nothing(
-    pool: RewardPool, attack: str, outcomes: set[tuple[float, str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    pool: RewardPool, attack: str, outcome: tuple[float, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if attack in ("network", "environments", "orphan-and-die") and not namespace():
+    if attack in NEED_NAMESPACES and not namespace():
         pytest.skip("this kernel gives its users no namespaces")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        words = f"network {server.getsockname()[1]}" if attack == "network" else attack
-        results = run(pool, HONEST, words, HONEST, folder=tmp_path, timeout_s=0.8)
-    assert results[1] in outcomes and results[::2] == [(1.0, "ok")] * 2
-    deadline = time.monotonic() + 10
+        completion = attack
+        if attack == "network":
+            port = server.getsockname()[1]
+            completion = f"network {port}"
+        before, attacked, after = run(pool, HONEST, completion, HONEST, folder=tmp_path, timeout_s=0.8)
+    assert attacked == outcome
+    assert before == (1.0, "ok")
+    assert after == (1.0, "ok")
+
+    # Each process that an attack started left a file with its number.
     pids = [int(name) for name in os.listdir(tmp_path) if name.isdigit()]
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    assert bool(pids) == (attack in LEAVE_PROCESSES)
+    wait_for_the_end_of(pids, seconds=10)
     assert not any(map(psutil.pid_exists, pids)), "a process outlived its worker"
-    assert bool(pids) == (attack in ("forks", "orphan", "orphan-and-die"))
-    assert "loud" not in "".join(capfd.readouterr())
+    output, errors = capfd.readouterr()
+    assert "loud" not in output
+    assert "loud" not in errors
 
 
-def test_the_budget_of_a_batch_is_one_and_every_item_has_its_share() -> None:
-    for items, seconds, wanted in ((20, 4.0, 3.0), (256, 120.0, 3.0), (3, 120.0, 1.0), (1, 1.0, 3.0)):
-        budget = Budget(seconds, items=items)
-        limits = []
-        for _ in range(items):
-            limits.append(budget.take(wanted))
-            budget.settle(limits[-1], limits[-1])
-        assert sum(limits) <= seconds + 1e-9 and min(limits) >= min(wanted, seconds / 2 / items) - 1e-9
-        assert limits[0] >= min(wanted, seconds / 2)
-    honest = Budget(4.0, items=20)
-    for _ in range(19):  # what costs nothing leaves its share
-        honest.settle(honest.take(3.0), 0.0)
-    assert honest.take(3.0) == 3.0
+# --- the budget of a batch ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("items", "seconds", "wanted"),
+    [(20, 4.0, 3.0), (256, 120.0, 3.0), (3, 120.0, 1.0), (1, 1.0, 3.0)],
+    ids=["more wanted than there is", "a whole batch", "less wanted than there is", "one item"],
+)
+def test_the_budget_of_a_batch_is_one_and_every_item_has_its_share(items: int, seconds: float, wanted: float) -> None:
+    budget = Budget(seconds, items=items)
+    limits = []
+    for _ in range(items):
+        limit = budget.take(wanted)
+        budget.settle(limit, limit)  # it used all of it
+        limits.append(limit)
+    assert sum(limits) <= seconds + 1e-9
+    # Half of the budget is divided equally, the other half is for those who come first.
+    assert min(limits) >= min(wanted, seconds / 2 / items) - 1e-9
+    assert limits[0] >= min(wanted, seconds / 2)
+
+
+def test_what_costs_nothing_leaves_its_share_to_others() -> None:
+    budget = Budget(4.0, items=20)
+    for _ in range(19):
+        budget.settle(budget.take(3.0), 0.0)
+    assert budget.take(3.0) == 3.0
+
+
+def test_where_nothing_is_left_every_item_has_the_least_limit() -> None:
     spent = Budget(0.0, items=100)
     assert [spent.take(3.0) for _ in range(100)] == [MIN_LIMIT_S] * 100
 
 
 def test_a_batch_has_a_budget(tmp_path: Path, pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits, ask = [], pool_module.Worker.ask
+    limits: list[float] = []
+    ask = pool_module.Worker.ask
 
-    def recorded(worker: pool_module.Worker, *words: Any, **limit: Any) -> dict[str, Any]:
-        limits.append(limit.get("limit_s"))
-        return ask(worker, *words, **limit)
+    def recorded(worker: pool_module.Worker, *words: Any, **options: Any) -> dict[str, Any]:
+        if options.get("limit_s") is not None:  # an item, and no question to the worker itself
+            limits.append(options["limit_s"])
+        return ask(worker, *words, **options)
 
     run(pool, HONEST, HONEST, folder=tmp_path)
-    workers = set(pool.workers.values())
+    workers_before = set(pool.workers.values())
     monkeypatch.setattr(pool_module.Worker, "ask", recorded)
     monkeypatch.setattr(pool_module, "BATCH_BUDGET_S", 2.0)
     results = run(pool, *["spin", HONEST] * 20, folder=tmp_path, timeout_s=3.0)
     assert results == [(0.0, "timeout"), (1.0, "ok")] * 20
-    judged = [limit for limit in limits if limit is not None]
-    assert len(judged) == 40 and max(judged) <= 2.0 and min(judged) >= MIN_LIMIT_S
-    assert sum(judged[1:]) <= 40 * MIN_LIMIT_S + 2.0
-    assert set(pool.workers.values()) == workers or not namespace(), "replacing a judge starts no interpreter"
+    assert len(limits) == 40
+    assert max(limits) <= 2.0
+    assert min(limits) >= MIN_LIMIT_S
+    # The first may have the free half of the budget; the others have their shares.
+    assert sum(limits[1:]) <= 40 * MIN_LIMIT_S + 2.0
+    if namespace():
+        assert set(pool.workers.values()) == workers_before, "replacing a judge starts no interpreter"
 
 
 def test_an_item_that_others_have_cut_short_has_another_chance(
     pool: RewardPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One item needs half a second. The others are over any limit, or need nothing."""
-    needs = {"spin": 1e9, "slow": 0.5, HONEST: 0.0}
-    limits: dict[str, list[float]] = {word: [] for word in needs}
+    seconds_needed = {"spin": 1e9, "slow": 0.5, HONEST: 0.0}
+    limits: dict[str, list[float]] = {completion: [] for completion in seconds_needed}
 
     def judged(self: RewardPool, job: Job, slot: int, limit_s: float, budget: Budget) -> tuple[Reward, float]:
         limits[job.completion].append(limit_s)
-        if needs[job.completion] > limit_s:
+        if seconds_needed[job.completion] > limit_s:
             return Reward(value=0.0, status="timeout"), limit_s
         return Reward(value=1.0), 0.0
 
     monkeypatch.setattr(RewardPool, "_judge", judged)
     monkeypatch.setattr(pool_module, "BATCH_BUDGET_S", 4.0)
     with RewardPool(workers=1) as single:
-        words = ["spin", "slow", *[HONEST] * 10]
-        statuses = [status for _, status in run(single, *words, folder=Path(), timeout_s=3.0)]
+        results = run(single, "spin", "slow", *[HONEST] * 10, folder=Path(), timeout_s=3.0)
+    statuses = [status for _, status in results]
     assert statuses == ["timeout", *["ok"] * 11]
-    assert limits["slow"][0] < 0.5 < limits["slow"][1]
+    first_limit, second_limit, *_ = limits["slow"]
+    assert first_limit < 0.5 < second_limit

@@ -8,52 +8,88 @@ from kl_comedy.config.schema import DatasetConfig, RewardConfig
 from kl_comedy.data import load_problems
 from kl_comedy.rewards import RewardSum, score, shared_pool
 
-OPTIONS = {"min_numbers": 3, "max_numbers": 4}
+PROBLEMS = 6
 
 
-def problems(**more):
-    config = DatasetConfig(dataset="reasoning_gym", name="countdown", limit=6, options=dict(OPTIONS), **more)
+def problems(seed):
+    """Problems of three or four numbers."""
+    config = DatasetConfig(
+        dataset="reasoning_gym",
+        name="countdown",
+        limit=PROBLEMS,
+        seed=seed,
+        options={"min_numbers": 3, "max_numbers": 4},
+    )
     return load_problems(config, key="data.train", training=True, allow_test_split=False)
 
 
-def verdicts(texts, drawn, **options):
-    answers, metas = [p.answer for p in drawn], [p.meta for p in drawn]
-    return score("reasoning_gym", completions=texts, answers=answers, metas=metas, **options)
+@pytest.fixture(scope="module")
+def drawn():
+    return problems(seed=3)
 
 
-def test_the_tasks_own_answers_are_right_in_tags_and_bare():
-    drawn = problems(seed=3)
-    assert all(str(p.meta["entry"]["metadata"]["target"]) in p.text for p in drawn)
-    assert all(3 <= len(p.meta["entry"]["metadata"]["numbers"]) <= 4 for p in drawn)
-    tagged = [f"Let me think.\n<answer> {p.answer} </answer>" for p in drawn]
-    assert [r.value for r in verdicts(tagged, drawn, part="answer_tag")] == [1.0] * 6
-    assert [r.value for r in verdicts([p.answer for p in drawn], drawn)] == [1.0] * 6
+def verdicts(completions, drawn, **options):
+    answers = [problem.answer for problem in drawn]
+    metas = [problem.meta for problem in drawn]
+    return score("reasoning_gym", completions=completions, answers=answers, metas=metas, **options)
 
 
-def test_another_expression_with_the_same_numbers_and_value_is_right_too():
-    (one, *_) = problems(seed=3)
-    (verdict,) = verdicts([f"({one.answer}) * 1"], [one])
-    assert verdict.value == 0.0, "a number that was not given"
-    (verdict,) = verdicts([f"(({one.answer}))"], [one])
-    assert verdict.value == 1.0
+def test_a_problem_states_its_target_and_has_the_numbers_asked_for(drawn):
+    for problem in drawn:
+        metadata = problem.meta["entry"]["metadata"]
+        assert str(metadata["target"]) in problem.text
+        assert 3 <= len(metadata["numbers"]) <= 4
 
 
-def test_what_is_not_a_solution_gets_nothing():
-    drawn = problems(seed=3)
-    target = drawn[0].meta["entry"]["metadata"]["target"]
-    assert verdicts([str(target)], drawn[:1])[0].value == 0.0
-    assert verdicts([f"{drawn[0].answer} + 1"], drawn[:1])[0].value == 0.0
-    assert verdicts(["no tag"], drawn[:1], part="answer_tag")[0].status == "unparseable"
-    assert verdicts(["__import__('os').getpid()"], drawn[:1])[0].status == "refused"
+def test_the_tasks_own_answers_are_right(drawn):
+    rewards = verdicts([problem.answer for problem in drawn], drawn)
+    assert [reward.value for reward in rewards] == [1.0] * PROBLEMS
+
+
+def test_the_tasks_own_answers_are_right_in_tags(drawn):
+    completions = [f"Let me think.\n<answer> {problem.answer} </answer>" for problem in drawn]
+    rewards = verdicts(completions, drawn, part="answer_tag")
+    assert [reward.value for reward in rewards] == [1.0] * PROBLEMS
+
+
+@pytest.mark.parametrize(
+    ("form", "value"),
+    [
+        pytest.param("(({answer}))", 1.0, id="more parentheses"),
+        pytest.param("({answer}) * 1", 0.0, id="a number that was not given"),
+        pytest.param("{answer} + 1", 0.0, id="another value"),
+    ],
+)
+def test_another_expression_is_right_with_the_same_numbers_and_value(drawn, form, value):
+    problem = drawn[0]
+    (reward,) = verdicts([form.format(answer=problem.answer)], [problem])
+    assert reward.value == value
+
+
+def test_the_target_itself_is_no_solution(drawn):
+    problem = drawn[0]
+    (reward,) = verdicts([str(problem.meta["entry"]["metadata"]["target"])], [problem])
+    assert reward.value == 0.0
+
+
+def test_an_answer_without_the_tag_is_unparseable(drawn):
+    (reward,) = verdicts(["no tag"], drawn[:1], part="answer_tag")
+    assert reward.status == "unparseable"
+
+
+def test_code_is_refused(drawn):
+    (reward,) = verdicts(["__import__('os').getpid()"], drawn[:1])
+    assert reward.status == "refused"
 
 
 @pytest.mark.parametrize("options", [{}, {"part": "answer_tag"}, {"part": "first_line", "partial": True}])
-def test_its_answers_pass_the_check_at_the_beginning_of_a_run(options):
+def test_its_answers_pass_the_check_at_the_beginning_of_a_run(drawn, options):
     """The guard on answers that are evaluated refuses a backslash, so golds must not be shown to it in a box."""
     with RewardSum([RewardConfig(name="reasoning_gym", options=options)], pool=shared_pool()) as rewards:
-        rewards.check(problems(seed=3))
+        rewards.check(drawn)
 
 
 def test_seeds_far_apart_share_no_problem():
-    texts = [{p.text for p in problems(seed=seed)} for seed in (1, 1_000_001)]
-    assert not texts[0] & texts[1]
+    first = {problem.text for problem in problems(seed=1)}
+    second = {problem.text for problem in problems(seed=1_000_001)}
+    assert not first & second

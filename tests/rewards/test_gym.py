@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,29 @@ from kl_comedy.rewards import RewardPool, gym, score
 from kl_comedy.rewards.gym import evaluates, is_expression, is_plain
 
 factory = pytest.importorskip("reasoning_gym.factory")
-TASKS = ["chain_sum", "products", "gcd", "letter_counting", "basic_arithmetic", "spell_backward", "number_sorting"]
-EVALUATING = [
-    *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24"),
-    *("simple_integration", "spiral_matrix", "string_insertion"),
+PLAIN_TASKS = [
+    "chain_sum",
+    "products",
+    "gcd",
+    "letter_counting",
+    "basic_arithmetic",
+    "spell_backward",
+    "number_sorting",
 ]
-TUPLES = ["arc_agi", "rearc"]
+EVALUATING_TASKS = [
+    "binary_matrix",
+    "countdown",
+    "intermediate_integration",
+    "n_queens",
+    "polynomial_multiplication",
+    "puzzle24",
+    "simple_integration",
+    "spiral_matrix",
+    "string_insertion",
+]
+"""Tasks whose scorers evaluate the answer."""
+TUPLE_TASKS = ["arc_agi", "rearc"]
+"""Tasks whose entries have tuples, which JSON does not keep."""
 
 
 @pytest.fixture(scope="module")
@@ -37,45 +54,68 @@ def entries(task: str, size: int) -> list[dict[str, Any]]:
 
 
 def judge(pool: RewardPool, task: str, completions: list[str], items: list[Any], **options: Any) -> Any:
+    """The value and the status of each completion, one per item."""
     metas = [{"task": task, "entry": entry} for entry in items]
     answers = [str(entry["answer"]) for entry in items]
     rewards = score("reasoning_gym", completions=completions, answers=answers, metas=metas, pool=pool, **options)
     return [(reward.value, reward.status) for reward in rewards]
 
 
-@pytest.mark.parametrize("task", [*TASKS, *EVALUATING, *TUPLES])
-def test_oracle_answers_are_right_and_empty_ones_unparseable(pool: RewardPool, task: str) -> None:
+some_tasks = pytest.mark.parametrize("task", [*PLAIN_TASKS, *EVALUATING_TASKS, *TUPLE_TASKS])
+
+
+@some_tasks
+def test_oracle_answers_are_right(pool: RewardPool, task: str) -> None:
     items = entries(task, 3)
     assert judge(pool, task, [f" {entry['answer']}\n" for entry in items], items) == [(1.0, "ok")] * 3
-    assert judge(pool, task, ["", " ", "\n"], items) == [(0.0, "unparseable")] * 3
+
+
+@some_tasks
+def test_empty_answers_are_unparseable(pool: RewardPool, task: str) -> None:
+    assert judge(pool, task, ["", " ", "\n"], entries(task, 3)) == [(0.0, "unparseable")] * 3
+
+
+def test_an_unknown_task_is_refused_with_the_nearest(pool: RewardPool) -> None:
+    with pytest.raises(UserError, match="did you mean 'chain_sum'"):
+        judge(pool, "chain_sums", ["3"], entries("chain_sum", 1))
+
+
+def test_problems_of_another_dataset_are_refused(pool: RewardPool) -> None:
+    with pytest.raises(UserError, match="needs problems of the dataset reasoning_gym"):
+        score("reasoning_gym", completions=["3"], answers=["3"], pool=pool)
 
 
 def test_a_partial_score_counts_only_when_asked_for(pool: RewardPool) -> None:
     items = entries("chain_sum", 1)
-    with pytest.raises(UserError, match="did you mean 'chain_sum'"):
-        judge(pool, "chain_sums", ["3"], items)
-    with pytest.raises(UserError, match="needs problems of the dataset reasoning_gym"):
-        score("reasoning_gym", completions=["3"], answers=["3"], pool=pool)
-    text = f"I believe the result is {items[0]['answer']}"
-    assert judge(pool, "chain_sum", [text], items) == [(0.0, "ok")]
-    ((partial, _),) = judge(pool, "chain_sum", [text], items, partial=True)
+    completion = f"I believe the result is {items[0]['answer']}"
+    assert judge(pool, "chain_sum", [completion], items) == [(0.0, "ok")]
+
+    ((partial, _),) = judge(pool, "chain_sum", [completion], items, partial=True)
     assert 0.0 < partial < 0.99
-    assert judge(pool, "chain_sum", [text], items, solved_at=partial) == [(1.0, "ok")]
+    assert judge(pool, "chain_sum", [completion], items, solved_at=partial) == [(1.0, "ok")]
 
 
-def test_the_part_that_counts_is_an_option(pool: RewardPool) -> None:
+@pytest.mark.parametrize(
+    ("part", "form"),
+    [
+        ("first_line", "{answer}\n4 - 1 = 3"),
+        ("last_line", "Let me see.\n{answer}"),
+        ("answer_tag", "<answer>1</answer> no, <answer> {answer} </answer>"),
+    ],
+)
+def test_the_part_that_counts_is_an_option(pool: RewardPool, part: str, form: str) -> None:
     items = entries("chain_sum", 1)
-    answer = items[0]["answer"]
-    for part, text in (
-        ("first_line", f"{answer}\n4 - 1 = 3"),
-        ("last_line", f"Let me see.\n{answer}"),
-        ("answer_tag", f"<answer>1</answer> no, <answer> {answer} </answer>"),
-    ):
-        assert judge(pool, "chain_sum", [text], items) == [(0.0, "ok")]
-        assert judge(pool, "chain_sum", [text], items, part=part) == [(1.0, "ok")]
-    assert judge(pool, "chain_sum", [answer], items, part="answer_tag") == [(0.0, "unparseable")]
+    completion = form.format(answer=items[0]["answer"])
+    assert judge(pool, "chain_sum", [completion], items) == [(0.0, "ok")]
+    assert judge(pool, "chain_sum", [completion], items, part=part) == [(1.0, "ok")]
 
 
+def test_without_the_tag_that_counts_an_answer_is_unparseable(pool: RewardPool) -> None:
+    items = entries("chain_sum", 1)
+    assert judge(pool, "chain_sum", [items[0]["answer"]], items, part="answer_tag") == [(0.0, "unparseable")]
+
+
+# --- answers that are code ----------------------------------------------------------------------------------------
 def code(mark: str) -> list[str]:
     """Answers that run code where they are evaluated: each would make the file ``mark``."""
     make = f"{mark!r}, 'w'"
@@ -128,140 +168,259 @@ def code(mark: str) -> list[str]:
 
 
 ODD = [
-    *(
-        "[*open]",
-        "=(open)",
-        "exp (open)",
-        "{open:1}",
-        "'a'*10**10",
-        "10**10**10",
-        "[0]*10**10",
-        "1e999999999",
-        "1j",
-        "...",
-    ),
-    *("0.2[1]", "5!", "5!!", "open!", "x.y", "x. y", "1 .real", "[1][0]", "x if x else x", "not open", "open and open"),
-    *("lambda: 0", "lambda x: x", "await x", "yield 1", "*x", "**x", "x = 1", "x: int", "1; 2", "True", "None", "exp"),
-    *(
-        "f'{x}'",
-        "b'x'",
-        "'x'",
-        '"x',
-        "exp(exp(exp(9)))",
-        "factorial(10**9)",
-        "2**2**40",
-        "((9**9)**999)**999",
-        "N",
-        "S",
-    ),
-    *("...", "S", "exp=open", "x == 1", "1 < 2", "x @ x", "~1", "1 | 2", "1 << 99", "__name__", "x__y", "\u0661+1"),
-    *("-" * 5_000 + "1", "(" * 5_000 + "1" + ")" * 5_000, "[" * 5_000 + "]" * 5_000, "1+" * 9_000 + "1", "9" * 9_000),
-    *("\x00", "1\x00", "\ud800", "\\", "#", "1#", "`1`", "$x$", "?", "<b>", "a\tb", "1\n2", "print ('x')"),
+    "[*open]",
+    "=(open)",
+    "exp (open)",
+    "{open:1}",
+    "'a'*10**10",
+    "10**10**10",
+    "[0]*10**10",
+    "1e999999999",
+    "1j",
+    "...",
+    "0.2[1]",
+    "5!",
+    "5!!",
+    "open!",
+    "x.y",
+    "x. y",
+    "1 .real",
+    "[1][0]",
+    "x if x else x",
+    "not open",
+    "open and open",
+    "lambda: 0",
+    "lambda x: x",
+    "await x",
+    "yield 1",
+    "*x",
+    "**x",
+    "x = 1",
+    "x: int",
+    "1; 2",
+    "True",
+    "None",
+    "exp",
+    "f'{x}'",
+    "b'x'",
+    "'x'",
+    '"x',
+    "exp(exp(exp(9)))",
+    "factorial(10**9)",
+    "2**2**40",
+    "((9**9)**999)**999",
+    "N",
+    "S",
+    "...",
+    "S",
+    "exp=open",
+    "x == 1",
+    "1 < 2",
+    "x @ x",
+    "~1",
+    "1 | 2",
+    "1 << 99",
+    "__name__",
+    "x__y",
+    "\u0661+1",
+    "-" * 5_000 + "1",
+    "(" * 5_000 + "1" + ")" * 5_000,
+    "[" * 5_000 + "]" * 5_000,
+    "1+" * 9_000 + "1",
+    "9" * 9_000,
+    "\u0000",
+    "1\u0000",
+    "\ud800",
+    "\\",
+    "#",
+    "1#",
+    "`1`",
+    "$x$",
+    "?",
+    "<b>",
+    "a\tb",
+    "1\n2",
+    "print ('x')",
 ]
+"""Answers at the edges of Python's syntax, large numbers, deep nesting, odd characters."""
 
 
-@pytest.mark.parametrize("task", EVALUATING)
+@pytest.mark.parametrize("task", EVALUATING_TASKS)
 def test_answers_are_never_run_as_code(pool: RewardPool, task: str, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     attacks = code(str(mark))
+    hostile = [*attacks, *ODD]
     (item,) = entries(task, 1)
-    outcomes = judge(pool, task, [*attacks, *ODD, str(item["answer"])], [item] * (len(attacks) + len(ODD) + 1))
+    completions = [*hostile, str(item["answer"])]
+    *outcomes, outcome_of_the_answer = judge(pool, task, completions, [item] * len(completions))
     assert not mark.exists()
-    assert outcomes[-1] == (1.0, "ok")
-    odd = zip([*attacks, *ODD], outcomes, strict=False)
-    assert [text for text, outcome in odd if outcome not in ((0.0, "refused"), (0.0, "ok"))] == []
-    assert all(status == "refused" for _, status in outcomes[:20])
-    assert not any(map(is_expression, attacks))
+    assert outcome_of_the_answer == (1.0, "ok")
+    for completion, outcome in zip(hostile, outcomes, strict=True):
+        assert outcome in ((0.0, "refused"), (0.0, "ok")), completion
+    # The first twenty are code under every grammar; some of the others may be read as formulas that are wrong.
+    for completion, (_, status) in zip(hostile[:20], outcomes[:20], strict=True):
+        assert status == "refused", completion
+
+
+def test_no_attack_is_an_expression_of_the_grammar(tmp_path: Path) -> None:
+    for attack in code(str(tmp_path / "mark")):
+        assert not is_expression(attack), attack
 
 
 def test_the_attacks_are_attacks(tmp_path: Path) -> None:
     """Most of them do make the file when they are evaluated, so that the tests above can fail."""
+    mark = tmp_path / "mark"
     working = 0
-    for number, attack in enumerate(code(str(tmp_path / "mark"))):
-        script = tmp_path / f"{number}.py"
-        script.write_text(f"eval({attack!r})")
-    for script in tmp_path.glob("*.py"):
-        (tmp_path / "mark").unlink(missing_ok=True)
+    for attack in code(str(mark)):
+        mark.unlink(missing_ok=True)
         with contextlib.suppress(Exception):
-            exec(compile(script.read_text(), str(script), "exec"), {"exp": None, "sin": None, "abs": abs, "sqrt": None})
-        working += (tmp_path / "mark").exists()
+            eval(attack, {"exp": None, "sin": None, "abs": abs, "sqrt": None})
+        working += mark.exists()
     assert working >= 20
 
 
-def test_a_scorer_that_evaluates_runs_in_a_process_of_its_own(
-    pool: RewardPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it does to its process is gone; what it does to the pool is a verdict."""
-    (item,) = entries("countdown", 1)
-    meta = {"task": "countdown", "entry": item}
-    pids = []
+COUNTDOWN = "countdown"
 
-    def scorer(given: str, entry: object) -> float:
-        if given == "1+1":
+
+@pytest.fixture
+def countdown_meta(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A problem of countdown, whose scorer does to its process what the answer says."""
+    parent = os.getpid()
+
+    def scorer(self: object, answer: str, entry: object) -> float:
+        if answer == "1+1":
             sys.modules["kl_comedy.rewards.gym"].CALLABLE = ()
-        if given == "2+2":
+        if answer == "2+2":
             os._exit(7)
-        if given == "3+3":
+        if answer == "3+3":
             raise SystemExit
-        if given == "4+4":
+        if answer == "4+4":
             raise MemoryError
-        return float(os.getpid() != pids[0])
+        return float(os.getpid() != parent)
 
-    monkeypatch.setattr(type(gym._task("countdown")), "score_answer", lambda self, *words: scorer(*words))
-    pids.append(os.getpid())
-    assert gym.reasoning_gym("1+1", "", meta).value == 1.0 and gym.CALLABLE
-    for text in ("2+2", "3+3"):
-        with pytest.raises(RunFailed, match="the process that scored the answer ended"):
-            gym.reasoning_gym(text, "", meta)
+    monkeypatch.setattr(type(gym._task(COUNTDOWN)), "score_answer", scorer)
+    (item,) = entries(COUNTDOWN, 1)
+    return {"task": COUNTDOWN, "entry": item}
+
+
+def test_a_scorer_that_evaluates_runs_in_a_process_of_its_own(countdown_meta: dict[str, Any]) -> None:
+    assert gym.reasoning_gym("1+1", "", countdown_meta).value == 1.0
+    assert gym.CALLABLE, "what the scorer did to its process is gone"
+
+
+@pytest.mark.parametrize("answer", ["2+2", "3+3"], ids=["it exits", "it raises SystemExit"])
+def test_a_scorer_that_ends_its_process_is_reported(countdown_meta: dict[str, Any], answer: str) -> None:
+    with pytest.raises(RunFailed, match="the process that scored the answer ended"):
+        gym.reasoning_gym(answer, "", countdown_meta)
+
+
+def test_a_scorer_without_memory_is_reported_to_the_pool(countdown_meta: dict[str, Any]) -> None:
     with pytest.raises(MemoryError):
-        gym.reasoning_gym("4+4", "", meta)
+        gym.reasoning_gym("4+4", "", countdown_meta)
 
 
+# --- which tasks evaluate -----------------------------------------------------------------------------------------
 def test_every_task_that_can_evaluate_is_known() -> None:
     """With another version of reasoning_gym: read the scorer, and add the task where it belongs."""
     tasks = {name for name, (build, _) in factory.DATASETS.items() if evaluates(build)}
     assert tasks == {*gym.LISTS, *gym.EXPRESSIONS, *gym.OWN_TEXT}
-    assert set(EVALUATING) == {*gym.LISTS, *gym.EXPRESSIONS}
 
 
-def test_a_scorer_that_only_looks_as_if_it_evaluated_is_not_held_to_the_grammar() -> None:
-    class Task:
-        def score_answer(self, answer: str, entry: object) -> float:
-            return float(re.compile(answer).match("eval") is not None and self.eval(answer))
-
-        def eval(self, answer: str) -> bool:
-            return len(answer) > 2
-
-    class Evaluating(Task):
-        def eval(self, answer: str) -> bool:
-            return [eval(part) for part in answer]
-
-    assert not evaluates(Task) and evaluates(Evaluating)
-    assert not evaluates(factory.DATASETS["codeio"][0]) and not evaluates(factory.DATASETS["advanced_geometry"][0])
-    assert evaluates(factory.DATASETS["n_queens"][0]) and evaluates(factory.DATASETS["puzzle24"][0])
+def test_the_tasks_that_evaluate_an_answer_are_tested() -> None:
+    assert set(EVALUATING_TASKS) == {*gym.LISTS, *gym.EXPRESSIONS}
 
 
-def test_lists_are_parsed_and_compared(pool: RewardPool) -> None:
+def task_id(task: Any) -> str:
+    return task if isinstance(task, str) else task.__name__
+
+
+class NotEvaluating:
+    """A scorer with the word "eval" in it."""
+
+    def score_answer(self, answer: str, entry: object) -> float:
+        return float(re.compile(answer).match("eval") is not None and self.eval(answer))
+
+    def eval(self, answer: str) -> bool:
+        return len(answer) > 2
+
+
+class Evaluating(NotEvaluating):
+    def eval(self, answer: str) -> bool:
+        return [eval(part) for part in answer]
+
+
+@pytest.mark.parametrize("task", [NotEvaluating, "codeio", "advanced_geometry"], ids=task_id)
+def test_a_scorer_that_only_looks_as_if_it_evaluated_is_not_held_to_the_grammar(task: Any) -> None:
+    if isinstance(task, str):
+        task, _ = factory.DATASETS[task]
+    assert not evaluates(task)
+
+
+@pytest.mark.parametrize("task", [Evaluating, "n_queens", "puzzle24"], ids=task_id)
+def test_a_scorer_that_evaluates_is_found(task: Any) -> None:
+    if isinstance(task, str):
+        task, _ = factory.DATASETS[task]
+    assert evaluates(task)
+
+
+# --- lists and words ----------------------------------------------------------------------------------------------
+def rows_of(answer: str) -> str:
+    return repr([row.split() for row in answer.splitlines()])
+
+
+def words_of(answer: str) -> str:
+    return repr(answer.split())
+
+
+def letters_of(answer: str) -> str:
+    return repr(list(answer))
+
+
+@pytest.mark.parametrize(
+    ("task", "as_list", "partial"),
+    [
+        ("binary_matrix", rows_of, 0.1),
+        ("n_queens", rows_of, 0.5),
+        ("spiral_matrix", words_of, 0.1),
+        ("string_insertion", letters_of, 0.1),
+    ],
+)
+def test_lists_are_parsed_and_compared(
+    pool: RewardPool, task: str, as_list: Callable[[str], str], partial: float
+) -> None:
     """The scorers give part of the score to the right list written as Python writes it."""
-    for task, partial in (("binary_matrix", 0.1), ("n_queens", 0.5), ("spiral_matrix", 0.1), ("string_insertion", 0.1)):
-        (item,) = entries(task, 1)
-        answer = str(item["answer"])
-        text = repr(list(answer)) if task == "string_insertion" else repr([row.split() for row in answer.splitlines()])
-        text = repr(answer.split()) if task == "spiral_matrix" else text
-        assert judge(pool, task, [text], [item], partial=True) == [(partial, "ok")], task
+    (item,) = entries(task, 1)
+    assert judge(pool, task, [as_list(str(item["answer"]))], [item], partial=True) == [(partial, "ok")]
 
 
-def test_words_are_wrong_and_not_refused(pool: RewardPool) -> None:
+@pytest.mark.parametrize(
+    ("task", "value"), [("countdown", 0.01), ("puzzle24", 0.01), ("simple_integration", 0.0), ("n_queens", 0.0)]
+)
+def test_words_are_wrong_and_not_refused(pool: RewardPool, task: str, value: float) -> None:
     """Refused answers are left out of preferences, so an answer in words must not be one."""
-    for task, worth in (("countdown", 0.01), ("puzzle24", 0.01), ("simple_integration", 0.0), ("n_queens", 0.0)):
-        items = entries(task, 1) * 4
-        words = ["I do not know", "The answer is 24!", "3 + 4 = 7", "7, 8 and 9"]
-        assert judge(pool, task, words, items, partial=True) == [(worth, "ok")] * 4, task
+    texts = ["I do not know", "The answer is 24!", "3 + 4 = 7", "7, 8 and 9"]
+    assert judge(pool, task, texts, entries(task, 1) * 4, partial=True) == [(value, "ok")] * 4
 
 
+# --- the grammar --------------------------------------------------------------------------------------------------
 PLAIN = ["x**2 + 3*x*(y - 1)", "-cos(2*x)/2 + C", "[[1, 2], [3, 4]]", "[['Q', '_']]", "Q _ _\n_ _ Q", "1.5*(2 + 3)"]
-CODE = ["open('x')", "cosopen('x')", "x.y", "x. y", "3*(open)('x')", "[open][0]('x')", "open\\\n('x')", "print ('x')"]
-CODE += ["f'{open(1)}'", "[*open]", "{open:1}", "'a'*10**10", "(x := 1)", "[x for x in [1]]", "=(open)"]
+CODE = [
+    "open('x')",
+    "cosopen('x')",
+    "x.y",
+    "x. y",
+    "3*(open)('x')",
+    "[open][0]('x')",
+    "open\\\n('x')",
+    "print ('x')",
+    "f'{open(1)}'",
+    "[*open]",
+    "{open:1}",
+    "'a'*10**10",
+    "(x := 1)",
+    "[x for x in [1]]",
+    "=(open)",
+]
 EXPRESSION = [
     "x**2 + 3*x*(y - 1)",
     "-cos(2*x)/2 + C",
@@ -273,28 +432,35 @@ EXPRESSION = [
 NO_EXPRESSION = [*CODE, *ODD, "[[1, 2]]", "Q _ _", "exp (open)", "12*2 = 24", "sin", "sin(cos)", "Integer(1)", "f(x)"]
 
 
-def test_the_grammar_of_evaluated_answers() -> None:
+def test_plain_text_is_told_from_code() -> None:
     assert [text for text in [*PLAIN, *CODE] if is_plain(text)] == PLAIN
+
+
+def test_expressions_are_told_from_other_text() -> None:
     assert [text for text in [*EXPRESSION, *NO_EXPRESSION] if is_expression(text)] == EXPRESSION
 
 
-ANSWERED = sorted(name for name in factory.DATASETS if name not in ("composite", *TASKS, *EVALUATING, *TUPLES))
+# --- every task ---------------------------------------------------------------------------------------------------
+COMPOSED = ["composite"]
+"""It has no problems of its own."""
+ALL_TASKS = sorted(set(factory.DATASETS).difference(COMPOSED))
 WITHOUT_ANSWERS = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
 """Tasks whose entries have no right answer to compare with."""
 
 
-def check_own_answers(pool: RewardPool, tasks: list[str], size: int) -> None:
-    for task in tasks:
-        items = [item for item in entries(task, size) if item["answer"] is not None]
-        assert items or task in WITHOUT_ANSWERS, task
-        outcomes = judge(pool, task, [str(item["answer"]) for item in items], items, timeout_s=20)
-        assert outcomes == [(1.0, "ok")] * len(items), task
+def check_own_answers(pool: RewardPool, task: str, size: int) -> None:
+    items = [item for item in entries(task, size) if item["answer"] is not None]
+    assert items or task in WITHOUT_ANSWERS
+    outcomes = judge(pool, task, [str(item["answer"]) for item in items], items, timeout_s=20)
+    assert outcomes == [(1.0, "ok")] * len(items)
 
 
-def test_the_own_answers_of_other_tasks_are_right(pool: RewardPool) -> None:
-    check_own_answers(pool, ["advanced_geometry", "codeio", "polynomial_equations", "bitwise_arithmetic"], 3)
+@pytest.mark.parametrize("task", ["advanced_geometry", "codeio", "polynomial_equations", "bitwise_arithmetic"])
+def test_the_own_answers_of_other_tasks_are_right(pool: RewardPool, task: str) -> None:
+    check_own_answers(pool, task, 3)
 
 
 @pytest.mark.slow
-def test_the_own_answers_of_every_task_are_right(pool: RewardPool) -> None:
-    check_own_answers(pool, [*ANSWERED, *TASKS, *EVALUATING, *TUPLES], 12)
+@pytest.mark.parametrize("task", ALL_TASKS)
+def test_the_own_answers_of_every_task_are_right(pool: RewardPool, task: str) -> None:
+    check_own_answers(pool, task, 12)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +26,7 @@ from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.evaluation.records import _completion_record
 from kl_comedy.evaluation.scores import score_completions
 from kl_comedy.processes import BrokenChannel
-from kl_comedy.records import Problem, Prompt, Rollout
+from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.registry import REWARDS, load_plugin_file
 from kl_comedy.rewards import Job, RewardPool, RewardSum, score
 from kl_comedy.rewards import pool as pool_module
@@ -133,9 +137,23 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
     del REWARDS._entries["obey"], REWARDS._entries["broken"]
 
 
-def run(pool: RewardPool, *words: str, timeout_s: float = 1.0, answer: str = "") -> list[tuple[float, str]]:
-    jobs = [Job(name="obey", completion=word, answer=answer, timeout_s=timeout_s) for word in words]
+def run(pool: RewardPool, *completions: str, timeout_s: float = 1.0, answer: str = "") -> list[tuple[float, str]]:
+    """The value and the status of each completion; the value is its length, unless it is an order."""
+    jobs = [Job(name="obey", completion=text, answer=answer, timeout_s=timeout_s) for text in completions]
     return [(reward.value, reward.status) for reward in pool.run(jobs)]
+
+
+def wait_until_ended(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(_runs(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_results_are_in_the_order_of_the_jobs_from_any_thread(pool: RewardPool) -> None:
@@ -149,46 +167,65 @@ def test_results_are_in_the_order_of_the_jobs_from_any_thread(pool: RewardPool) 
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == {length: [(float(length), "ok"), (7.0, "ok"), (1.0, "ok")] * 4 for length in range(1, 5)}
+    for length in range(1, 5):
+        assert results[length] == [(float(length), "ok"), (7.0, "ok"), (1.0, "ok")] * 4
+
+
+def test_no_jobs_have_no_results(pool: RewardPool) -> None:
     assert run(pool) == []
+
+
+def test_a_rewards_options_reach_its_worker(pool: RewardPool) -> None:
     (reward,) = score("obey", completions=["abc"], answers=[""], pool=pool, scale=2)
-    assert reward.value == 6.0 and reward.parts == {"obey": 6.0}
+    assert reward.value == 6.0
+    assert reward.parts == {"obey": 6.0}
 
 
-def test_an_overrun_is_killed_at_its_limit(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
+# --- limits and deaths --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("order", ["spin", "big", "sleep"], ids=["in Python", "in C", "waiting"])
+def test_an_overrun_is_killed_at_its_limit(pool: RewardPool, monkeypatch: pytest.MonkeyPatch, order: str) -> None:
     """CPU time is limited, in Python and in C alike; an item that waits has the wall limit."""
     monkeypatch.setattr(pool_module, "WALL_SLACK_S", 0.5)
-    run(pool, "warm", "warm")
+    run(pool, "warm", "warm")  # both workers run, so that their start is not timed
     limit = 0.2
-    for bad in ("spin", "big", "sleep"):
-        started = time.monotonic()
-        assert run(pool, "ab", bad, "abc", timeout_s=limit) == [(2.0, "ok"), (0.0, "timeout"), (3.0, "ok")]
-        seconds = time.monotonic() - started
-        assert limit <= seconds < 120.0
-        assert bad != "sleep" or seconds >= 10 * limit + 0.5
-    assert run(pool, "nap0.5", timeout_s=0.1) == [(6.0, "ok")], "waiting is not charged as computing"
+    started = time.monotonic()
+    results = run(pool, "ab", order, "abc", timeout_s=limit)
+    seconds = time.monotonic() - started
+    assert results == [(2.0, "ok"), (0.0, "timeout"), (3.0, "ok")]
+    assert limit <= seconds < 120.0
+    if order == "sleep":
+        assert seconds >= 10 * limit + 0.5, "the wall limit: ten times the CPU limit, and the slack"
+
+
+def test_waiting_is_not_charged_as_computing(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "WALL_SLACK_S", 0.5)
+    assert run(pool, "nap0.5", timeout_s=0.1) == [(6.0, "ok")]
 
 
 def test_an_item_that_kills_its_workers_is_refused_and_one_death_costs_nothing(
     pool: RewardPool, tmp_path: Path
 ) -> None:
-    words = ["a", "abort", "allocate", "die once"]
-    results = run(pool, *words, answer=str(tmp_path / "mark"))
+    results = run(pool, "a", "abort", "allocate", "die once", answer=str(tmp_path / "mark"))
     assert results == [(1.0, "ok"), (0.0, "refused"), (0.0, "refused"), (1.0, "ok")]
 
 
-def test_workers_killed_from_outside_are_replaced(pool: RewardPool) -> None:
-    def kill(after_s: float) -> None:
-        time.sleep(after_s)
-        for pid in pool.pids:
-            os.kill(pid, signal.SIGKILL)
+def kill_workers(pool: RewardPool, after_s: float = 0.0) -> None:
+    time.sleep(after_s)
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGKILL)
 
-    run(pool, *"ab")
-    kill(0.0)
-    assert run(pool, *"ab") == [(1.0, "ok")] * 2, "idle"
-    killer = threading.Thread(target=kill, args=(0.3,))
+
+def test_idle_workers_killed_from_outside_are_replaced(pool: RewardPool) -> None:
+    run(pool, "a", "b")
+    kill_workers(pool)
+    assert run(pool, "a", "b") == [(1.0, "ok")] * 2
+
+
+def test_busy_workers_killed_from_outside_are_replaced(pool: RewardPool) -> None:
+    run(pool, "a", "b")
+    killer = threading.Thread(target=kill_workers, args=(pool, 0.3))
     killer.start()
-    assert run(pool, *["nap0.2"] * 6) == [(6.0, "ok")] * 6, "busy"
+    assert run(pool, *["nap0.2"] * 6) == [(6.0, "ok")] * 6
     killer.join()
 
 
@@ -197,134 +234,261 @@ def test_a_stopped_worker_does_not_stop_its_parent(pool: RewardPool, monkeypatch
     run(pool, "a", "b")
     for pid in pool.pids:
         os.kill(pid, signal.SIGSTOP)
+    # More than a pipe takes: a parent that writes without a limit would wait for the stopped worker to read.
     large = "x" * 3_000_000
     assert run(pool, large, "c", timeout_s=0.1) == [(0.0, "timeout"), (0.0, "timeout")]
-    assert run(pool, large, "c") == [(3e6, "ok"), (1.0, "ok")]
+    assert run(pool, large, "c") == [(3e6, "ok"), (1.0, "ok")], "the workers were replaced"
 
 
+# --- what a worker sends ------------------------------------------------------------------------------------------
 USAGE = '"cpu_s": 0.1, "rss_bytes": 1, "pid": 2'
 VERDICT = f'"value": 1.0, "status": "ok", "parts": {{}}, {USAGE}'
+
+
+def verdict_with(old: str, new: str) -> str:
+    """A whole verdict in which one value is another."""
+    assert old in VERDICT
+    return "{" + VERDICT.replace(old, new) + "}"
+
+
+def verdict_and(more: str) -> str:
+    """A whole verdict with one more entry."""
+    return "{" + VERDICT + ", " + more + "}"
+
+
+TOO_DEEP = ["[" * 10_000, '{"a":' * 10_000]
 NO_REPLIES = [
-    *("{x", "[]", "3", "null", "{}", '{"cpu_s": null}', "[" * 10_000, '{"a":' * 10_000, "\xff"),
-    "{" + VERDICT.replace("1.0", '"1.0"') + "}",
-    "{" + VERDICT.replace("1.0", "NaN") + "}",
-    "{" + VERDICT.replace("1.0", "-Infinity") + "}",
-    "{" + VERDICT.replace("1.0", "1" + "0" * 400) + "}",
-    "{" + VERDICT.replace("1.0", "1" + "0" * 6_000) + "}",
-    "{" + VERDICT.replace("1.0", "true") + "}",
-    "{" + VERDICT.replace("1.0", "[1.0]") + "}",
-    "{" + VERDICT.replace("{}", "[]") + "}",
-    "{" + VERDICT.replace("{}", '{"a": {"b": 1}}') + "}",
-    "{" + VERDICT.replace("{}", '{"a": "1"}') + "}",
-    "{" + VERDICT.replace("{}", json.dumps({str(n): n for n in range(1000)})) + "}",
-    "{" + VERDICT.replace('"ok"', '"fine"') + "}",
-    "{" + VERDICT.replace('"ok"', '["ok"]') + "}",
-    "{" + VERDICT.replace("0.1", '"0.1"') + "}",
-    "{" + VERDICT.replace("0.1", "-1") + "}",
-    "{" + VERDICT.replace("0.1", "1e999") + "}",
-    "{" + VERDICT.replace('"rss_bytes": 1', '"rss_bytes": "large"') + "}",
-    "{" + VERDICT.replace('"rss_bytes": 1', '"rss_bytes": 1.5') + "}",
-    "{" + VERDICT.replace('"pid": 2', '"pid": -1') + "}",
-    "{" + VERDICT.replace('"pid": 2', '"pid": 1e400') + "}",
-    "{" + VERDICT + ', "suspect": "no"}',
-    "{" + VERDICT + ', "failed": {}}',
-    "{" + VERDICT + ', "error": ["user"]}',
-    "{" + VERDICT + ', "more": 1}',
+    "{x",
+    "[]",
+    "3",
+    "null",
+    "{}",
+    '{"cpu_s": null}',
+    *TOO_DEEP,
+    "\xff",
+    verdict_with("1.0", '"1.0"'),
+    verdict_with("1.0", "NaN"),
+    verdict_with("1.0", "-Infinity"),
+    verdict_with("1.0", "1" + "0" * 400),
+    verdict_with("1.0", "1" + "0" * 6_000),
+    verdict_with("1.0", "true"),
+    verdict_with("1.0", "[1.0]"),
+    verdict_with("{}", "[]"),
+    verdict_with("{}", '{"a": {"b": 1}}'),
+    verdict_with("{}", '{"a": "1"}'),
+    verdict_with("{}", json.dumps({str(n): n for n in range(1000)})),
+    verdict_with('"ok"', '"fine"'),
+    verdict_with('"ok"', '["ok"]'),
+    verdict_with("0.1", '"0.1"'),
+    verdict_with("0.1", "-1"),
+    verdict_with("0.1", "1e999"),
+    verdict_with('"rss_bytes": 1', '"rss_bytes": "large"'),
+    verdict_with('"rss_bytes": 1', '"rss_bytes": 1.5'),
+    verdict_with('"pid": 2', '"pid": -1'),
+    verdict_with('"pid": 2', '"pid": 1e400'),
+    verdict_and('"suspect": "no"'),
+    verdict_and('"failed": {}'),
+    verdict_and('"error": ["user"]'),
+    verdict_and('"more": 1'),
     "{" + USAGE + "}",
-    "{" + USAGE + ', "error": "user", "message": ' + '"' + "x" * 200_000 + '"}',
+    "{" + USAGE + ', "error": "user", "message": "' + "x" * 200_000 + '"}',
 ]
+
+
+def test_a_whole_verdict_is_a_reply() -> None:
+    """Or each of the changed ones below would be refused for another reason."""
+    checked_reply(("{" + VERDICT + "}").encode(), verdict=True)
 
 
 @pytest.mark.parametrize("body", NO_REPLIES, ids=lambda body: body[:60] + str(len(body)))
 def test_a_reply_that_is_no_reply_is_a_broken_worker(body: str) -> None:
-    checked_reply(("{" + VERDICT + "}").encode(), verdict=True)
     with pytest.raises(BrokenChannel):
         checked_reply(body.encode("latin-1"), verdict=True)
 
 
-def test_only_answers_of_the_worker_are_verdicts(pool: RewardPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_reward_prints_is_no_verdict(pool: RewardPool) -> None:
     assert run(pool, "print", "flood", "a") == [(5.0, "ok"), (5.0, "ok"), (1.0, "ok")]
-    worker, nonce = object.__new__(Worker), bytes(pool_module.NONCE_BYTES)
-    worker.cpu_s = worker.pid = 0
-    worker.process = SimpleNamespace(pid=os.getpid())
+
+
+OF_ANOTHER_PROCESS = verdict_with('"pid": 2', f'"pid": {os.getppid()}')
+
+
+@pytest.mark.parametrize("body", ["{x", "[]", OF_ANOTHER_PROCESS], ids=["no JSON", "no verdict", "another process"])
+def test_only_answers_of_the_worker_are_verdicts(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker whose channel answers with the right nonce, so that only the rest of the frame can be wrong."""
+    nonce = bytes(pool_module.NONCE_BYTES)
     monkeypatch.setattr(pool_module.secrets, "token_bytes", bytes)
-    foreign = "{" + VERDICT.replace('"pid": 2', f'"pid": {os.getppid()}') + "}"
-    for body in (b"{x", b"[]", foreign.encode()):
-        worker.channel = SimpleNamespace(send=lambda frame: None, receive=partial(bytes.__add__, nonce, body))
-        with pytest.raises(BrokenChannel):
-            worker.ask("judge", "obey", limit_s=1.0)
+    worker = object.__new__(Worker)
+    worker.cpu_s = 0
+    worker.pid = 0
+    worker.process = SimpleNamespace(pid=os.getpid())
+    worker.channel = SimpleNamespace(send=lambda frame: None, receive=partial(bytes.__add__, nonce, body.encode()))
+    with pytest.raises(BrokenChannel):
+        worker.ask("judge", "obey", limit_s=1.0)
 
 
-def test_a_worker_that_sends_no_reply_is_replaced(pool: RewardPool) -> None:
-    for body in NO_REPLIES[6:8]:
-        assert run(pool, "a", f"reply {body}", "b", "c") == [(1.0, "ok"), (0.0, "refused"), (1.0, "ok"), (1.0, "ok")]
+@pytest.mark.parametrize("body", TOO_DEEP, ids=["lists", "mappings"])
+def test_a_worker_that_sends_no_reply_is_replaced(pool: RewardPool, body: str) -> None:
+    results = run(pool, "a", f"reply {body}", "b", "c")
+    assert results == [(1.0, "ok"), (0.0, "refused"), (1.0, "ok"), (1.0, "ok")]
 
 
+# --- errors of a verifier -----------------------------------------------------------------------------------------
 FAILURES = (
-    *("key", "escape", "recursion", "memory", "system", "exit", "interrupt", "generator", "unprintable", "module"),
-    *("nan", "infinity", "overflow", "huge", "text", "nothing", "mapping", "status", "status of no text"),
-    *("value of text", "parts of text", "parts that are no mapping", "many parts", "long part"),
+    "key",
+    "escape",
+    "recursion",
+    "memory",
+    "system",
+    "exit",
+    "interrupt",
+    "generator",
+    "unprintable",
+    "module",
+    "nan",
+    "infinity",
+    "overflow",
+    "huge",
+    "text",
+    "nothing",
+    "mapping",
+    "status",
+    "status of no text",
+    "value of text",
+    "parts of text",
+    "parts that are no mapping",
+    "many parts",
+    "long part",
 )
+"""The keys of FAILURES in the plugin."""
 
 
+@dataclass(frozen=True)
+class FailingBatch:
+    """A batch in which every second item makes the verifier fail, judged twice."""
+
+    rewards: list[Reward]
+    """In the order of the items: an honest one, a failure, an honest one, ..."""
+    warnings: list[str]
+    workers_before: set[Worker]
+    workers_after: set[Worker]
+
+
+@pytest.fixture(scope="module")
+def failing_batch(pool: RewardPool) -> FailingBatch:
+    jobs = []
+    for failure in FAILURES:
+        jobs.append(Job(name="obey", completion="a", answer="gold"))
+        jobs.append(Job(name="obey", completion=failure, answer="gold"))
+    run(pool, "a", "b")
+    workers_before = set(pool.workers.values())
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("kl_comedy.rewards")
+    logger.addHandler(handler)
+    try:
+        rewards = pool.run(jobs * 2)
+    finally:
+        logger.removeHandler(handler)
+    return FailingBatch(
+        rewards=rewards,
+        warnings=[record.getMessage() for record in records],
+        workers_before=workers_before,
+        workers_after=set(pool.workers.values()),
+    )
+
+
+@pytest.mark.parametrize("failure", FAILURES)
 def test_whatever_a_verifier_raises_or_returns_is_the_verdict_of_that_item(
-    pool: RewardPool, caplog: pytest.LogCaptureFixture
+    failing_batch: FailingBatch, failure: str
 ) -> None:
-    words = [word for failure in FAILURES for word in ("a", failure)]
-    workers = set(pool.workers.values())
-    with caplog.at_level("WARNING", logger="kl_comedy.rewards"):
-        rewards = pool.run([Job(name="obey", completion=word, answer="gold") for word in words] * 2)
-    verdicts = {word: reward for word, reward in zip(words, rewards, strict=False)}
-    for word in FAILURES:
-        reward = verdicts[word]
-        assert (reward.value, reward.status, reward.parts) == (0.0, "refused", {"obey": 0.0, "verifier_failed": 1.0}), (
-            word
-        )
-    assert [(r.value, r.status) for r in rewards[::2]] == [(1.0, "ok")] * len(rewards[::2])
-    assert workers <= set(pool.workers.values()), "an error costs no interpreter"
-    texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == len(set(texts)) and len(texts) < len(FAILURES)
-    (shown,) = (text for text in texts if "KeyError" in text)
-    assert "obedient.py" in shown and "'key'" in shown and "'gold'" in shown and "verifier_failed" in shown
-    assert all(text.isprintable() for text in texts)
+    reward = failing_batch.rewards[2 * FAILURES.index(failure) + 1]
+    assert reward.value == 0.0
+    assert reward.status == "refused"
+    assert reward.parts == {"obey": 0.0, "verifier_failed": 1.0}
 
 
-def test_a_judge_whose_state_is_in_doubt_judges_nothing_more(pool: RewardPool) -> None:
+def test_a_failure_changes_no_verdict_beside_it(failing_batch: FailingBatch) -> None:
+    honest = [(reward.value, reward.status) for reward in failing_batch.rewards[::2]]
+    assert honest == [(1.0, "ok")] * (2 * len(FAILURES))
+
+
+def test_an_error_costs_no_interpreter(failing_batch: FailingBatch) -> None:
+    assert failing_batch.workers_before <= failing_batch.workers_after
+
+
+def test_failures_of_one_kind_are_warned_about_once(failing_batch: FailingBatch) -> None:
+    warnings = failing_batch.warnings
+    assert len(warnings) == len(set(warnings))
+    assert len(warnings) < len(FAILURES)
+
+
+@pytest.mark.parametrize("part", ["obedient.py", "'key'", "'gold'", "verifier_failed"])
+def test_a_warning_shows_the_place_the_item_and_the_metric(failing_batch: FailingBatch, part: str) -> None:
+    (warning,) = [text for text in failing_batch.warnings if "KeyError" in text]
+    assert part in warning
+
+
+def test_a_warning_has_no_control_characters(failing_batch: FailingBatch) -> None:
+    for warning in failing_batch.warnings:
+        assert warning.isprintable(), ascii(warning)
+
+
+@pytest.mark.parametrize(
+    ("order", "touched"),
+    [("touch and recurse", 0.0), ("touch and leave", 0.0), ("touch", 1.0)],
+    ids=["a RecursionError", "a SystemExit", "a ValueError"],
+)
+def test_a_judge_whose_state_is_in_doubt_judges_nothing_more(pool: RewardPool, order: str, touched: float) -> None:
+    """After an ordinary error the same process goes on, and sees what the failed call left behind."""
     with RewardPool(workers=1) as single:
-        outcomes = {
-            word: run(single, "a", word, "touched")[2] for word in ("touch and recurse", "touch and leave", "touch")
-        }
-    assert outcomes == {"touch and recurse": (0.0, "ok"), "touch and leave": (0.0, "ok"), "touch": (1.0, "ok")}
+        results = run(single, "a", order, "touched")
+    assert results[2] == (touched, "ok")
 
 
 def test_imports_for_a_second_reward_reach_later_judges(pool: RewardPool) -> None:
-    other = Job(name="format", completion="\\boxed{1}", answer="")
+    of_another_reward = Job(name="format", completion="\\boxed{1}", answer="")
     with RewardPool(workers=1) as single:
         run(single, "a")
         (worker,) = single.workers.values()
-        assert single.run([other])[0].value == 1.0
+        assert single.run([of_another_reward])[0].value == 1.0
         assert run(single, "touch and recurse", "a")[1] == (1.0, "ok")
-        assert single.run([other])[0].value == 1.0
-        assert list(single.workers.values()) == [worker] and worker.warmed == {"obey", "format"}
+        assert single.run([of_another_reward])[0].value == 1.0
+        assert list(single.workers.values()) == [worker], "only its judges were replaced"
+        assert worker.warmed == {"obey", "format"}
 
 
-@pytest.mark.parametrize("isolated", [True, False])
-def test_a_reward_that_fails_on_golds_too_ends_the_run(pool: RewardPool, isolated: bool) -> None:
-    name = "broken"
-    if not isolated:
-        name = "broken_here"
-        fn = REWARDS.get("broken").fn
-        broken_here = lambda completion, answer, meta: fn(completion, answer, meta)  # noqa: E731
-        broken_here.__doc__ = "Fails on every item."
-        REWARDS.register(name, source="the tests")(broken_here)
+@contextmanager
+def registered(name: str, function: Callable[..., float], **facts: Any) -> Iterator[str]:
+    """A reward of this process for the time of the block; its name."""
+    REWARDS.register(name, source="the tests", **facts)(function)
     try:
-        with pytest.raises(RunFailed, match=r"and on a gold answer:(.|\n)*ZeroDivisionError: in my function"):
-            score(name, completions=["a"], answers=["b"], pool=pool)
-        problems = [Problem(id=str(n), text="", answer=str(n)) for n in range(3)]
-        with pytest.raises(RunFailed, match="ZeroDivisionError"):
-            RewardSum([RewardConfig(name=name)], pool=pool).check(problems)
+        yield name
     finally:
-        REWARDS._entries.pop("broken_here", None)
+        del REWARDS._entries[name]
+
+
+def broken_here(completion: str, answer: str, meta: object) -> float:
+    """Fails on every item, in this process."""
+    return REWARDS.get("broken").fn(completion, answer, meta)
+
+
+@pytest.fixture(params=["broken", "broken_here"], ids=["isolated", "in process"])
+def broken_reward(request: pytest.FixtureRequest, pool: RewardPool) -> Iterator[str]:
+    with registered("broken_here", broken_here):
+        yield request.param
+
+
+def test_a_reward_that_fails_on_golds_too_ends_the_run(pool: RewardPool, broken_reward: str) -> None:
+    with pytest.raises(RunFailed, match=r"and on a gold answer:(.|\n)*ZeroDivisionError: in my function"):
+        score(broken_reward, completions=["a"], answers=["b"], pool=pool)
+
+
+def test_a_reward_that_fails_on_golds_does_not_pass_the_check(pool: RewardPool, broken_reward: str) -> None:
+    problems = [Problem(id=str(n), text="", answer=str(n)) for n in range(3)]
+    with pytest.raises(RunFailed, match="ZeroDivisionError"):
+        RewardSum([RewardConfig(name=broken_reward)], pool=pool).check(problems)
 
 
 def test_golds_on_which_a_reward_fails_are_named(pool: RewardPool) -> None:
@@ -332,13 +496,11 @@ def test_golds_on_which_a_reward_fails_are_named(pool: RewardPool) -> None:
         """Fails on one gold."""
         return 1 / (answer != "7")
 
-    REWARDS.register("picky", source="the tests")(picky)
-    try:
-        problems = [Problem(id=f"p/{answer}", text="", answer=answer) for answer in "67"]
+    problems = [Problem(id=f"p/{answer}", text="", answer=answer) for answer in "67"]
+    with registered("picky", picky) as name:
+        rewards = RewardSum([RewardConfig(name=name)], pool=pool)
         with pytest.raises(UserError, match=r"answers of 1 of 2 problems: p/7 .*failed: ZeroDivisionError"):
-            RewardSum([RewardConfig(name="picky")], pool=pool).check(problems)
-    finally:
-        del REWARDS._entries["picky"]
+            rewards.check(problems)
 
 
 def test_a_batch_of_nothing_but_failures_is_shown_and_judged(
@@ -357,54 +519,96 @@ def test_a_package_that_is_missing_is_named(pool: RewardPool) -> None:
 
         return 1.0
 
-    REWARDS.register("needy", source="the tests")(needy)
-    try:
-        with pytest.raises(UserError, match=r"needs a package that is not installed.*left_out"):
-            score("needy", completions=["a"], answers=["b"], pool=pool)
-    finally:
-        del REWARDS._entries["needy"]
+    with (
+        registered("needy", needy) as name,
+        pytest.raises(UserError, match=r"needs a package that is not installed.*left_out"),
+    ):
+        score(name, completions=["a"], answers=["b"], pool=pool)
 
 
-def test_workers_outlive_their_thread_are_left_alone_by_forks_and_end_on_close() -> None:
-    job = Job(name="format", completion="\\boxed{1}", answer="")
+# --- the processes of a pool --------------------------------------------------------------------------------------
+JOB = Job(name="format", completion="\\boxed{1}", answer="")
+
+
+def test_an_idle_pool_has_no_workers() -> None:
     with RewardPool(workers=1) as pool:
-        assert pool.run([]) == [] and pool.pids == [], "an idle pool has no workers"
-        thread = threading.Thread(target=pool.run, args=([job],))
-        thread.start()
-        thread.join()
-        pids = pool.pids
+        assert pool.run([]) == []
+        assert pool.pids == []
+
+
+def run_in_a_thread(pool: RewardPool) -> list[int]:
+    """The processes of a pool whose first job came from a thread that has ended."""
+    thread = threading.Thread(target=pool.run, args=([JOB],))
+    thread.start()
+    thread.join()
+    return pool.pids
+
+
+def test_workers_outlive_the_thread_that_started_them() -> None:
+    with RewardPool(workers=1) as pool:
+        pids = run_in_a_thread(pool)
+        assert pids
+        assert pool.run([JOB])[0].value == 1.0
+        assert pool.pids == pids
+
+
+def test_a_fork_has_workers_of_its_own_and_leaves_its_parents_alone() -> None:
+    with RewardPool(workers=1) as pool:
+        pids = run_in_a_thread(pool)
         child = os.fork()
         if child == 0:
-            status = 1
+            status = 1  # for an exception, which must not reach pytest in the child
             try:
-                separate = pool.run([job])[0].value == 1.0 and pool.pids != pids
+                is_right = pool.run([JOB])[0].value == 1.0
+                is_separate = pool.pids != pids
                 pool.close()
-                status = 0 if separate else 2
+                status = 0 if is_right and is_separate else 2
             finally:
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
-        assert pool.run([job])[0].value == 1.0 and pool.pids == pids
-    assert pids and pool.pids == [] and not any(psutil.pid_exists(pid) for pid in pids)
+        assert pool.run([JOB])[0].value == 1.0
+        assert pool.pids == pids
+
+
+def test_workers_end_on_close() -> None:
+    with RewardPool(workers=1) as pool:
+        pids = run_in_a_thread(pool)
+    assert pids
+    assert pool.pids == []
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_closed_pool_can_start_again() -> None:
+    with RewardPool(workers=1) as pool:
+        pool.run([JOB])
     with pool:
-        assert pool.run([job])[0].value == 1.0, "a closed pool can start again"
+        assert pool.run([JOB])[0].value == 1.0
 
 
-def test_what_cannot_work_is_refused_with_its_reason() -> None:
+def test_a_pool_without_workers_is_refused() -> None:
+    with pytest.raises(UserError, match="workers"):
+        RewardPool(workers=0)
+
+
+def test_workers_without_memory_to_start_are_reported() -> None:
+    with RewardPool(workers=1, memory_bytes=16 << 20) as pool, pytest.raises(RunFailed, match="workers die"):
+        pool.run([Job(name="format", completion="a", answer="")])
+
+
+def test_an_isolated_reward_of_a_script_is_refused() -> None:
+    """A worker cannot import it: its module is the script."""
+
     def local(completion: str, answer: str, meta: object) -> float:
         """Never called."""
         return 1.0
 
-    with pytest.raises(UserError, match="workers"):
-        RewardPool(workers=0)
-    with RewardPool(workers=1, memory_bytes=16 << 20) as pool, pytest.raises(RunFailed, match="workers die"):
-        pool.run([Job(name="format", completion="a", answer="")])
     local.__module__ = "__main__"
-    REWARDS.register("of_main", source="the tests", isolated=True)(local)
-    try:
-        with RewardPool(workers=1) as pool, pytest.raises(UserError, match="plugin file"):
-            pool.run([Job(name="of_main", completion="a", answer="")])
-    finally:
-        del REWARDS._entries["of_main"]
+    with (
+        registered("of_main", local, isolated=True) as name,
+        RewardPool(workers=1) as pool,
+        pytest.raises(UserError, match="plugin file"),
+    ):
+        pool.run([Job(name=name, completion="a", answer="")])
 
 
 SCRIPT = """
@@ -426,11 +630,14 @@ def test_a_script_without_a_main_guard_scores_and_leaves_no_process(tmp_path: Pa
     """Its size is not charged to its workers, although Linux passes the peak of a process on to its children."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    workers, value, pids = done.stdout.splitlines()
-    assert (workers, value) == ("1", "1.0")
-    assert pids and not any(psutil.pid_exists(int(pid)) for pid in pids.split())
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    worker_count, value, pids_line = result.stdout.splitlines()
+    assert worker_count == "1", "a worker was replaced"
+    assert value == "1.0"
+    pids = [int(pid) for pid in pids_line.split()]
+    assert pids
+    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 ORPHANS = """
@@ -458,33 +665,54 @@ def test_workers_end_when_the_parent_is_killed(tmp_path: Path, pool: RewardPool)
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline and any(_runs(pid) for pid in pids):
-        time.sleep(0.05)
+    wait_until_ended(pids, seconds=20)
     assert not any(_runs(pid) for pid in pids)
 
 
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def test_failures_are_counted_in_training_and_in_evaluation(pool: RewardPool) -> None:
-    texts = ["a", "key", "recursion", "ab"]
+# --- failures in a run's numbers ----------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def half_failed(pool: RewardPool) -> list[Scored]:
+    """Four rollouts on which the verifier fails twice; half its reward counts."""
     prompt = Prompt(problem=Problem(id="p", text="", answer="gold"), text="", token_ids=(1,))
     one_token = {"completion_ids": (1,), "logps": (0.0,), "versions": (0,), "stop_reason": "eos"}
+    texts = ["a", "key", "recursion", "ab"]
     rollouts = [Rollout(prompt=prompt, group_id=0, text=text, **one_token) for text in texts]
-    scored = RewardSum([RewardConfig(name="obey", weight=0.5), RewardConfig(name="zero")], pool=pool).score(rollouts)
-    metrics = row_metrics(scored)
-    assert metrics["train/verifier_failed"] == metrics["train/verifier_refused"] == 0.5
-    assert metrics["train/reward"] == 0.5 * metrics["train/reward/obey"] == 0.375
-    assert not any(name.endswith("obey/verifier_failed") for name in metrics)
+    return RewardSum([RewardConfig(name="obey", weight=0.5), RewardConfig(name="zero")], pool=pool).score(rollouts)
+
+
+@pytest.fixture(scope="module")
+def records(half_failed: list[Scored]) -> list[dict[str, Any]]:
+    """Those rollouts as an evaluation stores them."""
     suite = SimpleNamespace(solved_at=1.0, answer="number")
-    records = [_completion_record(suite, 0, sample, each) for sample, each in enumerate(scored)]
-    assert [(record["status"], record["failed"]) for record in records[1:3]] == [("refused", True)] * 2
+    return [_completion_record(suite, 0, sample, scored) for sample, scored in enumerate(half_failed)]
+
+
+def test_failures_are_counted_in_training(half_failed: list[Scored]) -> None:
+    metrics = row_metrics(half_failed)
+    assert metrics["train/verifier_failed"] == 0.5
+    assert metrics["train/verifier_refused"] == 0.5
+    # The lengths 1 and 2 among four, of which half counts.
+    assert metrics["train/reward/obey"] == 0.75
+    assert metrics["train/reward"] == 0.375
+
+
+def test_a_failure_is_no_part_of_a_reward(half_failed: list[Scored]) -> None:
+    for name in row_metrics(half_failed):
+        assert not name.endswith("obey/verifier_failed")
+
+
+def test_failures_are_in_the_records_of_an_evaluation(records: list[dict[str, Any]]) -> None:
+    for record in records[1:3]:
+        assert record["status"] == "refused"
+        assert record["failed"] is True
+
+
+def test_failures_are_counted_in_an_evaluation(records: list[dict[str, Any]]) -> None:
     values = score_completions("s", records, ks=()).values
-    assert values["failed_share"] == values["refused_share"] == 0.5
+    assert values["failed_share"] == 0.5
+    assert values["refused_share"] == 0.5
+
+
+def test_records_of_an_earlier_version_have_no_failures(records: list[dict[str, Any]]) -> None:
     earlier = [{key: value for key, value in record.items() if key != "failed"} for record in records]
     assert score_completions("s", earlier, ks=()).values["failed_share"] == 0.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kl_comedy.config.schema import RewardConfig
 from kl_comedy.errors import UserError
-from kl_comedy.records import Problem, Prompt, Reward, Rollout
+from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.registry import REWARDS
 from kl_comedy.rewards import BadGold, RewardPool, RewardSum, score
 
@@ -32,25 +32,51 @@ def pool() -> Iterator[RewardPool]:
         yield pool
 
 
-def test_weighted_sum_with_parts_and_worst_status(pool: RewardPool) -> None:
+TEXTS = ["\\boxed{7}", "7", "none", "{" * 200]
+
+
+@pytest.fixture(scope="module")
+def sum_of_four(pool: RewardPool) -> RewardSum:
     configs = [
         RewardConfig(name="math_verify", weight=2.0),
         RewardConfig(name="format", weight=0.25),
         RewardConfig(name="format", weight=0.5, options={"style": "number"}),
         RewardConfig(name="length", weight=-1.0, options={"full": 100}),
     ]
-    texts = ["\\boxed{7}", "7", "none", "{" * 200]
-    with RewardSum(configs, pool=pool) as rewards:
-        scored = rewards.score([rollout(text, "7") for text in texts])
-    assert [item.rollout.text for item in scored] == texts
+    return RewardSum(configs, pool=pool)
+
+
+@pytest.fixture(scope="module")
+def scored(sum_of_four: RewardSum) -> list[Scored]:
+    return sum_of_four.score([rollout(text, "7") for text in TEXTS])
+
+
+def test_scored_rollouts_are_in_their_order(scored: list[Scored]) -> None:
+    assert [item.rollout.text for item in scored] == TEXTS
+
+
+def test_parts_are_unweighted_and_numbered_where_a_name_is_used_twice(scored: list[Scored]) -> None:
     assert dict(scored[0].reward.parts) == {"math_verify": 1.0, "format": 1.0, "format_2": 0.0, "length": 0.09}
+
+
+def test_the_value_is_the_weighted_sum(scored: list[Scored]) -> None:
+    # The last terms are the lengths: 9, 1, 4 and 200 characters, of which 100 count.
     expected = [2 + 0.25 - 0.09, 2 + 0.5 - 0.01, -0.04, -1.0]
     assert [item.reward.value for item in scored] == pytest.approx(expected)
+
+
+def test_the_status_is_the_worst_of_the_parts(scored: list[Scored]) -> None:
     assert [item.reward.status for item in scored] == ["ok", "ok", "unparseable", "refused"]
-    assert rewards.score([]) == []
-    assert RewardSum([RewardConfig(name="zero"), RewardConfig(name="exact_answer")]).rewards(["7"], [problem("7")]) == [
-        Reward(value=1.0, parts={"zero": 0.0, "exact_answer": 1.0})
-    ]
+
+
+def test_nothing_to_score_is_no_error(sum_of_four: RewardSum) -> None:
+    assert sum_of_four.score([]) == []
+
+
+def test_completions_are_rewarded_without_a_pool_where_none_is_needed() -> None:
+    rewards = RewardSum([RewardConfig(name="zero"), RewardConfig(name="exact_answer")])
+    expected = Reward(value=1.0, parts={"zero": 0.0, "exact_answer": 1.0})
+    assert rewards.rewards(["7"], [problem("7")]) == [expected]
 
 
 @pytest.mark.parametrize("names", [("length", "math_verify"), ("math_verify", "length")])
@@ -91,32 +117,46 @@ def test_the_value_is_the_weighted_sum_of_the_parts(weights: list[float], text: 
 def test_mistakes_are_reported_when_it_is_built(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         RewardSum([RewardConfig(name="zero"), RewardConfig(name=name, options=options)])
+
+
+def test_an_infinite_weight_is_refused() -> None:
     with pytest.raises(UserError, match=r"rewards\.0\.weight: got inf"):
         RewardSum([RewardConfig(name="zero", weight=math.inf)])
+
+
+def test_a_sum_of_nothing_is_refused() -> None:
     with pytest.raises(UserError, match="at least one"):
         RewardSum([])
 
 
+def test_problems_that_can_be_judged_pass_the_check(pool: RewardPool) -> None:
+    RewardSum([RewardConfig(name="math_verify")], pool=pool).check([problem(str(n)) for n in range(5)])
+
+
 def test_check_names_the_problems_that_cannot_be_judged(pool: RewardPool) -> None:
     rewards = RewardSum([RewardConfig(name="math_verify")], pool=pool)
-    good = [problem(str(n)) for n in range(5)]
-    rewards.check(good)
+    problems = [problem(str(n)) for n in range(5)]
     with pytest.raises(UserError, match=r"math_verify cannot judge the answers of 1 of 6 problems: p/ \(''\)"):
-        rewards.check([*good, problem("")])
+        rewards.check([*problems, problem("")])
 
 
-def test_own_pool_is_closed_a_given_one_is_not(pool: RewardPool) -> None:
-    config = [RewardConfig(name="format")]
-    with RewardSum(config) as own:
-        own.score([rollout("a", "b")])
-        assert own.pool.pids
-    assert own.pool.pids == []
-    with RewardSum(config, pool=pool) as borrowed:
-        borrowed.score([rollout("a", "b")])
+def test_a_pool_of_its_own_is_closed() -> None:
+    with RewardSum([RewardConfig(name="format")]) as rewards:
+        rewards.score([rollout("a", "b")])
+        assert rewards.pool.pids
+    assert rewards.pool.pids == []
+
+
+def test_a_given_pool_is_not_closed(pool: RewardPool) -> None:
+    with RewardSum([RewardConfig(name="format")], pool=pool) as rewards:
+        rewards.score([rollout("a", "b")])
     assert pool.pids
 
 
-def test_a_reward_may_report_parts_and_bad_golds_in_process() -> None:
+@pytest.fixture
+def picky() -> Iterator[str]:
+    """The name of a reward in this process that reports a part, and refuses a problem without an answer."""
+
     def picky(completion: str, answer: str, meta: object) -> Reward:
         """Reports how long the completion is."""
         if not answer:
@@ -124,13 +164,21 @@ def test_a_reward_may_report_parts_and_bad_golds_in_process() -> None:
         return Reward(value=1.0, parts={"chars": float(len(completion))})
 
     REWARDS.register("picky", source="the tests")(picky)
-    try:
-        rewards = RewardSum([RewardConfig(name="picky"), RewardConfig(name="picky")])
-        first, second = rewards.score([rollout("abc", "x"), rollout("abc", "")])
-    finally:
-        del REWARDS._entries["picky"]
-    assert dict(first.reward.parts) == {"picky": 1.0, "picky/chars": 3.0, "picky_2": 1.0, "picky_2/chars": 3.0}
-    assert (second.reward.value, second.reward.status) == (0.0, "refused")
+    yield "picky"
+    del REWARDS._entries["picky"]
+
+
+def test_a_reward_may_report_parts(picky: str) -> None:
+    rewards = RewardSum([RewardConfig(name=picky), RewardConfig(name=picky)])
+    (scored,) = rewards.score([rollout("abc", "x")])
+    assert dict(scored.reward.parts) == {"picky": 1.0, "picky/chars": 3.0, "picky_2": 1.0, "picky_2/chars": 3.0}
+
+
+def test_a_bad_gold_in_process_costs_its_item(picky: str) -> None:
+    rewards = RewardSum([RewardConfig(name=picky), RewardConfig(name=picky)])
+    good, bad = rewards.score([rollout("abc", "x"), rollout("abc", "")])
+    assert good.reward.status == "ok"
+    assert (bad.reward.value, bad.reward.status) == (0.0, "refused")
 
 
 @pytest.mark.parametrize(
@@ -144,5 +192,8 @@ def test_a_reward_may_report_parts_and_bad_golds_in_process() -> None:
 def test_lists_must_pair_up(completions: Any, answers: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         score("exact_answer", completions=completions, answers=answers)
+
+
+def test_an_unknown_reward_is_refused_with_the_nearest() -> None:
     with pytest.raises(UserError, match="did you mean 'exact_answer'"):
         score("exact_anser", completions=[], answers=[])

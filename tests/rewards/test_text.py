@@ -19,74 +19,130 @@ def verdict(name: str, completion: str, answer: str, **options: object) -> tuple
     return reward.value, reward.status
 
 
-def test_exact_answer_reads_the_final_number_or_text() -> None:
-    right = [(text, "7") for text in ("7", " 7 apples", "2 + 5 = 7\n", "A: 8\n#### 7", "USA: 50 of 7", "A:\n7", "7.0")]
-    right += [("#### 1,234", "1234"), ("#### $1,234.50", "1234.5"), ("A: -3", "-3"), ("x = 6/8", "3/4")]
-    right += [("x = 0.75", "3/4"), ("The sum 2 + 3 is 5.", "5"), ("A: (Paris)", "paris")]
-    wrong = [("2 + 5 = 7\nA: 8", "7"), ("A: -3", "3"), ("7\n20+1=21", "7"), ("77", "7"), ("A: London", "paris")]
-    unparseable = ["3+4", "A: 3 + 4", "", "A:", "seven", "1/0"]
-    for completion, answer in right:
-        assert verdict("exact_answer", completion, answer) == (1.0, "ok"), completion
-    for completion, answer in wrong:
-        assert verdict("exact_answer", completion, answer) == (0.0, "ok"), completion
-    for completion in unparseable:
-        assert {verdict("exact_answer", completion, gold) for gold in ("7", "3", "4")} == {(0.0, "unparseable")}
+# --- exact_answer -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("7", "7"),
+        (" 7 apples", "7"),
+        ("2 + 5 = 7\n", "7"),
+        ("A: 8\n#### 7", "7"),
+        ("USA: 50 of 7", "7"),
+        ("A:\n7", "7"),
+        ("7.0", "7"),
+        ("#### 1,234", "1234"),
+        ("#### $1,234.50", "1234.5"),
+        ("A: -3", "-3"),
+        ("x = 6/8", "3/4"),
+        ("x = 0.75", "3/4"),
+        ("The sum 2 + 3 is 5.", "5"),
+        ("A: (Paris)", "paris"),
+    ],
+)
+def test_exact_answer_reads_the_final_number_or_text(completion: str, answer: str) -> None:
+    assert verdict("exact_answer", completion, answer) == (1.0, "ok")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [("2 + 5 = 7\nA: 8", "7"), ("A: -3", "3"), ("7\n20+1=21", "7"), ("77", "7"), ("A: London", "paris")],
+)
+def test_exact_answer_reads_nothing_but_the_final_number_or_text(completion: str, answer: str) -> None:
+    assert verdict("exact_answer", completion, answer) == (0.0, "ok")
+
+
+@pytest.mark.parametrize("answer", ["7", "3", "4"])
+@pytest.mark.parametrize("completion", ["3+4", "A: 3 + 4", "", "A:", "seven", "1/0"])
+def test_exact_answer_cannot_read_a_calculation_or_nothing(completion: str, answer: str) -> None:
+    assert verdict("exact_answer", completion, answer) == (0.0, "unparseable")
+
+
+def test_exact_answer_reads_after_other_markers() -> None:
     assert verdict("exact_answer", "So => 9 (= 3 * 3)", "9", markers=["=>"]) == (1.0, "ok")
-    assert verdict("exact_answer", "anything", "?!") == (0.0, "refused"), "a gold with nothing to compare"
+
+
+def test_exact_answer_refuses_a_gold_with_nothing_to_compare() -> None:
+    assert verdict("exact_answer", "anything", "?!") == (0.0, "refused")
 
 
 def test_the_last_answer_tag_counts_and_must_be_closed() -> None:
     assert answer_tag("<answer>1</answer> no, <answer> 2 </answer> is it") == "2"
-    for text in ("<answer>1", "1</answer>", "<answer>1</answer> no, <answer>2"):
-        assert answer_tag(text) == ""
+
+
+@pytest.mark.parametrize("text", ["<answer>1", "1</answer>", "<answer>1</answer> no, <answer>2"])
+def test_an_answer_tag_that_is_not_closed_has_no_answer(text: str) -> None:
+    assert answer_tag(text) == ""
 
 
 @given(st.integers(-(10**12), 10**12))
 def test_every_integer_is_read_back_with_and_without_commas(value: int) -> None:
-    assert number(str(value)) == number(f"{value:,}") == number(f" {value}. ".strip(" .")) == Fraction(value)
+    assert number(str(value)) == Fraction(value)
+    assert number(f"{value:,}") == Fraction(value)
+    assert number(f" {value}. ".strip(" .")) == Fraction(value)
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_every_integer_is_read_after_its_marker(value: int) -> None:
     assert final_segment(f"9 = 9\n#### {value}") == (str(value), True)
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_every_integer_is_right_and_its_neighbour_wrong(value: int) -> None:
     assert verdict("exact_answer", f"first 1\nA: {value:,}.", str(value)) == (1.0, "ok")
     assert verdict("exact_answer", f"A: {value + 1}", str(value)) == (0.0, "ok")
 
 
-def test_the_chosen_letter() -> None:
-    texts = {
-        "A": ["Answer: A"],
-        "B": [
-            "B",
-            "B.",
-            "The correct answer is option B because A is wrong",
-            "\\boxed{B} though the answer is C",
-            "B) 12",
-        ],
-        "C": ["The answer is (C).", "\\boxed{\\text{(C)}}", "It must be C, not A. So C"],
-        "D": ["the answer is: **D**", "Not (A) but (D)."],
-        None: [
-            "(c) is not capital",
-            "\\boxed{\\mathrm{X}}",
-            "A train leaves at noon.",
-            "I think about A bird",
-            "",
-            "DNA",
-        ],
-    }
-    texts[None] += ["The answer is obvious", "answer is a matter of taste"]
-    for letter, group in texts.items():
-        assert [chosen_letter(text, "ABCD") for text in group] == [letter] * len(group)
+# --- multiple_choice ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("Answer: A", "A"),
+        ("B", "B"),
+        ("B.", "B"),
+        ("The correct answer is option B because A is wrong", "B"),
+        ("\\boxed{B} though the answer is C", "B"),
+        ("B) 12", "B"),
+        ("The answer is (C).", "C"),
+        ("\\boxed{\\text{(C)}}", "C"),
+        ("It must be C, not A. So C", "C"),
+        ("the answer is: **D**", "D"),
+        ("Not (A) but (D).", "D"),
+        ("(c) is not capital", None),
+        ("\\boxed{\\mathrm{X}}", None),
+        ("A train leaves at noon.", None),
+        ("I think about A bird", None),
+        ("", None),
+        ("DNA", None),
+        ("The answer is obvious", None),
+        ("answer is a matter of taste", None),
+    ],
+)
+def test_the_chosen_letter(text: str, letter: str | None) -> None:
+    assert chosen_letter(text, "ABCD") == letter
+
+
+TWO_CHOICES = [{"choices": ["x", "y"]}]
 
 
 def test_letters_follow_the_choices_of_the_problem() -> None:
-    metas = [{"choices": ["x", "y"]}]
-    (reward,) = score("multiple_choice", completions=["(B) or (D)"], answers=["B"], metas=metas)
-    assert reward.value == 1.0
+    (reward,) = score("multiple_choice", completions=["(B) or (D)"], answers=["B"], metas=TWO_CHOICES)
+    assert reward.value == 1.0, "there is no D"
+
+
+def test_a_gold_that_is_no_letter_of_the_choices_is_refused() -> None:
     with pytest.raises(UserError, match="letter of the right choice"):
-        score("multiple_choice", completions=["B"], answers=["D"], metas=metas)
+        score("multiple_choice", completions=["B"], answers=["D"], metas=TWO_CHOICES)
+
+
+def test_letters_that_are_no_capitals_are_refused() -> None:
     with pytest.raises(UserError, match="distinct capital letters"):
         score("multiple_choice", completions=["B"], answers=["B"], letters="ab")
 
 
-def test_format_styles() -> None:
-    for style, good, bad in (
+# --- format and length --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("style", "good", "bad"),
+    [
         ("boxed", "is \\boxed{4}", "is \\boxed{} or 4"),
         ("gsm8k", "so\n#### 4\n", "#### 4\nand more"),
         ("answer_line", "so\nA: 4", "DATA: 4"),
@@ -97,17 +153,23 @@ def test_format_styles() -> None:
             "<think>a</think><think></think><answer>4</answer>",
         ),
         ("number", " -1,234.5\n", "4 apples"),
-    ):
-        rewards = score("format", completions=[good, bad, ""], answers=[""] * 3, style=style)
-        assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0], style
+    ],
+)
+def test_format_styles(style: str, good: str, bad: str) -> None:
+    rewards = score("format", completions=[good, bad, ""], answers=[""] * 3, style=style)
+    assert [reward.value for reward in rewards] == [1.0, 0.0, 0.0]
+
+
+def test_format_refuses_a_text_over_its_limit() -> None:
     assert verdict("format", "a" * 11, "", max_chars=10) == (0.0, "refused")
 
 
-def test_length_is_a_clipped_ramp() -> None:
-    values = [verdict("length", "x" * n, "", free=10, full=20)[0] for n in (0, 10, 15, 20, 99)]
-    assert values == [0.0, 0.0, 0.5, 1.0, 1.0]
+@pytest.mark.parametrize(("characters", "value"), [(0, 0.0), (10, 0.0), (15, 0.5), (20, 1.0), (99, 1.0)])
+def test_length_is_a_clipped_ramp(characters: int, value: float) -> None:
+    assert verdict("length", "x" * characters, "", free=10, full=20)[0] == value
 
 
+# --- hostile text -------------------------------------------------------------------------------------------------
 REPEATED = [
     " ",
     "answer is ",
@@ -118,17 +180,31 @@ REPEATED = [
     "1+",
     "1-(",
     ")-",
-    "\\boxed{",
+    r"\boxed{",
     "1,111",
     "*_`\"'([",
     "= ",
     "A:",
     "A",
     "A ",
+    "½",
+    "2½",
+    "√",
+    r"1\,",
+    "1e5 ",
+    "1*10^",
+    "2 2/3",
+    r"\frac{1}{2}",
+    "option: ",
+    "1.1",
+    "\n",
 ]
-REPEATED += ["½", "2½", "√", "1\\,", "1e5 ", "1*10^", "2 2/3", "\\frac{1}{2}", "option: "]
-ATTACKS = [(part * 16_000)[:16_000] for part in [*REPEATED, "1.1", "\n"]]
-ATTACKS += ["answer" + " " * 16_000, "1 " + "-" * 16_000, "1" + ")" * 16_000, "x" * 5_000_000]
+LENGTH = 16_000
+ATTACKS = [(part * LENGTH)[:LENGTH] for part in REPEATED]
+ATTACKS.append("answer" + " " * LENGTH)
+ATTACKS.append("1 " + "-" * LENGTH)
+ATTACKS.append("1" + ")" * LENGTH)
+ATTACKS.append("x" * 5_000_000)
 
 
 @pytest.mark.parametrize(("name", "answer"), [("exact_answer", "7"), ("exact_answer", "x"), ("multiple_choice", "A")])
@@ -136,25 +212,40 @@ def test_in_process_rewards_are_cheap_on_attacks(name: str, answer: str) -> None
     for attack in ATTACKS:
         started = time.process_time()
         score(name, completions=[attack], answers=[answer])
-        assert time.process_time() - started < 5, attack[:10]  # milliseconds; minutes where a pattern backtracks
+        # It takes milliseconds, and minutes where a pattern backtracks.
+        assert time.process_time() - started < 5, attack[:10]
 
 
+# --- helpers ------------------------------------------------------------------------------------------------------
 @given(st.text(alphabet="ab\n", max_size=300), st.integers(1, 100))
 def test_tail_is_a_suffix_within_the_cap(text: str, cap: int) -> None:
     end = tail(text, cap)
-    assert text.endswith(end) and len(end) <= cap
-    assert end == text if len(text) <= cap else len(end) > 0
+    assert text.endswith(end)
+    assert len(end) <= cap
+    if len(text) <= cap:
+        assert end == text
+    else:
+        assert len(end) > 0
 
 
 @given(st.text())
 def test_clean_text_can_be_encoded_and_has_no_controls(text: str) -> None:
     cleaned = clean(text + "\ud800\x00\x1b")
     cleaned.encode("utf-8")
-    assert not any(ord(char) < 32 and char not in "\n\t" for char in cleaned)
+    for character in cleaned:
+        assert ord(character) >= 32 or character in "\n\t"
 
 
-@given(st.integers(0, 40), st.sampled_from(["{}", "()", "[]"]))
+brackets = st.sampled_from(["{}", "()", "[]"])
+
+
+@given(st.integers(0, 40), brackets)
 def test_depth_counts_nesting_from_either_side(levels: int, pair: str) -> None:
-    nested = pair[0] * levels + "x" + pair[1] * levels
-    assert nesting_depth(nested) == nesting_depth(nested[levels:]) == levels
+    opening, closing = pair
+    assert nesting_depth(opening * levels + "x" + closing * levels) == levels
+    assert nesting_depth("x" + closing * levels) == levels
+
+
+@given(brackets)
+def test_brackets_side_by_side_are_one_deep(pair: str) -> None:
     assert nesting_depth((pair + " ") * 50) == 1

@@ -29,6 +29,7 @@ from kl_comedy.rollouts.engines import servers as servers_module
 from kl_comedy.rollouts.engines.client import GENERATE
 from ranks import spawn
 from sharded_models import config_of, save_tied
+from small_policies import versions_of
 
 OTHER = Prompt(problem=Problem(id="2", text="9-", answer="9"), text="9-", token_ids=(11, 13))
 PROMPTS = [PROMPT, OTHER, PROMPT] * 4
@@ -40,21 +41,28 @@ def hf(policy, **config):
     return build_hf(RolloutConfig(batch_sequences=8, **config), loaded=policy)
 
 
-@pytest.mark.parametrize("changes", [{"stop": ("8", "+1"), "top_k": 9}, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"group_size": 4, "stop": ("8", "+1"), "top_k": 9}, {"group_size": 1, "temperature": 0.0}],
+    ids=["sampled", "greedy"],
+)
 @pytest.mark.parametrize("loop", ["auto", "library"])
-def test_the_completions_are_those_of_the_hf_backend_to_the_last_bit(policy, serve, connect, changes, loop):
+def test_the_completions_are_those_of_the_hf_backend_to_the_last_bit(policy, serve, connect, settings, loop):
     backend = connect(serve(use_library=loop == "library"))
-    ours = hf(policy, options={"loop": loop})
-    settings = {"group_size": 1 if "temperature" in changes else 4, **changes}
-    for _ in range(2):
-        assert draw(backend, PROMPTS, **settings) == draw(ours, PROMPTS, **settings)
-        move(policy.model)
-        backend.update_weights(7)
-        ours.update_weights(7)
+    in_process = hf(policy, options={"loop": loop})
+    assert draw(backend, PROMPTS, **settings) == draw(in_process, PROMPTS, **settings)
+    move(policy.model)
+    backend.update_weights(7)
+    in_process.update_weights(7)
+    assert draw(backend, PROMPTS, **settings) == draw(in_process, PROMPTS, **settings)
+    move(policy.model)
+    backend.update_weights(7)
+    in_process.update_weights(7)
+    # As the trainer does with ``train.precision: bf16``.
     with torch.autocast("cpu", torch.bfloat16):
-        narrow = draw(backend, PROMPTS, **settings)
-        assert narrow == draw(ours, PROMPTS, **settings)
-    assert narrow != draw(backend, PROMPTS, **settings)
+        in_bfloat16 = draw(backend, PROMPTS, **settings)
+        assert in_bfloat16 == draw(in_process, PROMPTS, **settings)
+    assert in_bfloat16 != draw(backend, PROMPTS, **settings), "the trainer's autocast reaches the server"
 
 
 def test_two_servers_share_a_batch(policy, serve, connect):
@@ -65,6 +73,7 @@ def test_two_servers_share_a_batch(policy, serve, connect):
 
 
 def test_an_adapter_arrives_merged(serve, connect, policy):
+    # LoadedModel is frozen.
     object.__setattr__(policy, "model", add_lora(policy.model, LoraConfig(rank=2, target_modules=["q_proj"])))
     backend = connect(serve(loaded(llama(tied=True))))
     draw(backend)
@@ -74,8 +83,9 @@ def test_an_adapter_arrives_merged(serve, connect, policy):
             if "lora_B" in name:
                 weight.add_(torch.randn_like(weight))
     backend.update_weights(1)
-    rows, expected = draw(backend), draw(hf(policy))
-    assert [row.logps[0] for row in rows] == pytest.approx([row.logps[0] for row in expected], abs=1e-4)
+    first_logps = [row.logps[0] for row in draw(backend)]
+    expected_logps = [row.logps[0] for row in draw(hf(policy))]
+    assert first_logps == pytest.approx(expected_logps, abs=1e-4)
 
 
 def test_weights_change_between_tokens_and_every_token_says_which(policy, serve, connect):
@@ -84,20 +94,21 @@ def test_weights_change_between_tokens_and_every_token_says_which(policy, serve,
     rows = []
     thread = threading.Thread(target=lambda: rows.extend(draw(backend, [PROMPT] * 2, max_new_tokens=50)))
     thread.start()
-    versions = []
     for version in (1, 2):
+        # So that some tokens, 20 ms each, are drawn by the version before.
         time.sleep(0.2)
         move(policy.model)
         backend.publish(version)
         assert backend.version == version - 1, "an engine has not confirmed it yet"
-        versions.append(backend.load())
+        assert backend.load() == version
     thread.join()
-    assert versions == [1, 2]
-    assert all(list(row.versions) == sorted(row.versions) for row in rows)
-    assert {version for row in rows for version in row.versions} == {0, 1, 2}
+    for row in rows:
+        assert list(row.versions) == sorted(row.versions)
+    assert versions_of(rows) == {0, 1, 2}
 
 
 def test_a_publication_that_fails_walks_the_weights_to_the_end(policy, connect, serve, monkeypatch):
+    """Where weights are in shards, each is gathered by all ranks: one that stops early leaves the others waiting."""
     walked = []
 
     def weights(model, dtype):
@@ -130,32 +141,58 @@ ENOUGH_S = 60.0
 """A test that waits this long has failed: every answer here comes at once."""
 
 
+def port_of(server):
+    return int(server.url.rpartition(":")[2])
+
+
+def head_of(method, path, *headers):
+    """The bytes of a request up to its body."""
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", *headers, "", ""]
+    return "\r\n".join(lines).encode()
+
+
 def raw(server, *headers, body=b"", method="POST", path=GENERATE):
     """Status and body of the answer to a request of these words; None and what came where there is no answer.
 
-    Reads until the server closes the connection."""
-    port = int(server.url.rpartition(":")[2])
-    with socket.create_connection((LOOPBACK, port), timeout=ENOUGH_S) as connection:
-        connection.sendall("\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode() + body)
+    Reads until the server closes the connection.
+    """
+    with socket.create_connection((LOOPBACK, port_of(server)), timeout=ENOUGH_S) as connection:
+        connection.sendall(head_of(method, path, *headers) + body)
         received = b""
-        while part := connection.recv(65536):
+        part = connection.recv(65536)
+        while part:
             received += part
+            part = connection.recv(65536)
     head, _, content = received.partition(b"\r\n\r\n")
-    return (int(head.split()[1]), content) if head else (None, received)
+    if not head:
+        return None, received
+    return int(head.split()[1]), content
 
 
-def test_a_stranger_is_refused_before_a_byte_of_the_body(serve, capfd):
-    server = serve()
-    for headers in (
+@pytest.fixture
+def no_traceback(capfd):
+    """Fails where the server has printed a traceback."""
+    yield
+    out, err = capfd.readouterr()
+    assert "Traceback" not in out + err
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
         ("Content-Length: 629145600",),
         ("Content-Length: 629145600", "Authorization: Bearer wrong"),
         ("Content-Length: 629145600", "Expect: 100-continue"),
         ("Transfer-Encoding: chunked",),
         ("Content-Length: -5",),
-    ):
-        assert raw(server, *headers)[0] == 401, headers
-        assert raw(server, *headers, method="GET", path="/health")[0] == 401, headers
-    assert "Traceback" not in "".join(capfd.readouterr())
+    ],
+    ids=["no key", "wrong key", "waits before the body", "chunked", "absurd length"],
+)
+def test_a_stranger_is_refused_before_a_byte_of_the_body(serve, no_traceback, headers):
+    """The body is never sent: a server that waited for it would not answer."""
+    server = serve()
+    assert raw(server, *headers)[0] == 401
+    assert raw(server, *headers, method="GET", path="/health")[0] == 401
 
 
 @pytest.mark.parametrize(
@@ -175,45 +212,55 @@ def test_a_stranger_is_refused_before_a_byte_of_the_body(serve, capfd):
         ((f"Content-Length: {'9' * 5000}",), 413),
     ],
 )
-def test_a_body_whose_length_is_not_said_or_absurd_is_refused_unread(serve, capfd, headers, status):
+def test_a_body_whose_length_is_not_said_or_absurd_is_refused_unread(serve, no_traceback, headers, status):
     server = serve()
     assert raw(server, *WITH_KEY, *headers)[0] == status
     assert raw(server, *WITH_KEY, "Content-Length: 2", "Connection: close", body=b"{}", path="/health")[0] == 200
-    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_a_body_is_asked_for_where_the_client_waits_for_that(serve):
     headers = (*WITH_KEY, "Content-Length: 2", "Expect: 100-continue", "Connection: close")
     status, rest = raw(serve(), *headers, body=b"{}", path="/health")
-    assert status == 100 and rest.startswith(b"HTTP/1.1 200")
+    assert status == 100
+    assert rest.startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("limit", ["HEAD_SECONDS", "BODY_SECONDS"])
-def test_a_client_that_sends_a_byte_now_and_then_is_given_up(serve, monkeypatch, capfd, limit):
-    monkeypatch.setattr(hf_server, limit, 0.3)
-    server, received = serve(), b""
-    port = int(server.url.rpartition(":")[2])
-    sent = 0
-    with socket.create_connection((LOOPBACK, port), timeout=ENOUGH_S) as connection:
-        if limit == "BODY_SECONDS":
-            connection.sendall(f"POST {GENERATE} HTTP/1.1\r\n{WITH_KEY[0]}\r\nContent-Length: 1000\r\n\r\n".encode())
-        connection.settimeout(0.05)
-        while sent < 1000 and not received:
-            sent += 1
-            try:
-                connection.sendall(b"x")
-                received = connection.recv(65536) or b"closed"
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                received = b"closed"
-    assert sent < 1000 and received.startswith(b"closed" if limit == "HEAD_SECONDS" else b"HTTP/1.1 408")
-    assert "Traceback" not in "".join(capfd.readouterr())
+def send_bytes_slowly(connection, most):
+    """Send a byte every 50 ms, ``most`` at most, until there is an answer: that, or ``closed``; None without one."""
+    connection.settimeout(0.05)
+    for _ in range(most):
+        try:
+            connection.sendall(b"x")
+            return connection.recv(65536) or b"closed"
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            return b"closed"
+    return None
+
+
+def test_a_client_that_sends_a_head_byte_by_byte_is_given_up(serve, monkeypatch, no_traceback):
+    monkeypatch.setattr(hf_server, "HEAD_SECONDS", 0.3)
+    with socket.create_connection((LOOPBACK, port_of(serve())), timeout=ENOUGH_S) as connection:
+        answer = send_bytes_slowly(connection, most=999)
+    assert answer == b"closed"
+
+
+def test_a_client_that_sends_a_body_byte_by_byte_is_given_up(serve, monkeypatch, no_traceback):
+    monkeypatch.setattr(hf_server, "BODY_SECONDS", 0.3)
+    with socket.create_connection((LOOPBACK, port_of(serve())), timeout=ENOUGH_S) as connection:
+        connection.sendall(head_of("POST", GENERATE, *WITH_KEY, "Content-Length: 1000"))
+        answer = send_bytes_slowly(connection, most=999)
+    assert answer is not None, "it is still read"
+    assert answer.startswith(b"HTTP/1.1 408")
 
 
 def ask(server, body, path=GENERATE):
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection = http.client.HTTPConnection(LOOPBACK, int(server.url.rpartition(":")[2]), timeout=ENOUGH_S)
+    """Status and text of the answer to a request with the key; ``body`` is JSON, or bytes as they are sent."""
+    content = body
+    if not isinstance(body, bytes):
+        content = json.dumps(body).encode()
+    connection = http.client.HTTPConnection(LOOPBACK, port_of(server), timeout=ENOUGH_S)
     connection.request("POST", path, content, {"Authorization": f"Bearer {KEY}"})
     answer = connection.getresponse()
     text = answer.read().decode()
@@ -222,8 +269,11 @@ def ask(server, body, path=GENERATE):
 
 
 def without(name, **changes):
-    fields = {key: value for key, value in SAMPLING.items() if key != name}
-    return {"token_ids": [3], "sampling_params": {**fields, **changes}}
+    """A request without the sampling parameter ``name`` and with these others."""
+    fields = SAMPLING | changes
+    if name not in changes:
+        fields.pop(name, None)
+    return {"token_ids": [3], "sampling_params": fields}
 
 
 WRONG_BODIES = [
@@ -276,35 +326,48 @@ WRONG_BODIES = [
 ]
 
 
-def test_a_body_that_a_route_does_not_take_names_its_field_and_leaves_no_traceback(serve, capfd):
+@pytest.mark.parametrize(("path", "body", "field"), WRONG_BODIES)
+def test_a_body_that_a_route_does_not_take_names_its_field_and_leaves_no_traceback(
+    serve, no_traceback, path, body, field
+):
+    status, text = ask(serve(), body, path)
+    assert status == 400, text
+    assert field in text
+    assert len(text) < 2000, "the body is not repeated whole"
+
+
+def test_a_route_that_does_not_exist_is_not_found(serve, no_traceback):
+    assert ask(serve(), {}, "/nowhere")[0] == 404
+
+
+def test_a_request_needs_no_truncations(serve, no_traceback):
+    """``top_p`` and the like have vLLM's defaults."""
+    assert ask(serve(), REQUEST)[0] == 200
+
+
+def test_a_client_that_is_gone_before_its_answer_leaves_no_traceback(serve, no_traceback):
     server = serve()
-    for path, body, field in WRONG_BODIES:
-        status, text = ask(server, body, path)
-        assert (status, field in text) == (400, True), (path, str(body)[:80], status, text)
-        assert len(text) < 2000
-    assert ask(server, {}, "/nowhere")[0] == 404
-    assert ask(server, REQUEST)[0] == 200, "top_p and the like have vLLM's defaults"
-    assert "Traceback" not in "".join(capfd.readouterr())
-
-
-def test_a_client_that_is_gone_before_its_answer_leaves_no_traceback(serve, capfd):
-    server, gone = serve(), threading.Event()
+    client_is_gone = threading.Event()
     generate = server.engine.generate
-    server.engine.generate = lambda groups: [gone.wait(ENOUGH_S), *generate(groups)][1:]
-    before = threading.active_count()
+
+    def generate_when_the_client_is_gone(groups):
+        client_is_gone.wait(ENOUGH_S)
+        return generate(groups)
+
+    server.engine.generate = generate_when_the_client_is_gone
+    threads_before = threading.active_count()
     content = json.dumps(REQUEST).encode()
-    connection = socket.create_connection((LOOPBACK, int(server.url.rpartition(":")[2])), timeout=ENOUGH_S)
-    head = [f"POST {GENERATE} HTTP/1.1", *WITH_KEY, f"Content-Length: {len(content)}", "", ""]
-    connection.sendall("\r\n".join(head).encode() + content)
+    connection = socket.create_connection((LOOPBACK, port_of(server)), timeout=ENOUGH_S)
+    connection.sendall(head_of("POST", GENERATE, *WITH_KEY, f"Content-Length: {len(content)}") + content)
     while not server.calls:
         time.sleep(0.01)
+    # Without lingering, close() resets the connection: the server's answer raises an error.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    connection.close()  # by a reset
-    gone.set()
-    while threading.active_count() > before:
+    connection.close()
+    client_is_gone.set()
+    while threading.active_count() > threads_before:
         time.sleep(0.01)
     assert ask(server, REQUEST)[0] == 200
-    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_connections_that_are_opened_at_once_wait_for_a_thread(policy, monkeypatch):
@@ -318,7 +381,9 @@ def test_connections_that_are_opened_at_once_wait_for_a_thread(policy, monkeypat
 
 
 def test_thirty_two_clients_at_once_lose_no_request(serve):
-    server, rounds = serve(), 10
+    server = serve()
+    rounds = 10
+    # All send at the same moment, ten times.
     together = threading.Barrier(32)
 
     def client(number):
@@ -337,7 +402,7 @@ def test_thirty_two_clients_at_once_lose_no_request(serve):
 def test_a_server_is_not_started_with_a_short_key(key):
     with pytest.raises(UserError, match="KL_COMEDY_SERVER_KEY must hold a key of at least 16 characters") as raised:
         hf_server.serve({}, key)
-    assert not key or key not in str(raised.value).split()
+    assert key not in str(raised.value).split(), "the key is not shown"
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -349,15 +414,16 @@ def start_two(tmp_path_factory):
     started = {}
 
     def start(process_class):
-        if process_class not in started:
-            servers_module.ChildProcess = process_class
-            policy, folder = loaded(llama(tied=True)), tmp_path_factory.mktemp("run")
-            config = RolloutConfig(backend="hf_server", batch_sequences=6, temperature=1.3)
-            config.options = {"servers": 2, "threads": 1, "request_timeout_s": 2}
-            backend = started[process_class] = build_hf_server(config, loaded=policy)
-            backend.work_in(folder)
-            backend.update_weights(0)
-        return started[process_class]
+        if process_class in started:
+            return started[process_class]
+        servers_module.ChildProcess = process_class
+        config = RolloutConfig(backend="hf_server", batch_sequences=6, temperature=1.3)
+        config.options = {"servers": 2, "threads": 1, "request_timeout_s": 2}
+        backend = build_hf_server(config, loaded=loaded(llama(tied=True)))
+        started[process_class] = backend
+        backend.work_in(tmp_path_factory.mktemp("run"))
+        backend.update_weights(0)
+        return backend
 
     yield start
     servers_module.ChildProcess = ChildProcess
@@ -365,7 +431,8 @@ def start_two(tmp_path_factory):
         groups = [process.pid for process in backend.processes()]
         backend.close()
         assert sorted(path.name for path in backend._folder.iterdir()) == ["server-0.log", "server-1.log"]
-        assert not any(map(_group_exists, groups))
+        for group in groups:
+            assert not _group_exists(group)
 
 
 @pytest.mark.parametrize(
@@ -386,45 +453,54 @@ def test_a_server_that_dies_or_hangs_in_a_batch_costs_no_prompt_and_no_version(
     before = draw(servers, PROMPTS * 8)
     victim = servers.processes()[0].pid
     if process_class is ChildProcess:
-        assert servers._key not in " ".join(psutil_words(victim))
+        assert servers._key not in commands_of(victim), "others see the words of a command"
+    # Soon enough to hit the batch, which takes longer than that.
     killer = threading.Timer(0.05, lambda: os.killpg(victim, number))
     killer.start()
     after = draw(servers, PROMPTS * 8)
     killer.join()
     assert [row.completion_ids for row in after] == [row.completion_ids for row in before]
-    assert {version for row in after for version in row.versions} == {version}
+    assert versions_of(after) == {version}
     servers.update_weights(version + 1)
     assert servers.processes()[0].pid != victim
     assert "restarting it" in caplog.text
-    assert {version for row in draw(servers) for version in row.versions} == {version + 1}
+    assert versions_of(draw(servers)) == {version + 1}
 
 
-def psutil_words(pid):
-    """The words of the commands of a process and of those that it started."""
+def commands_of(pid):
+    """The commands of a process and of those that it started, in one text."""
     import psutil
 
-    parent = psutil.Process(pid)
-    return [word for each in (parent, *parent.children(recursive=True)) for word in each.cmdline()]
+    words = []
+    process = psutil.Process(pid)
+    for running in (process, *process.children(recursive=True)):
+        words.extend(running.cmdline())
+    return " ".join(words)
 
 
 def update_from_shards(rank, world, folder, kind, transport):
-    """What an engine draws after it took the weights of a sharded policy."""
+    """What an engine draws after it took the weights of a sharded policy; None on the ranks without engines."""
     policy = load_sharded(config_of(kind, folder), limit_bytes=2**30)
     config = RolloutConfig(batch_sequences=8, temperature=1.3, options={"transport": transport})
-    backend = build_hf_server(config, loaded=policy, leader=rank == 0)
-    if rank == 0:
+    is_leader = rank == 0
+    backend = build_hf_server(config, loaded=policy, leader=is_leader)
+    if is_leader:
         backend.work_in(folder)
     move_evenly(policy.model)
     backend.update_weights(1)
     drawn = None
-    if rank == 0:
+    if is_leader:
         (written,) = [path for path in (folder / "sampler").iterdir() if path.is_dir()]
-        config = json.loads((written / "config.json").read_text())
-        ends = json.loads((written / "generation_config.json").read_text())["eos_token_id"]
-        rows = draw(backend, [PROMPT] * 2)
-        assert {version for row in rows for version in row.versions} == {1}
         assert any(written.glob("*.safetensors")) == (transport == "folder")
-        drawn = [config["architectures"], ends, [(row.completion_ids, row.logps) for row in rows]]
+        model_config = json.loads((written / "config.json").read_text())
+        generation_config = json.loads((written / "generation_config.json").read_text())
+        rows = draw(backend, [PROMPT] * 2)
+        assert versions_of(rows) == {1}
+        drawn = [
+            model_config["architectures"],
+            generation_config["eos_token_id"],
+            [(row.completion_ids, row.logps) for row in rows],
+        ]
     backend.close()
     return drawn
 
@@ -441,8 +517,9 @@ def move_evenly(model):
 )
 def test_an_engine_takes_the_weights_of_a_policy_in_shards(tmp_path, kind, transport):
     save_tied(tmp_path)
-    (architectures, ends, rows), nothing = spawn(update_from_shards, tmp_path, kind, transport)
-    assert nothing is None
+    of_rank_0, of_rank_1 = spawn(update_from_shards, tmp_path, kind, transport)
+    assert of_rank_1 is None
+    architectures, ends, rows = of_rank_0
     whole = load_model(config_of(kind, tmp_path))
     move_evenly(whole.model)
     expected = draw(hf(whole), [PROMPT] * 2)

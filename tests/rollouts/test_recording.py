@@ -15,33 +15,35 @@ from kl_comedy.training.callbacks import RecordRollouts
 from kl_comedy.training.distributed import SINGLE_PROCESS
 
 
+def draw_row(draw, number):
+    """A completion of prompt ``number`` and its reward."""
+    ids = draw(st.lists(st.integers(0, 10**6), min_size=1, max_size=5))
+    logps = draw(st.lists(st.floats(-50, 0, allow_nan=False), min_size=len(ids), max_size=len(ids)))
+    rollout = Rollout(
+        prompt=Prompt(problem=Problem(id=f"p{number}", text="", answer=""), text="", token_ids=(1, number)),
+        group_id=number,
+        completion_ids=tuple(ids),
+        logps=tuple(logps),
+        versions=(3,) * len(ids),
+        stop_reason=draw(st.sampled_from(STOP_REASONS)),
+        text=draw(st.text(max_size=8)),
+    )
+    reward = Reward(
+        value=draw(st.floats(-5, 5)),
+        status=draw(st.sampled_from(STATUSES)),
+        parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-5, 5), max_size=2)),
+    )
+    return Scored(rollout=rollout, reward=reward)
+
+
 @st.composite
 def batches(draw):
-    finite = st.floats(-50, 0, allow_nan=False)
-    made = []
+    """One to four batches of one to four rows."""
+    drawn = []
     for _ in range(draw(st.integers(1, 4))):
-        rows = []
-        for n in range(draw(st.integers(1, 4))):
-            ids = draw(st.lists(st.integers(0, 10**6), min_size=1, max_size=5))
-            text = draw(st.text(max_size=8))
-            prompt = Prompt(problem=Problem(id=f"p{n}", text="", answer=""), text="", token_ids=(1, n))
-            rollout = Rollout(
-                prompt=prompt,
-                group_id=n,
-                completion_ids=tuple(ids),
-                logps=tuple(draw(st.lists(finite, min_size=len(ids), max_size=len(ids)))),
-                versions=(3,) * len(ids),
-                stop_reason=draw(st.sampled_from(STOP_REASONS)),
-                text=text,
-            )
-            reward = Reward(
-                value=draw(st.floats(-5, 5)),
-                status=draw(st.sampled_from(STATUSES)),
-                parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-5, 5), max_size=2)),
-            )
-            rows.append(Scored(rollout=rollout, reward=reward))
-        made.append(rows)
-    return made
+        row_count = draw(st.integers(1, 4))
+        drawn.append([draw_row(draw, number) for number in range(row_count)])
+    return drawn
 
 
 def write(folder, batches, format):
@@ -51,22 +53,27 @@ def write(folder, batches, format):
     return writer
 
 
-def test_a_resumed_run_keeps_the_recording_of_the_batch_that_it_is_in(tmp_path):
-    """Update 3 of two a batch is within the second batch, whose rows are not drawn again."""
+@pytest.mark.parametrize(
+    ("updates_made", "batches_kept"),
+    [(0, []), (1, [0]), (2, [0]), (3, [0, 1]), (4, [0, 1]), (6, [0, 1, 2]), (7, [0, 1, 2, 3])],
+)
+def test_a_resumed_run_keeps_the_recording_of_the_batch_that_it_is_in(tmp_path, updates_made, batches_kept):
+    """With two updates per batch, update 3 is within the second batch, whose rows are not drawn again."""
     algorithm = SimpleNamespace(updates_per_batch=2, epochs_per_batch=1)
     config = SimpleNamespace(algorithm=algorithm, rollout=SimpleNamespace(temperature=0.7))
-    for version, kept in ((0, []), (1, [0]), (2, [0]), (3, [0, 1]), (4, [0, 1]), (6, [0, 1, 2]), (7, [0, 1, 2, 3])):
-        for number in range(4):
-            (tmp_path / "rollouts").mkdir(exist_ok=True)
-            (tmp_path / "rollouts" / f"batch-{number:08d}.jsonl").touch()
-        module = SimpleNamespace(config=config, run_folder=tmp_path, version=version, ranks=SINGLE_PROCESS)
-        RecordRollouts().on_train_start(None, module)
-        names = sorted(part.name for part in (tmp_path / "rollouts").iterdir())
-        assert names == [f"batch-{number:08d}.jsonl" for number in kept], version
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"batch-{number:08d}.jsonl").touch()
+    module = SimpleNamespace(config=config, run_folder=tmp_path, version=updates_made, ranks=SINGLE_PROCESS)
+    RecordRollouts().on_train_start(None, module)
+    names = sorted(part.name for part in folder.iterdir())
+    assert names == [f"batch-{number:08d}.jsonl" for number in batches_kept]
 
 
-def opened(path, check=lambda batch: None):
-    return Recording(path, check=check)
+def opened(path):
+    """The recording at ``path``, whose batches are checked by nothing else."""
+    return Recording(path, check=lambda batch: None)
 
 
 def one_file(folder, format, target):
@@ -84,29 +91,35 @@ def one_file(folder, format, target):
 
 @pytest.mark.parametrize("format", FORMATS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(made=batches())
-def test_what_is_written_comes_back_from_parts_and_from_one_file(tmp_path, format, made):
-    folder, whole = tmp_path / "parts", tmp_path / f"all.{format}"
+@given(written=batches())
+def test_what_is_written_comes_back_from_parts_and_from_one_file(tmp_path, format, written):
+    folder = tmp_path / "parts"
+    # The folder of the example before: hypothesis calls this function again with the same tmp_path.
     shutil.rmtree(folder, ignore_errors=True)
-    write(folder, made, format)
+    write(folder, written, format)
+    whole = tmp_path / f"all.{format}"
     one_file(folder, format, whole)
     for path in (folder, whole):
         recording = opened(path)
-        assert len(recording) == len(made)
-        for number in reversed(range(len(made))):
-            rows = recording.read(number)
-            assert rows == [to_row(number, row, temperature=0.7) for row in made[number]]
-            back = [from_row(row, was.rollout.prompt) for row, was in zip(rows, made[number], strict=True)]
-            for now, was in zip(back, made[number], strict=True):
-                assert now.reward == was.reward
-                assert (now.rollout.completion_ids, now.rollout.logps) == (
-                    was.rollout.completion_ids,
-                    was.rollout.logps,
-                )
-                assert set(now.rollout.versions) == {FOREIGN_VERSION}
+        assert len(recording) == len(written)
+        # The last batch first: a file is read from any place.
+        for number in reversed(range(len(written))):
+            assert_same_batch(recording.read(number), written[number], number)
+
+
+def assert_same_batch(rows, written_rows, number):
+    """The rows read are those written, up to the versions, which mean nothing to another run."""
+    assert rows == [to_row(number, row, temperature=0.7) for row in written_rows]
+    for row, written in zip(rows, written_rows, strict=True):
+        read = from_row(row, written.rollout.prompt)
+        assert read.reward == written.reward
+        assert read.rollout.completion_ids == written.rollout.completion_ids
+        assert read.rollout.logps == written.rollout.logps
+        assert set(read.rollout.versions) == {FOREIGN_VERSION}
 
 
 def plain_batches(count=3):
+    # Valid in every respect: the tests below spoil one thing each.
     prompt = Prompt(problem=Problem(id="p", text="", answer=""), text="", token_ids=(1,))
     rollout = Rollout(
         prompt=prompt,
@@ -121,11 +134,15 @@ def plain_batches(count=3):
 
 
 def test_a_batch_written_again_is_replaced_and_later_ones_can_be_forgotten(tmp_path):
-    writer = write(tmp_path / "r", plain_batches(4), "jsonl")
-    writer.write(1, plain_batches()[0] * 2)
-    assert [len(opened(tmp_path / "r").read(n)) for n in range(4)] == [1, 2, 1, 1]
+    folder = tmp_path / "r"
+    writer = write(folder, plain_batches(4), "jsonl")
+    two_rows = plain_batches()[0] * 2
+    writer.write(1, two_rows)
+    recording = opened(folder)
+    assert [len(recording.read(number)) for number in range(4)] == [1, 2, 1, 1]
     writer.remove_from(2)
-    assert len(opened(tmp_path / "r")) == 2 and len(list((tmp_path / "r").iterdir())) == 2
+    assert len(opened(folder)) == 2
+    assert len(list(folder.iterdir())) == 2
 
 
 def test_a_full_disk_is_told_in_one_line(tmp_path, monkeypatch):
@@ -150,10 +167,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_row_is_named_with_its_fault(tmp_path, fault):
-    rows = [to_row(n, batch[0], temperature=1.0) for n, batch in enumerate(plain_batches())]
-    change, message = BROKEN[fault]
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_row_is_named_with_its_fault(tmp_path, change, message):
+    rows = [to_row(number, batch[0], temperature=1.0) for number, batch in enumerate(plain_batches())]
     change(rows[1])
     file = tmp_path / "all.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -161,35 +177,47 @@ def test_a_broken_row_is_named_with_its_fault(tmp_path, fault):
         opened(file)
 
 
-def test_files_that_are_no_recording_are_told_apart(tmp_path):
+def test_a_path_that_does_not_exist_is_no_recording(tmp_path):
     with pytest.raises(UserError, match="no such file or folder"):
         opened(tmp_path / "nothing")
+
+
+def test_a_folder_without_parts_is_no_recording(tmp_path):
     with pytest.raises(UserError, match=r"holds no batch-\*\.jsonl"):
         opened(tmp_path)
-    (tmp_path / "a.csv").write_text("a")
-    with pytest.raises(UserError, match=r"allowed: a folder of parts, a \.jsonl or a \.parquet"):
-        opened(tmp_path / "a.csv")
-    (tmp_path / "a.jsonl").write_text("{")
-    with pytest.raises(UserError, match="row 1: no readable row"):
-        opened(tmp_path / "a.jsonl")
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(UserError, match="holds no rollouts"):
-        opened(tmp_path / "empty.jsonl")
-    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
-    with pytest.raises(UserError, match="not a readable Parquet file"):
-        opened(tmp_path / "a.parquet")
-    both = tmp_path / "both"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b"a", r"allowed: a folder of parts, a \.jsonl or a \.parquet"),
+        ("a.jsonl", b"{", "row 1: no readable row"),
+        ("empty.jsonl", b"", "holds no rollouts"),
+        ("a.parquet", b"PAR1 and no more", "not a readable Parquet file"),
+    ],
+    ids=["another kind of file", "cut JSON", "empty", "cut Parquet"],
+)
+def test_files_that_are_no_recording_are_told_apart(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        opened(tmp_path / name)
+
+
+def test_a_folder_of_two_formats_is_no_recording(tmp_path):
     for format in FORMATS:
-        write(both, plain_batches(1), format)
+        write(tmp_path, plain_batches(1), format)
     with pytest.raises(UserError, match="both JSONL and Parquet"):
-        opened(both)
+        opened(tmp_path)
 
 
-def test_a_recording_that_changes_during_a_run_ends_it(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("", "has changed since this run began"), ("{}", "batch 1 .* cannot be read any more")],
+    ids=["emptied", "other rows"],
+)
+def test_a_recording_that_changes_during_a_run_ends_it(tmp_path, content, message):
     write(tmp_path / "r", plain_batches(), "jsonl")
     recording = opened(tmp_path / "r")
-    part = tmp_path / "r" / "batch-00000001.jsonl"
-    for content, message in (("", "has changed since this run began"), ("{}", "batch 1 .* cannot be read any more")):
-        part.write_text(content)
-        with pytest.raises(RunFailed, match=message):
-            recording.read(1)
+    (tmp_path / "r" / "batch-00000001.jsonl").write_text(content)
+    with pytest.raises(RunFailed, match=message):
+        recording.read(1)

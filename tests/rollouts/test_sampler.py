@@ -34,17 +34,19 @@ def sampler(*overrides):
 )
 def test_the_backend_that_draws(overrides, name, options, beside):
     drawn_by = sampler(*overrides)
-    assert (drawn_by.name, type(drawn_by.options), drawn_by.beside) == (name, options, beside)
+    assert drawn_by.name == name
+    assert type(drawn_by.options) is options
+    assert drawn_by.beside == beside
     assert drawn_by.capabilities == capabilities_of(name)
     assert drawn_by.builder is ROLLOUTS.get(name).fn
     assert (drawn_by.server_options is not None) == beside
 
 
-def test_the_engine_beside_is_one_and_takes_weights_between_tokens():
-    for backend, engine in ENGINE_BESIDE.items():
-        assert capabilities_of(backend).in_trainer_ranks
-        assert not capabilities_of(engine).in_trainer_ranks
-        assert capabilities_of(engine).updates_between_tokens
+@pytest.mark.parametrize(("backend", "engine"), ENGINE_BESIDE.items(), ids=ENGINE_BESIDE)
+def test_the_engine_beside_is_one_and_takes_weights_between_tokens(backend, engine):
+    assert capabilities_of(backend).in_trainer_ranks
+    assert not capabilities_of(engine).in_trainer_ranks
+    assert capabilities_of(engine).updates_between_tokens
 
 
 def test_options_are_those_of_the_backend_that_draws():
@@ -68,14 +70,18 @@ def test_a_backend_without_a_schema_has_no_options(monkeypatch):
         raise NotImplementedError
 
     drawn_by = sampler("rollout.backend=plain", "rollout.options={anything: 1}")
-    assert drawn_by.options is None and drawn_by.server_options is None and not drawn_by.beside
-    assert drawn_by.transport_on(["0"]) is None and drawn_by.server_gpus(["0"]) == []
+    assert drawn_by.options is None
+    assert drawn_by.server_options is None
+    assert not drawn_by.beside
+    assert drawn_by.transport_on(["0"]) is None
+    assert drawn_by.server_gpus(["0"]) == []
 
 
 def test_the_servers_of_a_cluster_job_are_used_where_the_config_names_none(monkeypatch):
     monkeypatch.setenv(JOB_URLS, "http://a:1,http://b:2")
     drawn_by = sampler(HF, "rollout.options={servers: 3}")
-    assert drawn_by.options.urls == () and drawn_by.options.servers == 3
+    assert drawn_by.options.urls == ()
+    assert drawn_by.options.servers == 3
     assert drawn_by.server_options.urls == ("http://a:1", "http://b:2")
     assert drawn_by.server_gpus(["0", "1"]) == []
     named = sampler(HF, "rollout.options={urls: ['http://c:3']}")
@@ -95,11 +101,28 @@ def test_the_servers_of_a_cluster_job_are_used_where_the_config_names_none(monke
     ],
 )
 def test_each_server_gets_its_gpus(overrides, gpus, expected):
-    drawn_by = sampler(*overrides)
-    assert drawn_by.server_gpus([str(n) for n in range(gpus)]) == expected
-    named_by_config = "gpus" in drawn_by.rollout.options
-    by_uuid = [",".join(f"GPU-{n}" for n in entry.split(",")) for entry in expected]
-    assert drawn_by.server_gpus([f"GPU-{n}" for n in range(gpus)]) == (expected if named_by_config else by_uuid)
+    assert sampler(*overrides).server_gpus([str(n) for n in range(gpus)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "expected"),
+    [
+        ([], 1, []),
+        (["lag.mode=async"], 1, []),
+        (["lag.mode=async"], 8, ["GPU-1"]),
+        (
+            ["train.strategy=fsdp", "train.devices=4", VLLM, "rollout.options={servers: 4}"],
+            8,
+            ["GPU-4", "GPU-5", "GPU-6", "GPU-7"],
+        ),
+        ([VLLM, "rollout.options={servers: 2, tensor_parallel_size: 2}"], 6, ["GPU-1,GPU-2", "GPU-3,GPU-4"]),
+        ([VLLM, "rollout.options={servers: 2, gpus: ['0', '1']}"], 2, ["0", "1"]),
+        ([VLLM, "rollout.options={urls: ['http://a:1']}"], 2, []),
+    ],
+)
+def test_gpus_keep_their_uuids_and_those_that_the_config_names_their_names(overrides, gpus, expected):
+    """CUDA_VISIBLE_DEVICES of a cluster may hold UUIDs, which a server's own variable must repeat."""
+    assert sampler(*overrides).server_gpus([f"GPU-{n}" for n in range(gpus)]) == expected
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,14 @@ from kl_comedy.rollouts.engines.teacher import TeacherServer
 from passes import token_pass
 
 OPTIONS = {"temperature": 1.0, "chunk_elements": 10**6}
-TERMS = [
-    KLTerm("k1", credit="own"),
-    KLTerm("k3", placement="loss", weight="policy"),
-    *(KLTerm("top_k", placement="loss", options={"k": 3, "tokens": "reference", "form": form}) for form in TOP_K_FORMS),
-    KLTerm("top_k", placement="loss", options={"k": 1, "tokens": "reference"}),
-]
+
+
+def top_k(k, **options):
+    return KLTerm("top_k", placement="loss", options={"k": k, "tokens": "reference", **options})
+
+
+TERMS = [KLTerm("k1", credit="own"), KLTerm("k3", placement="loss", weight="policy"), top_k(1)]
+TERMS.extend(top_k(3, form=form) for form in TOP_K_FORMS)
 
 
 @pytest.fixture
@@ -37,58 +39,75 @@ def teacher(policy):
 def batch():
     """Two prompts, left-padded; completions of four, two and one token, right-padded."""
     generator = torch.Generator().manual_seed(3)
-    prompt_ids_BP, ids_BT = (torch.randint(2, 14, (3, width), generator=generator) for width in (3, 4))
+    # Ids 2 to 13 are digits and signs: no padding, no end token.
+    prompt_ids_BP = torch.randint(2, 14, (3, 3), generator=generator)
+    ids_BT = torch.randint(2, 14, (3, 4), generator=generator)
     prompt_mask_BP = torch.tensor([[True, True, True], [False, True, True], [False, True, True]])
     mask_BT = torch.arange(4)[None] < torch.tensor([4, 2, 1])[:, None]
     return {"prompt_ids_BP": prompt_ids_BP, "prompt_mask_BP": prompt_mask_BP, "ids_BT": ids_BT, "mask_BT": mask_BT}
 
 
 def gradient(policy, reference, term):
-    """Of the term's surrogate in the policy's parameters, as training computes it."""
-    inputs, before = batch(), torch.full((3, 4), -2.0)
+    """The gradient of the term's surrogate in the policy's parameters, flat, as training computes it."""
+    inputs = batch()
     passed = reference.forward_pass(**inputs)
-    tops = [] if term.top is None else [term.top]
-    scored = token_pass(
-        policy.model, **inputs, **OPTIONS, reference=passed, top=tops, certainty=term.weight == "policy"
-    )
+    wanted = {"certainty": term.weight == "policy"}
+    if term.top is not None:
+        wanted["top"] = [term.top]
+    scored = token_pass(policy.model, **inputs, **OPTIONS, reference=passed, **wanted)
+    top_columns = None
+    if term.top is not None:
+        top_columns = scored.top[term.top]
+    mask_BT = inputs["mask_BT"]
     surrogate_BT = kl_surrogate(
         term,
         logp_BT=scored.logp_BT,
         ref_logp_BT=passed.logp_BT,
-        behaviour_logp_BT=torch.where(inputs["mask_BT"], before, 0.0),
-        mask_BT=inputs["mask_BT"],
-        top=None if term.top is None else scored.top[term.top],
+        behaviour_logp_BT=torch.where(mask_BT, -2.0, 0.0),
+        mask_BT=mask_BT,
+        top=top_columns,
         certainty_BT=scored.certainty_BT,
     )
-    gradients = torch.autograd.grad(surrogate_BT.sum(), [p for p in policy.model.parameters() if p.requires_grad])
-    return torch.cat([each.flatten() for each in gradients])
+    parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+    gradients = torch.autograd.grad(surrogate_BT.sum(), parameters)
+    return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def served(server, policy, k=3, **settings):
     return TeacherServer(TeacherConfig(url=server.url, **settings), policy, k)
 
 
-def test_the_gradients_are_those_of_the_teacher_in_this_process(policy, teacher, serve):
+@pytest.mark.parametrize("term", TERMS, ids=lambda term: term.label())
+def test_the_gradients_are_those_of_the_teacher_in_this_process(policy, teacher, serve, term):
     local = Reference(teacher.model, PassOptions(**OPTIONS))
     remote = served(serve(teacher), policy)
-    for term in TERMS:
-        ours, theirs = gradient(policy, remote, term), gradient(policy, local, term)
-        assert float(theirs.norm()) > 1e-3
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4, msg=lambda text, t=term: f"{t.label()}: {text}")
+    expected = gradient(policy, local, term)
+    assert float(expected.norm()) > 1e-3, "a gradient of 0 would agree with anything that is lost on the way"
+    torch.testing.assert_close(gradient(policy, remote, term), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_only_the_likeliest_tokens_are_known(policy, teacher, serve):
     passed = served(serve(teacher), policy).forward_pass(**batch())
     whole = Reference(teacher.model, PassOptions(**OPTIONS)).forward_pass(**batch())
     torch.testing.assert_close(passed.logp_BT, whole.logp_BT, atol=1e-5, rtol=1e-5)
-    assert [tuple(each.shape) for each in passed.top] == [(7, 3)] * 2 and passed.hidden_NH is None
-    for more, says in (
+    # Seven tokens of the three completions, three likeliest each: their ids and their log-probs.
+    assert [tuple(column.shape) for column in passed.top] == [(7, 3), (7, 3)]
+    assert passed.hidden_NH is None
+
+
+@pytest.mark.parametrize(
+    ("quantity", "message"),
+    [
         ({"kl": True}, "not of the vocabulary"),
         ({"top": [(4, "reference")]}, "only its 3 likeliest"),
         ({"top": [(3, "policy")]}, "only its 3 likeliest"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            token_pass(policy.model, **batch(), **OPTIONS, reference=passed, **more)
+    ],
+    ids=["exact KL", "a fourth token", "the policy's tokens"],
+)
+def test_a_quantity_that_needs_more_than_the_likeliest_tokens_is_refused(policy, teacher, serve, quantity, message):
+    passed = served(serve(teacher), policy).forward_pass(**batch())
+    with pytest.raises(ValueError, match=message):
+        token_pass(policy.model, **batch(), **OPTIONS, reference=passed, **quantity)
 
 
 def test_the_server_may_fail_twice(policy, teacher, serve):
@@ -97,20 +116,37 @@ def test_the_server_may_fail_twice(policy, teacher, serve):
     expected = remote.forward_pass(**batch()).logp_BT
     server.faults[:] = ["500", "drop"]
     assert torch.equal(remote.forward_pass(**batch()).logp_BT, expected)
+
+
+def test_a_server_that_keeps_failing_ends_the_run(policy, teacher, serve):
+    server = serve(teacher)
+    remote = served(server, policy)
     server.faults[:] = ["500"] * 9
     with pytest.raises(RunFailed, match=r"^reference\.teacher\.url: http.*answered 500"):
         remote.forward_pass(**batch())
 
 
-def test_a_server_that_cannot_be_the_teacher_is_refused(policy, teacher, serve, monkeypatch):
+def test_the_teachers_hash_names_the_server_and_its_model(policy, teacher, serve):
     server = serve(teacher)
-    assert served(server, policy).hash == served(server, policy).hash != served(server, policy, server_model="a").hash
+    teacher_hash = served(server, policy).hash
+    assert served(server, policy).hash == teacher_hash
+    assert served(server, policy, options={"server_model": "a"}).hash != teacher_hash
+
+
+def test_a_teacher_that_refuses_the_key_is_named_with_the_variable(policy, teacher, serve, monkeypatch):
     monkeypatch.setenv("OTHER_KEY", "wrong")
     with pytest.raises(UserError, match=r"^reference\.teacher\.url: .*environment variable OTHER_KEY"):
-        served(server, policy, api_key_env="OTHER_KEY")
+        served(serve(teacher), policy, options={"api_key_env": "OTHER_KEY"})
+
+
+def test_a_server_that_cannot_be_the_teacher_is_refused(policy, teacher, serve):
+    server = serve(teacher)
     server.answers["/v1/models"] = (404, {})
     with pytest.raises(UserError, match=r"^reference\.teacher\.url: .*404"):
         served(server, policy)
+
+
+def test_an_address_where_nothing_listens_is_refused(policy, short_polls):
     with pytest.raises(UserError, match=r"^reference\.teacher\.url: .*ConnectError"):
         TeacherServer(TeacherConfig(url="http://127.0.0.1:1"), policy, 0)
 
@@ -119,6 +155,7 @@ def test_a_token_that_is_none_of_the_policys_ends_the_run(policy, serve):
     wide = llama(tied=True)
     wide.resize_token_embeddings(wide.config.vocab_size + 8, mean_resizing=False)
     with torch.no_grad():
+        # Fifty times a known token's logits: the foreign tokens are among the likeliest.
         wide.get_input_embeddings().weight[-8:] = 50.0 * wide.get_input_embeddings().weight[:8]
     with pytest.raises(RunFailed, match="none of the policy's"):
         served(serve(loaded(wide)), policy).forward_pass(**batch())

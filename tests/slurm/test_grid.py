@@ -27,13 +27,20 @@ def raws(item):
     return [value.raw for value in parse_values("key", item)]
 
 
-def test_lists_and_ranges():
-    assert raws([1, "a", None]) == [1, "a", None]
-    assert raws({"from": 1, "to": 7, "step": 3}) == [1, 4, 7]
-    assert raws({"from": 0.1, "to": 0.3, "step": 0.1}) == [0.1, 0.2, 0.3]
-    assert raws({"from": 3, "to": 1, "step": -1}) == [3, 2, 1]
-    assert raws({"from": 0, "to": 1, "num": 5}) == [0.0, 0.25, 0.5, 0.75, 1.0]
-    assert raws({"from": 1e-3, "to": 10, "log": 5}) == [0.001, 0.01, 0.1, 1.0, 10.0]
+@pytest.mark.parametrize(
+    ("axis", "expected"),
+    [
+        ([1, "a", None], [1, "a", None]),
+        ({"from": 1, "to": 7, "step": 3}, [1, 4, 7]),
+        ({"from": 0.1, "to": 0.3, "step": 0.1}, [0.1, 0.2, 0.3]),
+        ({"from": 3, "to": 1, "step": -1}, [3, 2, 1]),
+        ({"from": 0, "to": 1, "num": 5}, [0.0, 0.25, 0.5, 0.75, 1.0]),
+        ({"from": 1e-3, "to": 10, "log": 5}, [0.001, 0.01, 0.1, 1.0, 10.0]),
+    ],
+    ids=["list", "integers", "decimals without rounding errors", "downwards", "points", "logarithmic"],
+)
+def test_lists_and_ranges(axis, expected):
+    assert raws(axis) == expected
 
 
 @given(
@@ -43,11 +50,13 @@ def test_lists_and_ranges():
     spacing=st.sampled_from(["num", "log"]),
 )
 def test_a_range_of_points_has_that_many_between_its_ends(first, last, points, spacing):
+    # Points so close together would be rounded to the same number, which is refused.
     if abs(last - first) < 1e-3 * max(first, last):
         return
     numbers = raws({"from": first, "to": last, spacing: points})
     assert len(numbers) == points
-    assert numbers[0] == pytest.approx(first) and numbers[-1] == pytest.approx(last)
+    assert numbers[0] == pytest.approx(first)
+    assert numbers[-1] == pytest.approx(last)
     assert sorted(numbers, reverse=last < first) == numbers
 
 
@@ -58,25 +67,42 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl"
 @given(st.one_of(PLAIN, TEXT.filter(lambda text: "${" not in text), st.lists(PLAIN, max_size=3)))
 def test_an_override_reads_back_to_the_same_value(value):
     read = OmegaConf.to_container(OmegaConf.from_dotlist([override("value", value)]), resolve=False)["value"]
-    assert read == value and type(read) is type(value)
+    assert read == value
+    assert type(read) is type(value)
+
+
+GRID_WITH_ALL_PARTS = """
+grid:
+  kl: {reward: [{estimator: k1, placement: reward}], grpo: grpo}
+  optimizer.lr: [1e-4, 3e-4]
+seeds: 2
+exclude:
+  - {kl: grpo, optimizer.lr: 3e-4}
+  - {kl: reward, optimizer.lr: 1e-4, seed: 1}
+rows:
+  no-kl: {kl: none}
+  fixed: {seed: 7, optimizer.lr: 1e-3}
+"""
 
 
 def test_the_product_the_seeds_the_exclusions_and_the_rows(tmp_path):
-    points = expand(
-        grid(
-            tmp_path,
-            "grid:\n  kl: {reward: [{estimator: k1, placement: reward}], grpo: grpo}\n  optimizer.lr: [1e-4, 3e-4]\n"
-            "seeds: 2\nexclude: [{kl: grpo, optimizer.lr: 3e-4}, {kl: reward, optimizer.lr: 1e-4, seed: 1}]\n"
-            "rows: {no-kl: {kl: none}, fixed: {seed: 7, optimizer.lr: 1e-3}}\n",
-        )
-    )
-    assert " ".join(f"{point.label}/{point.seed}" for point in points) == (
-        "reward-lr0.0001/0 reward-lr0.0003/0 reward-lr0.0003/1 grpo-lr0.0001/0 grpo-lr0.0001/1 "
-        "no-kl/0 no-kl/1 fixed/None"
-    )
+    points = expand(grid(tmp_path, GRID_WITH_ALL_PARTS))
+    assert [(point.label, point.seed) for point in points] == [
+        ("reward-lr0.0001", 0),
+        ("reward-lr0.0003", 0),
+        ("reward-lr0.0003", 1),
+        ("grpo-lr0.0001", 0),
+        ("grpo-lr0.0001", 1),
+        ("no-kl", 0),
+        ("no-kl", 1),
+        ("fixed", None),
+    ]
     assert points[0].values == {"kl": "reward", "optimizer.lr": "0.0001"}
+
+
+def test_labels_differ_where_names_of_files_would_not(tmp_path):
     points = expand(grid(tmp_path, "grid: {kl: ['verl/k3+', 'verl/k3', 'verl-k3']}\n"))
-    assert [point.label for point in points] == ["verl-k3", "verl-k3-2", "verl-k3-3"], "labels differ"
+    assert [point.label for point in points] == ["verl-k3", "verl-k3-2", "verl-k3-3"]
 
 
 EXCLUSIONS = {
@@ -93,32 +119,46 @@ EXCLUSIONS = {
 """By kind of value: the axis beside a learning rate of 0.1 and 0.3, a rule for 0.3, the cells that it drops."""
 
 
-@pytest.mark.parametrize("case", EXCLUSIONS)
-def test_a_rule_drops_the_cells_that_it_names_and_no_others(tmp_path, case):
-    axis, rule, dropped = EXCLUSIONS[case]
+def settings_of(points):
+    """The values of each cell, in one text."""
+    return ["/".join(str(value) for value in point.settings.values()) for point in points]
+
+
+@pytest.mark.parametrize(("axis", "rule", "expected"), EXCLUSIONS.values(), ids=EXCLUSIONS)
+def test_a_rule_drops_the_cells_that_it_names_and_no_others(tmp_path, axis, rule, expected):
     text = f"grid: {{{axis}, optimizer.lr: [0.1, 0.3]}}\n"
-
-    def cells(text):
-        return ["/".join(str(value) for value in point.settings.values()) for point in expand(grid(tmp_path, text))]
-
-    whole = cells(text)
-    left = cells(text + f"exclude: [{{{rule}, optimizer.lr: 0.3}}]\n")
-    assert [cell for cell in whole if cell not in left] == dropped and len(left) == len(whole) - len(dropped)
+    all_cells = settings_of(expand(grid(tmp_path, text)))
+    remaining = settings_of(expand(grid(tmp_path, text + f"exclude: [{{{rule}, optimizer.lr: 0.3}}]\n")))
+    dropped = [cell for cell in all_cells if cell not in remaining]
+    assert dropped == expected
+    assert len(remaining) == len(all_cells) - len(dropped)
 
 
-def test_cells_are_checked_configs_with_names_seeds_and_hashes(tmp_path):
+def test_cells_have_names_seeds_steps_and_overrides(tmp_path):
+    text = "overrides: {train.steps: 5}\ngrid: {kl.0.beta: [0.1, 0.2]}\nseeds: [3, 5]\n"
+    # ``extra`` is what a user types after the grid.
+    cells = planned(tmp_path, text, extra=["train.steps=6"]).cells
+    assert [(cell.name, cell.seed) for cell in cells] == [
+        ("beta0.1", 3),
+        ("beta0.1", 5),
+        ("beta0.2", 3),
+        ("beta0.2", 5),
+    ]
+    assert {cell.steps for cell in cells} == {6}, "what is typed wins"
+    overrides = ["train.steps=5", "train.steps=6", "name=beta0.1", "kl.0.beta=0.1", "seed=3"]
+    assert list(cells[0].overrides) == overrides
+
+
+def test_cells_are_checked_configs_with_their_hashes(tmp_path):
     from kl_comedy.config import config_hash, load_config
 
-    text = "overrides: {train.steps: 5}\ngrid: {kl.0.beta: [0.1, 0.2]}\nseeds: [3, 5]\n"
-    manifest = planned(tmp_path, text, extra=["train.steps=6"])
-    assert [(cell.name, cell.seed, cell.steps) for cell in manifest.cells] == [
-        (name, seed, 6) for name in ("beta0.1", "beta0.2") for seed in (3, 5)
-    ]
-    assert " ".join(manifest.cells[0].overrides) == "train.steps=5 train.steps=6 name=beta0.1 kl.0.beta=0.1 seed=3"
     cells = planned(tmp_path, "grid: {kl.0.beta: [0.1, 0.2], kl.0.estimator: [k1, k3]}\nseeds: 2\n").cells
     assert len({cell.config_hash for cell in cells}) == 8
     for cell in cells[::3]:
         assert config_hash(load_config(tmp_path / "base.yaml", cell.overrides)) == cell.config_hash
+
+
+def test_a_key_of_the_grid_cannot_be_typed(tmp_path):
     with pytest.raises(UserError, match="is set by the sweep"):
         planned(tmp_path, "grid: {optimizer.lr: [1, 2]}\n", extra=["optimizer.lr=3"])
 
@@ -155,19 +195,43 @@ MISTAKES = {
 }
 
 
-def test_a_mistake_is_one_clear_error(tmp_path):
-    for text, message in MISTAKES.items():
-        with pytest.raises(UserError, match=message) as caught:
-            planned(tmp_path, text + "\n")
-        assert "\n" not in str(caught.value), text
+@pytest.mark.parametrize(("text", "message"), MISTAKES.items())
+def test_a_mistake_is_one_clear_error(tmp_path, text, message):
+    with pytest.raises(UserError, match=message) as caught:
+        planned(tmp_path, text + "\n")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_grid_file_that_does_not_exist_names_the_nearest_one(tmp_path):
+    grid(tmp_path, "seeds: 1\n")
     with pytest.raises(UserError, match=r"did you mean .*grid.yaml"):
         read_grid(tmp_path / "gird.yaml")
+
+
+def test_a_base_that_does_not_exist_is_refused(tmp_path):
     (tmp_path / "grid.yaml").write_text("base: bse.yaml\n")
     with pytest.raises(UserError, match=r"no such config file"):
         plan(read_grid(tmp_path / "grid.yaml"), directory=tmp_path)
+
+
+def test_a_grid_needs_a_base(tmp_path):
     (tmp_path / "grid.yaml").write_text("seeds: 2\n")
     with pytest.raises(UserError, match=r"grid.yaml: .*needs base"):
         read_grid(tmp_path / "grid.yaml")
+
+
+def joined(template, numbers):
+    return ", ".join(template.format(n) for n in numbers)
+
+
+TWO_HUNDRED_AXES_OF_TWO = "grid: {" + joined("a{}: [1, 2]", range(200)) + "}"
+TWO_HUNDRED_AND_ONE_KEYS = "grid: {" + joined("a{}: [1]", range(201)) + "}"
+ONE_NAME_FOR_MANY = "grid: {a: [" + ", ".join(f"'{'-' * n}'" for n in range(1, 150)) + "]}"
+"""Values of dashes alone: none is left in the name of a cell."""
+MANY_EXCLUSIONS = (
+    "grid: {a: {from: 1, to: 300, step: 1}, b: {from: 1, to: 300, step: 1}}\n"
+    "exclude: [" + joined("{{a: {}}}", range(1, 200)) + "]"
+)
 
 
 @pytest.mark.parametrize(
@@ -179,26 +243,24 @@ def test_a_mistake_is_one_clear_error(tmp_path):
         ("grid: {a: {from: 0, to: 1e99, step: 1}}", r"grid\.a\.step: got 1; allowed: a step that makes at most 100000"),
         ("grid: {a: {from: 0, to: 1, step: 1e-320}}", r"grid\.a\.step: got 1e-320"),
         ("seeds: 1000000000000", r"seeds: got 1000000000000; allowed: how many \(1 to 100000\)"),
-        ("grid: {" + ", ".join(f"a{n}: [1, 2]" for n in range(200)) + "}", "grid: has more than 100000 cells"),
-        ("grid: {" + ", ".join(f"a{n}: [1]" for n in range(201)) + "}", "grid: has 201 keys; allowed: at most 200"),
+        (TWO_HUNDRED_AXES_OF_TWO, "grid: has more than 100000 cells"),
+        (TWO_HUNDRED_AND_ONE_KEYS, "grid: has 201 keys; allowed: at most 200"),
         ("grid: {" + "a." * 100 + "b: [1]}", "no such key; a key has at most 30 parts"),
         ("name: " + "x" * 221, "name: got .* at most 220 characters"),
         ("grid: {kl.0.beta: [" + "x" * 221 + ", b]}", "grid: got .*names of at most 220 characters"),
-        ("grid: {a: [" + ", ".join(f"'{'-' * n}'" for n in range(1, 150)) + "]}", "at most 100 cells of one name"),
-        (
-            "grid: {a: {from: 1, to: 300, step: 1}, b: {from: 1, to: 300, step: 1}}\n"
-            "exclude: [" + ", ".join(f"{{a: {n}}}" for n in range(1, 200)) + "]",
-            "exclude: 90000 cells times 199 exclusions are more than 1000000",
-        ),
+        (ONE_NAME_FOR_MANY, "at most 100 cells of one name"),
+        (MANY_EXCLUSIONS, "exclude: 90000 cells times 199 exclusions are more than 1000000"),
     ],
 )
 def test_a_grid_over_a_limit_is_refused_in_one_line(tmp_path, text, message):
     """Within two seconds on an idle core; ten are allowed here."""
     with cpu_limit(10), pytest.raises(UserError, match=message) as error:
         expand(grid(tmp_path, text))
-    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
 
 
 def test_a_large_grid_within_the_limits_is_expanded(tmp_path):
     text = "grid: {a: {from: 1, to: 300, step: 1}, b: [1, 2]}\nseeds: 20\nexclude: [{a: [1, 2], b: 1}, {a: 300}]\n"
+    # The first rule drops two of the 300 x 2 points, the second two more.
     assert len(expand(grid(tmp_path, text))) == (300 * 2 - 2 - 2) * 20

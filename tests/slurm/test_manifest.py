@@ -23,39 +23,63 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
 
 
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """A sweep of ten cells; for reading."""
+    folder = tmp_path_factory.mktemp("planned")
+    return plan_sweep(folder, "grid: {optimizer.lr: {from: 0.001, to: 0.01, num: 10}}\nevaluate: {}\n")
+
+
 @pytest.fixture
-def sweep(tmp_path):
-    return plan_sweep(tmp_path, "grid: {optimizer.lr: {from: 0.001, to: 0.01, num: 10}}\nevaluate: {}\n")
+def sweep_copy(sweep, tmp_path):
+    """A copy whose files a test may change."""
+    shutil.copytree(sweep.path, tmp_path / "sweeps" / "grid")
+    return replace(sweep, path=tmp_path / "sweeps" / "grid")
 
 
-def test_it_is_written_once_and_read_back(sweep, monkeypatch, tmp_path):
+def test_it_is_written_once_and_read_back(sweep):
     before = (sweep.path / "manifest.json").stat().st_mtime_ns
     again = write_sweep(sweep.path, sweep.manifest, "something else")
     assert (sweep.path / "manifest.json").stat().st_mtime_ns == before
     assert sweep.base.read_text() == "model: {options: {preset: tiny}}\n"
-    assert read_sweep(sweep.path) == again == sweep
+    assert again == sweep
+    assert read_sweep(sweep.path) == sweep
+
+
+def test_another_sweep_in_its_place_is_refused(sweep):
+    three_cells = replace(sweep.manifest, cells=sweep.manifest.cells[:3])
     with pytest.raises(UserError, match="10 cells there, 3 planned now"):
-        write_sweep(sweep.path, replace(sweep.manifest, cells=sweep.manifest.cells[:3]), "")
+        write_sweep(sweep.path, three_cells, "")
+
+
+def test_a_sweep_is_found_by_its_name_below_the_working_folder(sweep_copy, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert read_sweep(Path("grid")) == sweep
+    assert read_sweep(Path("grid")) == sweep_copy
     with pytest.raises(UserError, match="no sweep at gird; did you mean 'grid'"):
         read_sweep(Path("gird"))
 
 
-def test_another_version_a_hand_edit_and_a_damaged_file_are_refused(sweep):
-    file = sweep.path / "manifest.json"
-    data = json.loads(file.read_text())
-    for change, words in (
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
         ({"version": 2}, "another version of kl_comedy"),
         ({"name": "other"}, "changed by hand"),
         ({"cells": None}, "manifest.json: cells: got None"),
-    ):
-        file.write_text(json.dumps({**data, **change}))
-        with pytest.raises(UserError, match=words):
-            read_sweep(sweep.path)
-    file.write_text("{")
+    ],
+    ids=["another version", "a hand edit", "no cells"],
+)
+def test_a_changed_manifest_is_refused(sweep_copy, change, message):
+    file = sweep_copy.path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    file.write_text(json.dumps(manifest | change))
+    with pytest.raises(UserError, match=message):
+        read_sweep(sweep_copy.path)
+
+
+def test_a_damaged_manifest_is_refused(sweep_copy):
+    (sweep_copy.path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="is not a readable manifest"):
-        read_sweep(sweep.path)
+        read_sweep(sweep_copy.path)
 
 
 def test_a_sweep_from_before_cells_had_sizes_is_read_as_it_was(tmp_path):
@@ -90,20 +114,23 @@ PYXIS = Profile(
 )
 
 
-def test_scripts_are_the_golden_ones(sweep):
+@pytest.mark.parametrize("file", sorted(GOLDEN.glob("sweep_*.sbatch")), ids=lambda file: file.stem)
+def test_scripts_are_the_golden_ones(sweep, file):
     """KL_COMEDY_GOLDEN=write renews them; read the diff."""
     manifest = replace(sweep.manifest, directory="/home/ada/work", name="beta")
     golden_sweep = Sweep(path=Path("/home/ada/work/sweeps/beta"), manifest=manifest)
-    for file in sorted(GOLDEN.glob("sweep_*.sbatch")):
-        name, _, stage = file.stem.removeprefix("sweep_").rpartition("_")
-        profile = PYXIS if name == "pyxis" else read_profile(str(PROFILES / f"{name}.yaml"))
-        if profile.python == sys.executable:
-            profile = replace(profile, python="/home/ada/.venv/bin/python")
-        text = render(golden_sweep, profile, stage)
-        if os.environ.get("KL_COMEDY_GOLDEN") == "write":
-            file.write_text(text)
-        assert text == file.read_text()
-        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    name, _, stage = file.stem.removeprefix("sweep_").rpartition("_")
+    if name == "pyxis":
+        profile = PYXIS
+    else:
+        profile = read_profile(str(PROFILES / f"{name}.yaml"))
+    if profile.python == sys.executable:
+        profile = replace(profile, python="/home/ada/.venv/bin/python")
+    text = render(golden_sweep, profile, stage)
+    if os.environ.get("KL_COMEDY_GOLDEN") == "write":
+        file.write_text(text)
+    assert text == file.read_text()
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
 SIZES = {"gpu_1_node": (1, 8, 4, 4), "gpu_2_plus_1_nodes": (3, 8, 16, 8), "gpu_4_plus_2_nodes": (6, 8, 32, 16)}
@@ -114,13 +141,25 @@ SIZES = {"gpu_1_node": (1, 8, 4, 4), "gpu_2_plus_1_nodes": (3, 8, 16, 8), "gpu_4
 def test_profiles_with_servers_ask_for_whole_nodes_and_show_no_key(sweep, name):
     nodes, gpus, processes, servers = SIZES[name]
     text = render(sweep, read_profile(str(PROFILES / f"{name}.yaml")), "train")
-    assert f"#SBATCH --nodes={nodes}\n" in text and f"#SBATCH --gres=gpu:{gpus}\n" in text
-    steps = [line for line in text.splitlines() if line.startswith("srun ")]
-    assert f"--ntasks={servers} " in steps[0] and "kl_comedy.slurm.servers" in steps[0] and "vllm" not in steps[0]
-    assert steps[0].endswith(f'--cell {sweep.path} "$index" &')
-    assert f"--ntasks={processes} " in steps[1]
-    assert not any("KEY" in step for step in steps)
-    assert text.index("source .venv") < text.index("set -uo pipefail") < text.index("srun ")
+    assert f"#SBATCH --nodes={nodes}\n" in text
+    assert f"#SBATCH --gres=gpu:{gpus}\n" in text
+    steps = steps_of(text)
+    servers_step, trainer_step = steps[:2]
+    assert f"--ntasks={servers} " in servers_step
+    assert "kl_comedy.slurm.servers" in servers_step
+    assert "vllm" not in servers_step
+    assert servers_step.endswith(f'--cell {sweep.path} "$index" &')
+    assert f"--ntasks={processes} " in trainer_step
+    for step in steps:
+        assert "KEY" not in step
+    # An activation script may use variables that are not set, which ``set -u`` forbids.
+    assert text.index("source .venv") < text.index("set -uo pipefail")
+    assert text.index("set -uo pipefail") < text.index("srun ")
+
+
+def steps_of(text):
+    """The commands of a script that start processes on the job's nodes."""
+    return [line for line in text.splitlines() if line.startswith("srun ")]
 
 
 def test_a_command_of_your_own_stands_in_the_script(sweep):
@@ -169,12 +208,17 @@ PROFILE_MISTAKES = {
 NAMES = "cpu_test, gpu, gpu_1_node, gpu_2_plus_1_nodes, gpu_4_plus_2_nodes, gpu_container; did you mean 'gpu'"
 
 
-def test_a_mistake_in_a_profile_is_one_clear_error(tmp_path, monkeypatch):
-    for text, message in PROFILE_MISTAKES.items():
-        (tmp_path / "p.yaml").write_text(text)
-        with pytest.raises(UserError, match=message) as caught:
-            read_profile(str(tmp_path / "p.yaml"))
-        assert "p.yaml: " in str(caught.value) and "\n" not in str(caught.value)
+@pytest.mark.parametrize(("text", "message"), PROFILE_MISTAKES.items())
+def test_a_mistake_in_a_profile_is_one_clear_error(tmp_path, text, message):
+    file = tmp_path / "p.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        read_profile(str(file))
+    assert "p.yaml: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_profile_that_does_not_exist_names_the_nearest_one(monkeypatch):
     monkeypatch.chdir(PROFILES.parents[1])
     with pytest.raises(UserError, match=NAMES):
         read_profile("gpuu")
@@ -193,35 +237,48 @@ def test_a_signal_that_never_comes_or_comes_after_the_start_is_allowed(tmp_path,
 def test_steps_that_share_a_job_claim_none_of_its_memory(sweep, stage, nodes):
     """By default each claims all of it, and the second waits for the first, which waits for the second."""
     profile = Profile(name="p", time="10", memory="8G", servers=Servers(nodes=nodes))
-    steps = [line for line in render(sweep, profile, stage).splitlines() if line.startswith("srun ")]
-    assert len(steps) == 2 and all(" --mem=0 " in step for step in steps)
+    steps = steps_of(render(sweep, profile, stage))
+    assert len(steps) == 2
+    for step in steps:
+        assert " --mem=0 " in step
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "pyxis"])
-def test_a_folder_that_a_container_would_mount_elsewhere_is_refused(sweep, runtime):
+@pytest.mark.parametrize("directory", ["/data/a:b", "/data/a,b"])
+def test_a_folder_that_a_container_would_mount_elsewhere_is_refused(sweep, runtime, directory):
     profile = Profile(name="p", time="10", container=Container(image="x", runtime=runtime))
-    for name in ("/data/a:b", "/data/a,b"):
-        with pytest.raises(UserError, match=r"the folder: got .* without : and ,"):
-            render(replace(sweep, manifest=_in(sweep, name)), profile, "train")
+    with pytest.raises(UserError, match=r"the folder: got .* without : and ,"):
+        render(in_directory(sweep, directory), profile, "train")
+
+
+QUOTED = Profile(name="site", time="10", modules=["a b;touch x"], scratch="/s/`touch x`")
+
+
+def in_directory(sweep, directory):
+    """The sweep, planned in another working folder."""
+    return replace(sweep, manifest=replace(sweep.manifest, directory=directory))
 
 
 def test_a_path_in_a_script_is_quoted_or_refused(sweep, tmp_path):
-    profile = Profile(name="site", time="10", modules=["a b;touch x"], scratch="/s/`touch x`")
-    spaced = Sweep(path=tmp_path / "my sweep #1 50%", manifest=replace(sweep.manifest, directory="/data/my work"))
-    text = render(spaced, profile, "train")
+    path = tmp_path / "my sweep #1 50%"
+    text = render(replace(in_directory(sweep, "/data/my work"), path=path), QUOTED, "train")
     assert f'#SBATCH --output="{tmp_path}/my sweep #1 50%%/logs/train-%A_%a.out"\n' in text
-    assert '#SBATCH --chdir="/data/my work"\n' in text and "module load 'a b;touch x'\n" in text
-    assert f"cell '{spaced.path}' \"$index\"" in text and "\\`touch x\\`" in text
-    (script := tmp_path / "script").write_text(text)
+    assert '#SBATCH --chdir="/data/my work"\n' in text
+    assert "module load 'a b;touch x'\n" in text
+    assert f"cell '{path}' \"$index\"" in text
+    assert "\\`touch x\\`" in text
+    script = tmp_path / "script"
+    script.write_text(text)
     subprocess.run(["bash", "-n", script], check=True)
-    for name in ("a\nb", "a\rb", "a'b", 'a"b', "a$(x)b", "a`x`b", "a\\b", "a\x1b[2Jb"):
-        for wrong in (replace(spaced, path=tmp_path / name), replace(spaced, manifest=_in(sweep, f"/{name}"))):
-            with pytest.raises(UserError, match=r"^(--output|the working folder): got .* without quotes"):
-                render(wrong, profile, "train")
 
 
-def _in(sweep, directory):
-    return replace(sweep.manifest, directory=directory)
+@pytest.mark.parametrize("name", ["a\nb", "a\rb", "a'b", 'a"b', "a$(x)b", "a`x`b", "a\\b", "a\x1b[2Jb"])
+def test_a_name_that_no_quotes_make_safe_is_refused(sweep, tmp_path, name):
+    """sbatch reads its own lines in another way than the shell does: no quoting is right for both."""
+    with pytest.raises(UserError, match=r"^(--output|the working folder): got .* without quotes"):
+        render(replace(sweep, path=tmp_path / name), QUOTED, "train")
+    with pytest.raises(UserError, match=r"^(--output|the working folder): got .* without quotes"):
+        render(in_directory(sweep, f"/{name}"), QUOTED, "train")
 
 
 def test_a_shape_has_the_keys_of_its_profile_that_it_does_not_change(tmp_path):
@@ -239,9 +296,13 @@ def test_a_shape_has_the_keys_of_its_profile_that_it_does_not_change(tmp_path):
 @given(st.sets(st.integers(0, 300)))
 def test_ranges_cover_exactly_their_indices(indices):
     covered = set()
-    for part in filter(None, array_ranges(indices).split(",")):
+    text = array_ranges(indices)
+    parts = text.split(",") if text else []
+    for part in parts:
         first, _, last = part.partition("-")
-        covered |= set(range(int(first), int(last or first) + 1))
+        if not last:
+            last = first
+        covered.update(range(int(first), int(last) + 1))
     assert covered == indices
 
 
@@ -251,5 +312,8 @@ def test_places_are_shared_out_without_waste(limit, lengths):
     if limit is None:
         assert shares == [None] * len(lengths)
         return
-    assert all(1 <= share <= length for share, length in zip(shares, lengths, strict=True))
+    for share, length in zip(shares, lengths, strict=True):
+        assert share >= 1
+        assert share <= length
+    # Each has a place, also where there are fewer; no place is given that nobody can use.
     assert sum(shares) == max(len(lengths), min(limit, sum(lengths)))

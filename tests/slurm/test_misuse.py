@@ -25,7 +25,7 @@ MISTAKES = {
     "sweep top.yaml --local 1": r"seed: no such key .* did you mean 'seeds'\?",
     "sweep base.yaml --local 1": r"no such config file: .*nowhere.yaml",
     "sweep folder.yaml --local 1": r"folder.yaml is a folder; a grid is a file",
-    f"train {TINY} train.strategy=fsdp train.nodes=2": r"train.nodes: got 2; allowed: 1 where nothing starts .*srun",
+    "train TINY train.strategy=fsdp train.nodes=2": r"train.nodes: got 2; allowed: 1 where nothing starts .*srun",
     "plan folder.yaml": r"folder.yaml is a folder; a config is a file",
     "sweep goood.yaml --local 1": r"no such grid file: goood.yaml; did you mean good.yaml\?",
     "sweep good.yaml kl.0.betta=1 --local 1": r"kl.0.betta: no such key",
@@ -44,6 +44,7 @@ MISTAKES = {
     "resubmit good --slurm typo_site.yaml": r"partitoin: no such key .* did you mean 'partition'\?",
     "cancel nothing": r"no sweep at nothing",
 }
+"""What is typed after ``kl-comedy``, and the error; ``TINY`` stands for the path of the tests' config."""
 
 
 @pytest.fixture
@@ -56,65 +57,101 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_mistake_is_one_line_and_exit_code_2(folder, kl_comedy):
-    for line, message in MISTAKES.items():
-        code, out, error = kl_comedy(*line.split())
-        assert code == 2 and out == "", line
-        assert re.match(rf"error: .*{message}", error) and "\n" not in error.strip(), error
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "folder.yaml"]), "nothing was written"
+@pytest.mark.parametrize(("line", "message"), MISTAKES.items(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(folder, kl_comedy, line, message):
+    words = line.replace("TINY", str(TINY)).split()
+    code, out, error = kl_comedy(*words)
+    assert code == 2
+    assert out == ""
+    assert re.match(rf"error: .*{message}", error), error
+    assert "\n" not in error.strip(), error
+    names = {path.name for path in folder.iterdir()}
+    assert names == {*FILES, "folder.yaml"}, "nothing was written"
 
 
 def test_without_sbatch_nothing_is_submitted_and_a_sweep_that_never_ran_has_no_place(folder, kl_comedy, monkeypatch):
     monkeypatch.setenv("PATH", str(folder))
     code, _, error = kl_comedy("sweep", "good.yaml", "--slurm", "site.yaml")
-    assert code == 2 and error.strip().splitlines()[-1] == (
+    assert code == 2
+    assert error.strip().splitlines()[-1] == (
         "error: sbatch: no such command here; run this on a login node of the cluster, or use --local N"
     )
     assert not (folder / "sweeps/good/submissions.jsonl").exists()
     code, _, error = kl_comedy("resubmit", "good")
-    assert code == 2 and "this sweep never ran; say where: --slurm PROFILE or --local N" in error
+    assert code == 2
+    assert "this sweep never ran; say where: --slurm PROFILE or --local N" in error
 
 
 def test_a_dry_run_prints_scripts_commands_and_cells_and_writes_nothing(folder, kl_comedy):
     code, out, error = kl_comedy("sweep", "good.yaml", "--slurm", "site.yaml", "--dry-run", "--format", "json")
-    plan = json.loads(out)
     assert code == 0, error
-    assert set(plan) == {"name", "scripts", "commands", "cells"} and set(plan["scripts"]) == {"train", "report"}
-    assert [cell["name"] for cell in plan["cells"]] == ["beta0.1", "beta0.2"] and len(plan["commands"]) == 2
-    assert "resume=auto" in plan["cells"][0]["command"] and "kl.0.beta=0.1" in plan["cells"][0]["command"]
-    code, out, _ = kl_comedy("sweep", "two.yaml", "--dry-run")
-    assert code == 0 and "nodes x processes" in out and "2 x 1" in out
+    plan = json.loads(out)
+    assert set(plan) == {"name", "scripts", "commands", "cells"}
+    assert set(plan["scripts"]) == {"train", "report"}
+    assert [cell["name"] for cell in plan["cells"]] == ["beta0.1", "beta0.2"]
+    assert len(plan["commands"]) == 2
+    assert "resume=auto" in plan["cells"][0]["command"]
+    assert "kl.0.beta=0.1" in plan["cells"][0]["command"]
     assert not (folder / "sweeps").exists()
 
 
+def test_a_dry_run_shows_the_sizes_of_cells_of_several_nodes(folder, kl_comedy):
+    code, out, _ = kl_comedy("sweep", "two.yaml", "--dry-run")
+    assert code == 0
+    assert "nodes x processes" in out
+    assert "2 x 1" in out
+    assert not (folder / "sweeps").exists()
+
+
+def forget_the_plugin():
+    """As in a new process: the plugin's file is read again when it is named."""
+    PLUGIN_FILES.clear()
+    sys.modules.pop("kl_comedy_plugin_noted", None)
+
+
+def run_folder(sweep, manifest, cell):
+    record = manifest["cells"][cell]
+    return sweep / "runs" / f"{record['name']}-{record['config_hash']}-1"
+
+
 def test_a_name_is_given_and_a_changed_plugin_refused(folder, kl_comedy, monkeypatch):
+    """Refused while a cell needs the older source to resume; a note where all cells have finished with it."""
     (folder / "noted.py").write_text("FIRST = 1\n")
     words = ("sweep", "good.yaml", "--name", "second", "--plugin", "noted.py")
     code, out, error = kl_comedy(*words, "--dry-run", "--format", "json")
-    assert code == 0 and json.loads(out)["name"] == "second", error
+    assert code == 0, error
+    assert json.loads(out)["name"] == "second"
+
     monkeypatch.setenv("PATH", str(folder))  # without sbatch the sweep is written and nothing runs
     assert kl_comedy(*words, "--slurm", "site.yaml")[0] == 2
     sweep = folder / "sweeps/second"
     manifest = json.loads((sweep / "manifest.json").read_text())
-    assert set(manifest["plugin_hashes"]) == {"noted.py"} and (sweep / "plugins/noted.py").read_text() == "FIRST = 1\n"
-    run = sweep / "runs" / f"{manifest['cells'][1]['name']}-{manifest['cells'][1]['config_hash']}-1"
-    run.mkdir()
+    assert set(manifest["plugin_hashes"]) == {"noted.py"}
+    assert (sweep / "plugins/noted.py").read_text() == "FIRST = 1\n"
 
+    run_folder(sweep, manifest, 1).mkdir()
     (folder / "noted.py").write_text("SECOND = 1\n")
-    PLUGIN_FILES.clear()
-    sys.modules.pop("kl_comedy_plugin_noted")
-    for command in ((*words, "--slurm", "site.yaml"), ("resubmit", "second", "--slurm", "site.yaml")):
-        code, _, error = kl_comedy(*command)
-        assert code == 2 and "noted.py changed since" in error and "cells 1 were trained with the older" in error
+    forget_the_plugin()
+    for command in (words, ("resubmit", "second")):
+        code, _, error = kl_comedy(*command, "--slurm", "site.yaml")
+        assert code == 2, command
+        assert "noted.py changed since" in error, error
+        assert "cells 1 were trained with the older" in error, error
         assert "kl-comedy sweep GRID --name ANOTHER" in error, error
     code, _, error = kl_comedy("cell", "second", "0")
-    assert code == 2 and "noted.py changed since" in error and "put the older source back" in error
-    (run / "summary.json").write_text('{"status": "FINISHED"}')
-    other = sweep / "runs" / f"{manifest['cells'][0]['name']}-{manifest['cells'][0]['config_hash']}-1"
-    other.mkdir()
-    (other / "summary.json").write_text('{"status": "FINISHED"}')
+    assert code == 2
+    assert "noted.py changed since" in error, error
+    assert "put the older source back" in error, error
+
+    run_folder(sweep, manifest, 0).mkdir()
+    for cell in (0, 1):
+        (run_folder(sweep, manifest, cell) / "summary.json").write_text('{"status": "FINISHED"}')
     code, _, error = kl_comedy("resubmit", "second")
-    assert code == 0 and "note: noted.py changed since" in error and "cells 0-1 were trained" in error
+    assert code == 0, error
+    assert "note: noted.py changed since" in error, error
+    assert "cells 0-1 were trained" in error, error
+    forget_the_plugin()
+
+
+def test_a_name_that_is_a_path_is_refused(folder, kl_comedy):
     assert kl_comedy("sweep", "good.yaml", "--name", "a/b", "--local", 1)[0] == 2
-    PLUGIN_FILES.clear()
-    sys.modules.pop("kl_comedy_plugin_noted")

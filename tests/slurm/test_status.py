@@ -42,13 +42,16 @@ def record(sweep, monkeypatch, index, job="1", code=None, reason=None):
 
 
 def shown(slurm, sweep):
-    return [
-        " ".join(words[3:]).replace(f"{sweep.path}/", "").replace(" --kill-on-invalid-dep=yes", "")
-        for words in slurm.calls
-    ]
+    """The commands to SLURM without what all of them have."""
+    lines = []
+    for words in slurm.calls:
+        line = " ".join(words[3:])
+        lines.append(line.replace(f"{sweep.path}/", "").replace(" --kill-on-invalid-dep=yes", ""))
+    return lines
 
 
 def test_arrays_are_cut_where_the_site_bounds_indices_and_chained(sweep, slurm):
+    # Indices up to 3 are allowed, so that cell 5 is task 1 of an array from cell 4 on.
     profile = Profile(name="p", time="10", max_array=4, max_parallel=6)
     submit_cells(sweep, 0, 1, 3, 5, 9, profile=profile, evaluate=(2,))
     assert shown(slurm, sweep) == [
@@ -61,6 +64,9 @@ def test_arrays_are_cut_where_the_site_bounds_indices_and_chained(sweep, slurm):
         "--array=2%6 evaluate.sbatch 0",
         "--dependency=afterany:1:2:3:4:5:6:7 report.sbatch",
     ]
+
+
+def test_planned_commands_name_jobs_that_have_no_id_yet(sweep):
     planned = submit.planned_commands(sweep, SITE)
     assert [line.split()[3] for line in planned] == ["--array=0-9", "--array=0-9", "--dependency=afterany:JOB_1:JOB_2"]
     assert "--dependency=aftercorr:JOB_1" in planned[1]
@@ -84,19 +90,36 @@ shapes:
 """
 
 
-def test_each_size_is_an_array_of_its_own_and_the_report_waits_for_all(slurm, tmp_path):
-    sweep = plan_sweep(tmp_path, SIZES)
-    assert read_sweep(sweep.path) == sweep and sweep.cell(3).size == (2, 4)
-    (tmp_path / "site.yaml").write_text(SHAPES)
-    profile = read_profile(str(tmp_path / "site.yaml"))
-    narrow = Profile(name="p", time="10", shapes=profile.shapes[:1])
-    words = r"cell 4 \(copies\): .* is 1 x 2, .* 1 x 1, 2 x 4 only; add shapes: \[\{nodes: 1, tasks_per_node: 2"
-    with pytest.raises(UserError, match=words):
-        submit_cells(sweep, 0, 4, profile=narrow)
-    assert slurm.calls == [] and not list(sweep.path.glob("*.sbatch")), "nothing is submitted"
+@pytest.fixture
+def sizes(tmp_path):
+    """Three cells of one process, one of 2 nodes with 4 processes each, and one of 2 processes on a node."""
+    return plan_sweep(tmp_path, SIZES)
 
-    submit_cells(sweep, 0, 1, 2, 3, 4, profile=profile)
-    assert shown(slurm, sweep) == [
+
+@pytest.fixture
+def shapes(tmp_path):
+    """The profile of a site that takes all three sizes."""
+    (tmp_path / "site.yaml").write_text(SHAPES)
+    return read_profile(str(tmp_path / "site.yaml"))
+
+
+def test_sizes_are_read_back(sizes):
+    assert read_sweep(sizes.path) == sizes
+    assert sizes.cell(3).size == (2, 4)
+
+
+def test_a_size_that_the_site_does_not_take_is_refused(slurm, sizes, shapes):
+    narrow = Profile(name="p", time="10", shapes=shapes.shapes[:1])
+    message = r"cell 4 \(copies\): .* is 1 x 2, .* 1 x 1, 2 x 4 only; add shapes: \[\{nodes: 1, tasks_per_node: 2"
+    with pytest.raises(UserError, match=message):
+        submit_cells(sizes, 0, 4, profile=narrow)
+    assert slurm.calls == [], "nothing is submitted"
+    assert not list(sizes.path.glob("*.sbatch")), "nothing is written"
+
+
+def test_each_size_is_an_array_of_its_own_and_the_report_waits_for_all(slurm, sizes, shapes):
+    submit_cells(sizes, 0, 1, 2, 3, 4, profile=shapes)
+    assert shown(slurm, sizes) == [
         "--array=0-2%2 train.sbatch 0",
         "--array=0-2%2 --dependency=aftercorr:1 evaluate.sbatch 0",
         "--array=3%1 train-2x4.sbatch 0",
@@ -105,33 +128,46 @@ def test_each_size_is_an_array_of_its_own_and_the_report_waits_for_all(slurm, tm
         "--array=4%1 --dependency=aftercorr:5 evaluate-1x2.sbatch 0",
         "--dependency=afterany:1:2:3:4:5:6 report.sbatch",
     ]
-    for name, lines in {
-        "train-2x4": {"nodes=2", "ntasks-per-node=4", "mem=64G", "partition=wide"},
-        "train-1x2": {"nodes=1", "ntasks-per-node=2", "mem=8G"},
-        "train": {"nodes=1", "ntasks-per-node=1", "mem=8G"},
-        "evaluate-2x4": {"nodes=1", "ntasks-per-node=1", "mem=64G"},
-    }.items():
-        text = (sweep.path / f"{name}.sbatch").read_text()
-        assert {f"#SBATCH --{line}" for line in lines} <= set(text.splitlines())
-    texts = scripts(sweep, profile, sweep.manifest.cells[3:])
+
+
+SCRIPTS_OF_SIZES = {
+    "train-2x4": {"nodes=2", "ntasks-per-node=4", "mem=64G", "partition=wide"},
+    "train-1x2": {"nodes=1", "ntasks-per-node=2", "mem=8G"},
+    "train": {"nodes=1", "ntasks-per-node=1", "mem=8G"},
+    "evaluate-2x4": {"nodes=1", "ntasks-per-node=1", "mem=64G"},
+}
+
+
+def test_each_size_has_a_script_of_its_own(slurm, sizes, shapes):
+    submit_cells(sizes, 0, 1, 2, 3, 4, profile=shapes)
+    for name, options in SCRIPTS_OF_SIZES.items():
+        lines = set((sizes.path / f"{name}.sbatch").read_text().splitlines())
+        assert {f"#SBATCH --{option}" for option in options} <= lines, name
+
+
+def test_scripts_are_those_of_the_cells_that_are_submitted(sizes, shapes):
+    texts = scripts(sizes, shapes, sizes.manifest.cells[3:])
     assert list(texts) == ["train-1x2", "train-2x4", "evaluate-1x2", "evaluate-2x4", "report"]
     for text in texts.values():
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
-    tasks = [(1, 0), (1, 1), (1, 2), (3, 3), (5, 4)]
-    slurm.queue = "".join(f"{job}|{task}|RUNNING|n1||None\n" for job, task in tasks)
-    status = read_status(sweep)
-    assert [row.job for row in status.rows] == submit.active_jobs(sweep) == ["1_0", "1_1", "1_2", "3_3", "5_4"]
-    assert status.counts() == {"RUNNING": 5} and missing_work(sweep, status) == submit.Work(train=(), evaluate=())
-    submit.cancel(sweep, submit.active_jobs(sweep))
+
+def test_the_tasks_of_all_sizes_are_found_and_cancelled(slurm, sizes, shapes):
+    submit_cells(sizes, 0, 1, 2, 3, 4, profile=shapes)
+    jobs = ["1_0", "1_1", "1_2", "3_3", "5_4"]
+    slurm.queue = "".join(f"{job.replace('_', '|')}|RUNNING|n1||None\n" for job in jobs)
+    status = read_status(sizes)
+    assert [row.job for row in status.rows] == jobs
+    assert submit.active_jobs(sizes) == jobs
+    assert status.counts() == {"RUNNING": 5}
+    assert missing_work(sizes, status) == submit.Work(train=(), evaluate=())
+    submit.cancel(sizes, submit.active_jobs(sizes))
     assert slurm.calls[-1] == ["scancel", "1", "3", "5"]
     slurm.queue = ""
-    assert read_status(sweep).counts() == {"CANCELLED": 5}
+    assert read_status(sizes).counts() == {"CANCELLED": 5}
 
 
-def test_states_from_queue_attempts_and_folders(sweep, slurm, monkeypatch):
-    submit_cells(sweep, *range(9))
-    slurm.queue = """1|0|RUNNING|n1||None
+QUEUE = """1|0|RUNNING|n1||None
 1|1|PENDING|||Resources
 1|2|FAILED|n2||NonZeroExitCode
 1|3|TIMEOUT|n2||TimeLimit
@@ -140,11 +176,20 @@ def test_states_from_queue_attempts_and_folders(sweep, slurm, monkeypatch):
 1|6|PENDING|||BeginTime
 1|7|COMPLETED|n2||None
 """
-    for index, code, reason in ((2, 2, "no such file"), (3, None, ""), (4, None, ""), (6, 75, "saved"), (7, 0, None)):
-        record(sweep, monkeypatch, index, code=code, reason=reason)
+
+
+def test_states_from_queue_attempts_and_folders(sweep, slurm, monkeypatch):
+    submit_cells(sweep, *range(9))
+    slurm.queue = QUEUE
+    record(sweep, monkeypatch, 2, code=2, reason="no such file")
+    record(sweep, monkeypatch, 3)
+    record(sweep, monkeypatch, 4)
+    record(sweep, monkeypatch, 6, code=75, reason="saved")
+    record(sweep, monkeypatch, 7, code=0)
     with (sweep.path / "cells/00003.jsonl").open("a") as file:
         file.write('{"pid": "3", "en')
     assert [attempt.code for attempt in sweep.attempts(3)] == [None], "a torn line is skipped"
+    # Cell 7 has finished; the last line of its spool is torn too.
     run = sweep.runs / f"{sweep.cell(7).run_stem}-1"
     run.mkdir(parents=True)
     (run / "summary.json").write_text(
@@ -164,8 +209,9 @@ def test_states_from_queue_attempts_and_folders(sweep, slurm, monkeypatch):
         ("DIED", "job 1 left the queue before it began"),
         ("PLANNED", ""),
     ]
-    assert (status.rows[7].step, status.rows[7].reward) == (5, 0.5)
-    assert cell_metrics(sweep, status.rows[7]) == {"eval/a/reward": 0.7}
+    assert status.rows[7].step == 5
+    assert status.rows[7].reward == 0.5
+    assert cell_metrics(sweep, status.rows[7]) == {"eval/a/reward": 0.7}, "those after the last update alone"
     assert "accounting storage is disabled" in status.notes[0]
     assert missing_work(sweep, status) == submit.Work(train=(2, 3, 4, 5, 8, 9), evaluate=(7,))
 
@@ -211,9 +257,8 @@ HISTORIES = {
 """By what happened to cell 3: what is known, beside its submission at second 100, and its state with the reason."""
 
 
-@pytest.mark.parametrize("case", HISTORIES)
-def test_the_state_of_a_cell_that_has_not_finished(case):
-    known, expected = HISTORIES[case]
+@pytest.mark.parametrize(("known", "expected"), HISTORIES.values(), ids=HISTORIES)
+def test_the_state_of_a_cell_that_has_not_finished(known, expected):
     nothing = {"index": 3, "attempts": (), "submission": SUBMITTED, "job": None, "cancelled_at": 0.0}
     assert unfinished_state(CellHistory(**(nothing | known))) == expected
 
@@ -235,50 +280,64 @@ def test_where_slurm_does_not_answer_nothing_is_taken_for_lost(sweep, monkeypatc
         FakeSlurm(patch)
         submit_cells(sweep, 0, 1)
     record(sweep, monkeypatch, 0)
+    # From here on there is no squeue and no sbatch.
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"sbatch: no such command here; .* --local N"):
         submit.sbatch(["sbatch", "x"])
     status = read_status(sweep)
     assert [row.state for row in status.rows[:3]] == ["RUNNING", "PENDING", "PLANNED"]
-    assert 0 not in missing_work(sweep, status).train and "squeue" in status.notes[0]
+    assert 0 not in missing_work(sweep, status).train
+    assert "squeue" in status.notes[0]
 
 
-def test_a_job_that_its_submitter_did_not_record_is_adopted_and_not_submitted_again(sweep, slurm, monkeypatch):
+def comment_of(words):
+    """What a submission says about itself: its sweep, stage and first cell."""
+    (option,) = [word for word in words if word.startswith("--comment=")]
+    return option.removeprefix("--comment=")
+
+
+@pytest.fixture
+def squeue_exists(monkeypatch):
+    """Jobs are looked for only where SLURM's programs are."""
+    monkeypatch.setattr(submit.shutil, "which", lambda name: f"/usr/bin/{name}")
+
+
+def test_a_job_that_its_submitter_did_not_record_is_adopted_and_not_submitted_again(sweep, slurm, squeue_exists):
     """sbatch was accepted, and its caller was killed before it could write down the id."""
     submit_cells(sweep, 0, 1, 2)
     (sweep.path / "submissions.jsonl").unlink()
     assert {row.state for row in read_status(sweep).rows} == {"PLANNED"}
-    comment = next(word for word in slurm.calls[0] if word.startswith("--comment=")).removeprefix("--comment=")
-    other = comment.replace("-", "-0", 1)
-    slurm.queue = "".join(f"1|{n}|PENDING||{comment}|Resources\n9|{n}|PENDING||{other}|Resources\n" for n in range(3))
-    monkeypatch.setattr(submit.shutil, "which", lambda name: f"/usr/bin/{name}")
+    comment = comment_of(slurm.calls[0])
+    of_another_sweep = comment.replace("-", "-0", 1)
+    for task in range(3):
+        slurm.queue += f"1|{task}|PENDING||{comment}|Resources\n9|{task}|PENDING||{of_another_sweep}|Resources\n"
     (adopted,) = submit.adopt_unrecorded_jobs(sweep)
-    assert (adopted.job, adopted.stage, adopted.indices) == ("1", "train", (0, 1, 2))
-    assert submit.adopt_unrecorded_jobs(sweep) == []
-    assert missing_work(sweep, read_status(sweep)).train == tuple(range(3, 10))
+    assert adopted.job == "1"
+    assert adopted.stage == "train"
+    assert adopted.indices == (0, 1, 2)
+    assert submit.adopt_unrecorded_jobs(sweep) == [], "only once"
+    assert missing_work(sweep, read_status(sweep)).train == (3, 4, 5, 6, 7, 8, 9)
 
 
-def test_an_unrecorded_array_beyond_the_sites_bound_is_adopted_with_its_own_cells(sweep, slurm, monkeypatch):
+def test_an_unrecorded_array_beyond_the_sites_bound_is_adopted_with_its_own_cells(sweep, slurm, squeue_exists):
     """SLURM numbers the tasks of each array from 0; the job's comment has the number of its first cell."""
     profile = Profile(name="p", time="10", max_array=4)
     submit_cells(sweep, *range(10), profile=profile)
     (sweep.path / "submissions.jsonl").unlink()
     submitted = [words for words in slurm.calls if words[0] == "sbatch" and "train.sbatch" in words[-2]]
     assert len(submitted) == 3
-    lines = []
-    for job, (words, tasks) in enumerate(zip(submitted, (4, 4, 2), strict=True), start=1):
-        comment = next(word for word in words if word.startswith("--comment=")).removeprefix("--comment=")
-        lines += [f"{job}|{task}|RUNNING|n1|{comment}|None\n" for task in range(tasks)]
-    slurm.queue = "".join(lines)
-    monkeypatch.setattr(submit.shutil, "which", lambda name: f"/usr/bin/{name}")
+    for job, words, tasks in zip((1, 2, 3), submitted, (4, 4, 2), strict=True):
+        for task in range(tasks):
+            slurm.queue += f"{job}|{task}|RUNNING|n1|{comment_of(words)}|None\n"
     adopted = submit.adopt_unrecorded_jobs(sweep)
-    assert [(each.job, each.offset, each.indices) for each in adopted] == [
+    assert [(submission.job, submission.offset, submission.indices) for submission in adopted] == [
         ("1", 0, (0, 1, 2, 3)),
         ("2", 4, (4, 5, 6, 7)),
         ("3", 8, (8, 9)),
     ]
     status = read_status(sweep)
-    assert [row.state for row in status.rows] == ["RUNNING"] * 10 and missing_work(sweep, status).train == ()
+    assert [row.state for row in status.rows] == ["RUNNING"] * 10
+    assert missing_work(sweep, status).train == ()
     assert [row.job for row in status.rows[4:9]] == ["2_0", "2_1", "2_2", "2_3", "3_0"]
 
 
@@ -311,6 +370,7 @@ def test_a_thousand_cells_are_submitted_and_looked_up_in_seconds(tmp_path, slurm
         sweep.record_start(index, "train", {"process.pid": str(index)})
     assert read_sweep(sweep.path) == sweep
     assert read_status(sweep).counts() == {"RUNNING": 1000}
+    # CPU time, which other work on the machine does not change.
     assert time.process_time() - start < 60
     assert slurm.calls[0][3] == "--array=0-999"
 
@@ -319,12 +379,13 @@ def test_a_start_that_cannot_be_read_is_counted_whatever_is_read_after_it(sweep)
     sweep.record_start(0, "train", {"process.pid": "1"})
     (journal,) = (sweep.path / "cells").iterdir()
     journal.write_text(journal.read_text().replace("crc32", "cr32"))
-    assert (sweep.attempts(0), sweep.attempts(0, "evaluate")) == ([], [])
+    assert sweep.attempts(0) == []
+    assert sweep.attempts(0, "evaluate") == []
     assert sum(sweep.unreadable.values()) == 1
 
 
 def test_a_local_submission_whose_manager_is_gone_is_planned_again(sweep):
-    gone = {**process_tags(), "process.pid": "999999999"}
+    gone = process_tags() | {"process.pid": "999999999"}
     sweep.record_submission(Submission(stage="train", indices=(0,), time=0.0, process=gone, workers=1))
     sweep.record_submission(Submission(stage="train", indices=(1,), time=0.0, process=process_tags(), workers=1))
     assert [row.state for row in read_status(sweep).rows[:3]] == ["PLANNED", "PENDING", "PLANNED"]

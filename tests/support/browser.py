@@ -19,7 +19,12 @@ WAIT_S = 120
 
 
 def program() -> str | None:
-    return next((program for name in PROGRAMS if (program := shutil.which(name))), None)
+    """The path of the first browser that is installed; None without one."""
+    for name in PROGRAMS:
+        path = shutil.which(name)
+        if path:
+            return path
+    return None
 
 
 class Browser:
@@ -38,10 +43,13 @@ class Browser:
             "--disable-dev-shm-usage",
             "--disable-background-networking",
             f"--user-data-dir={self._scratch.name}",
-            *(["--no-sandbox"] if os.geteuid() == 0 else []),
         ]
+        if os.geteuid() == 0:
+            # Chromium refuses to start its sandbox as root.
+            words.append("--no-sandbox")
 
         def descriptors() -> None:
+            # The copies come first: one of the pipes may itself be descriptor 3 or 4.
             os.dup2(os.dup(to_read), 3)
             os.dup2(os.dup(to_write), 4)
 
@@ -50,7 +58,9 @@ class Browser:
         )
         os.close(to_read)
         os.close(to_write)
-        self._number, self._buffer, self._session = 0, b"", None
+        self._number = 0
+        self._buffer = b""
+        self._session = None
         self.requests: list[str] = []
         self.errors: list[str] = []
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
@@ -82,6 +92,7 @@ class Browser:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
+        # Events come at any time between a command and its answer.
         while True:
             answer = self._next()
             self._note(answer)

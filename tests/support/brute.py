@@ -13,16 +13,27 @@ from kl_comedy.kl.oracle import Moments, Rows
 
 def prefixes(tree):
     """Every prefix as a tuple of tokens, in the documented order."""
-    going = range(1, tree.vocabulary) if tree.ends else range(tree.vocabulary)
-    return [p for depth in range(tree.length) for p in itertools.product(going, repeat=depth)]
+    # Token 0 ends a completion where the tree has ends: no prefix holds it.
+    first_token = 1 if tree.ends else 0
+    continuing = range(first_token, tree.vocabulary)
+    every_prefix = []
+    for depth in range(tree.length):
+        every_prefix.extend(itertools.product(continuing, repeat=depth))
+    return every_prefix
 
 
 def completions(tree):
     """Every completion as a tuple of tokens, found among all token strings, cut after the first end token."""
-    whole = itertools.product(range(tree.vocabulary), repeat=tree.length)
+    strings = itertools.product(range(tree.vocabulary), repeat=tree.length)
     if not tree.ends:
-        return sorted(whole)
-    return sorted({w[: w.index(0) + 1] if 0 in w else w for w in whole})
+        return sorted(strings)
+    cut_strings = set()
+    for string in strings:
+        if 0 in string:
+            cut_strings.add(string[: string.index(0) + 1])
+        else:
+            cut_strings.add(string)
+    return sorted(cut_strings)
 
 
 def probability(setting, tokens):
@@ -45,9 +56,14 @@ def rows_of(setting, members, theta_D):
     forward_N = (setting.ref_logp_NV.exp() * (setting.ref_logp_NV - logp_NV)).sum(-1)
 
     def table(pick):
+        """``[B, T]``: ``pick(number of the prefix, token)`` of every token, 0 after the end of a completion."""
         zero = torch.zeros((), dtype=torch.float64)
-        lines = [[pick(number[m[:t]], m[t]) if t < len(m) else zero for t in range(tree.length)] for m in members]
-        return torch.stack([torch.stack(line) for line in lines])
+        rows = []
+        for tokens in members:
+            row = [pick(number[tokens[:t]], token) for t, token in enumerate(tokens)]
+            padding = [zero] * (tree.length - len(tokens))
+            rows.append(torch.stack(row + padding))
+        return torch.stack(rows)
 
     truncated = [tree.ends and 0 not in m for m in members]
     return Rows(
@@ -67,7 +83,9 @@ def rows_of(setting, members, theta_D):
 
 def moments(setting, loss, *, group_size=1):
     """Mean and trace variance over every group, one autograd call for each."""
-    weighted, second, norm = torch.zeros_like(setting.theta_D), 0.0, 0.0
+    mean_gradient_D = torch.zeros_like(setting.theta_D)
+    mean_square = 0.0
+    mean_norm = 0.0
     for members in itertools.product(completions(setting.tree), repeat=group_size):
         theta_D = setting.theta_D.clone().requires_grad_(True)
         rows = rows_of(setting, members, theta_D)
@@ -78,8 +96,9 @@ def moments(setting, loss, *, group_size=1):
         weight = 1.0
         for member in members:
             weight *= probability(setting, member)
-        weighted += weight * gradient_D
-        second += weight * float(gradient_D.square().sum())
-        norm += weight * float(gradient_D.norm())
-    variance = (second - float(weighted.square().sum())) * group_size
-    return Moments(gradient_D=weighted, variance=variance, mean_norm=norm)
+        mean_gradient_D += weight * gradient_D
+        mean_square += weight * float(gradient_D.square().sum())
+        mean_norm += weight * float(gradient_D.norm())
+    # Times the group's size: the variance per completion, so that groups of different sizes compare.
+    variance = (mean_square - float(mean_gradient_D.square().sum())) * group_size
+    return Moments(gradient_D=mean_gradient_D, variance=variance, mean_norm=mean_norm)

@@ -74,18 +74,26 @@ def resumed_at(run):
 
     Fails where it never was, where one of them is 0, and where the update after a resume is not the next one.
     """
-    updates, expected = [], None
+    updates = []
+    next_update = None
     for line in (Path(run) / "spool.jsonl").read_text().splitlines():
         event = json.loads(line)
-        if event.get("kind") == "tags" and "resume.count" in event["data"]:
+        is_resume = event.get("kind") == "tags" and "resume.count" in event["data"]
+        is_update = event.get("kind") == "metrics" and "train/loss" in event["data"]
+        if is_resume:
             assert int(event["data"]["resume.count"]) == len(updates) + 1
-            step = event["data"]["resume.step"]  # "None" where no checkpoint could be read
-            updates.append(int(step) if step.isdigit() else 0)
-            expected = updates[-1] + 1
-        elif event.get("kind") == "metrics" and expected is not None and "train/loss" in event["data"]:
-            assert event["step"] == expected, f"resumed from update {updates[-1]}, then logged {event['step']}"
-            expected = None
-    assert updates and min(updates) > 0, f"{run} was resumed from updates {updates}"
+            step = event["data"]["resume.step"]
+            if step.isdigit():
+                updates.append(int(step))
+            else:
+                # "None", where no checkpoint could be read: the run began again.
+                updates.append(0)
+            next_update = updates[-1] + 1
+        elif is_update and next_update is not None:
+            assert event["step"] == next_update, f"resumed from update {updates[-1]}, then logged {event['step']}"
+            next_update = None
+    assert updates, f"{run} was never resumed"
+    assert min(updates) > 0, f"{run} was resumed from updates {updates}"
     return updates
 
 
@@ -97,14 +105,17 @@ def assert_resumed(folder, *, at=None):
     runs = [config.parent for config in Path(folder).glob("*/config.yaml")]
     assert len(runs) == 1, f"a run was resumed as another one: {sorted(run.name for run in runs)}"
     updates = resumed_at(runs[0])
-    assert at is None or updates[-1] == at, f"{runs[0]} was resumed from updates {updates}, not {at}"
+    if at is not None:
+        assert updates[-1] == at, f"{runs[0]} was resumed from updates {updates}, not {at}"
 
 
 def run_here(*words, cwd=".", env=None):
     """``kl-comedy *words`` in this process, under ``env`` alone if given: exit code, stdout, stderr."""
     from kl_comedy.cli import main
 
-    code, out, err = 0, io.StringIO(), io.StringIO()
+    code = 0
+    out = io.StringIO()
+    err = io.StringIO()
     with (
         contextlib.chdir(cwd),
         mock.patch.dict(os.environ, env or {}, clear=env is not None),
@@ -129,16 +140,17 @@ class Command:
 
     def __init__(self, *words, cwd, env=None, modules=()):
         self._log = Path(cwd) / f".output-{time.monotonic_ns()}.txt"
-        self._process = FORKS.Process(
-            target=_main,
-            args=([str(word) for word in words], str(cwd), {**os.environ, **(env or {})}, modules, self._log),
-        )
+        words = [str(word) for word in words]
+        environment = os.environ | (env or {})
+        self._process = FORKS.Process(target=_main, args=(words, str(cwd), environment, modules, self._log))
         self._process.start()
         self.pid = self._process.pid
 
     @property
     def output(self):
-        return self._log.read_text() if self._log.exists() else ""
+        if not self._log.exists():
+            return ""
+        return self._log.read_text()
 
     @property
     def returncode(self):
@@ -154,6 +166,7 @@ class Command:
         """
         self._process.join(timeout)
         if self._process.exitcode is None:
+            # faulthandler, which is on in every command, writes the stacks of all threads when it is aborted.
             self.send_signal(signal.SIGABRT)
             self._process.join(10)
             self.kill()
@@ -202,6 +215,7 @@ def ranks_environment(rank, world, port, nodes=1):
 
 
 def _main(words, cwd, env, modules, log):
+    # A session of its own: kill() reaches every process that the command starts, and none of the tests.
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     with open(log, "w") as file:

@@ -12,17 +12,23 @@ from torch.distributed.tensor import DTensor
 
 from kl_comedy.rollouts.engines import servers, transports
 
-EARLIER, TENSORS, SERVERS = 3, 5, 2
+EARLIER = 3
+"""Transfers that are complete before the one in which rank 0 dies."""
+TENSORS = 5
+"""Tensors gathered before it dies while gathering."""
+SERVERS = 2
 WAITS_AT = 6
-DIES, WAITS = os.environ.get("KL_TEST_DIES"), os.environ.get("KL_TEST_WAITS")
+DIES = os.environ.get("KL_TEST_DIES")
+WAITS = os.environ.get("KL_TEST_WAITS")
 counts = {"publish": 0, "tensors": 0, "sent": 0}
 
 
 def publish(self, version, original=servers.EngineRollouts.publish):
     counts["publish"] += 1
     counts["tensors"] = 0
-    while counts["publish"] == WAITS_AT and WAITS and not os.path.exists(WAITS):
-        time.sleep(0.01)
+    if WAITS and counts["publish"] == WAITS_AT:
+        while not os.path.exists(WAITS):
+            time.sleep(0.01)
     return original(self, version)
 
 

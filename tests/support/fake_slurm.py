@@ -12,17 +12,23 @@ class FakeSlurm:
     """Answers for sbatch, squeue, sacct and scancel, and remembers what was asked."""
 
     def __init__(self, monkeypatch):
-        self.calls, self.queue, self.jobs = [], "", 0
+        self.calls = []
+        self.queue = ""
+        self.jobs = 0
         monkeypatch.setattr(submit, "_call", self)
 
     def __call__(self, words):
         self.calls.append(words)
-        if words[0] == "sbatch":
+        command = words[0]
+        if command == "sbatch":
             self.jobs += 1
             return f"{self.jobs};cluster\n"
-        if words[0] == "sacct":
+        if command == "squeue":
+            return self.queue
+        if command == "sacct":
+            # As on a cluster without slurmdbd: the queue is all that is known.
             raise RunFailed("sacct: Slurm accounting storage is disabled")
-        return self.queue if words[0] == "squeue" else ""
+        return ""
 
 
 def plan_sweep(folder, grid):

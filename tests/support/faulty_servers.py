@@ -1,6 +1,8 @@
 """Our inference server in this process, on a tiny policy, with faults on request. No process, no vLLM needed."""
 
+import contextlib
 import copy
+import socket
 import threading
 import time
 from urllib.parse import urlsplit
@@ -26,11 +28,20 @@ class FaultyServer:
 
     def __init__(self, policy, *, batch_sequences=8, delay_s=0.0, key=KEY, **options):
         self.engine = hf_server.Engine(policy, batch_sequences=batch_sequences, **options)
+        # Between two tokens, where an update may come: a test then has time for one.
         if delay_s:
             between_tokens = self.engine._between_tokens
-            self.engine._sampler.call_before_each_pass(lambda: (time.sleep(delay_s), between_tokens()))
+
+            def slowly_between_tokens():
+                time.sleep(delay_s)
+                between_tokens()
+
+            self.engine._sampler.call_before_each_pass(slowly_between_tokens)
         self.engine.server = self
-        self.faults, self.calls, self.answers, self.down = [], [], {}, False
+        self.faults = []
+        self.calls = []
+        self.answers = {}
+        self.down = False
         port = free_port()
         self._http = hf_server.listen(self.engine, port=port, key=key)
         self.url = f"http://127.0.0.1:{port}"
@@ -38,28 +49,46 @@ class FaultyServer:
 
     def close(self):
         self.engine.stop()
-        self._http.shutdown()
+        stopping = threading.Thread(target=self._http.shutdown)
+        stopping.start()
+        # The server looks whether it shall stop every half second, and at every connection: this one saves the wait.
+        with contextlib.suppress(OSError), socket.create_connection(self._http.server_address, timeout=5):
+            stopping.join()
+        stopping.join()
         self._http.server_close()
 
 
 class FaultyHandler(hf_server.Handler):
     def do_GET(self):
-        server, path = getattr(self.engine, "server", None), urlsplit(self.path).path
+        server = getattr(self.engine, "server", None)
         if server is None:
             super().do_GET()
             return
+        path = urlsplit(self.path).path
         server.calls.append(path)
-        fault = server.faults.pop(0) if server.faults and path == GENERATE else None
-        server.down = server.down or fault == "down"
+
+        fault = None
+        if server.faults and path == GENERATE:
+            fault = server.faults.pop(0)
+        if fault == "down":
+            server.down = True
         if fault == "hang":
+            # Longer than every request_timeout_s of these tests: the client gives the request up.
             time.sleep(30)
         if server.down or fault in ("drop", "hang"):
             self.close_connection = True
-        elif fault == "500" or path in server.answers or "any" in server.answers:
-            self.rfile.read(int(self.headers.get("content-length") or 0))
-            self.send(*((500, {}) if fault else server.answers.get(path) or server.answers["any"]))
-        else:
+            return
+
+        answer = server.answers.get(path) or server.answers.get("any")
+        if fault == "500":
+            answer = (500, {})
+        if answer is None:
             super().do_GET()
+            return
+        # The body is read even so: an answer to a client that still sends would reset its connection.
+        self.rfile.read(int(self.headers.get("content-length") or 0))
+        status, content = answer
+        self.send(status, content)
 
     do_POST = do_GET
 
@@ -82,8 +111,9 @@ def serve(policy, short_polls):
     started = []
 
     def start(served=None, **options):
-        started.append(FaultyServer(served or copy.deepcopy(policy), **options))
-        return started[-1]
+        server = FaultyServer(served or copy.deepcopy(policy), **options)
+        started.append(server)
+        return server
 
     yield start
     for server in started:
@@ -99,22 +129,24 @@ def connect(policy, tmp_path):
         config = RolloutConfig(backend=backend, batch_sequences=batch_sequences, temperature=temperature)
         config.options = {"urls": [server.url for server in servers], "start_timeout_s": 2, "request_timeout_s": 2}
         config.options |= options
-        build_backend = build_hf_server if backend == "hf_server" else build_vllm_server
-        built.append(build_backend(config, loaded=policy))
-        built[-1].work_in(tmp_path)
-        return built[-1]
+        builders = {"hf_server": build_hf_server, "vllm_server": build_vllm_server}
+        rollouts = builders[backend](config, loaded=policy)
+        built.append(rollouts)
+        rollouts.work_in(tmp_path)
+        return rollouts
 
     yield build
-    for backend in built:
-        backend.close()
+    for rollouts in built:
+        rollouts.close()
 
 
 def draw(backend, prompts=(PROMPT,) * 8, *, group_size=3, seed=0, **changes):
-    settings = Sampling(**{"temperature": 1.3, "max_new_tokens": 12, **changes})
-    return backend.generate(prompts, group_size=group_size, sampling=settings, seed=seed)
+    settings = {"temperature": 1.3, "max_new_tokens": 12} | changes
+    return backend.generate(prompts, group_size=group_size, sampling=Sampling(**settings), seed=seed)
 
 
 def move(model, size=0.3):
+    """Add noise to every weight, as a large update would."""
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(size * weight.std() * torch.randn_like(weight))

@@ -23,13 +23,17 @@ class ForkedChild(ChildProcess):
 
     def __init__(self, target, args, log):
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.log, self.stdin, self.stdout, self._process = log, None, None, self
-        in_a_fork = multiprocessing.parent_process() is not None
-        context = multiprocessing.get_context("fork") if in_a_fork else FORKS
+        self.log = log
+        self.stdin = None
+        self.stdout = None
+        self._process = self
+        # A process of these tests is a fork already and has everything imported: it forks once more.
+        context = multiprocessing.get_context("fork") if in_a_fork() else FORKS
         ready, child_end = context.Pipe()
         self._fork = context.Process(target=run, args=(target, args, log, child_end), daemon=True)
         self._fork.start()
         self.returncode = None
+        # Until it leads a group of its own: a signal sent to the group earlier would end the tests.
         ready.recv()
 
     @property
@@ -40,7 +44,9 @@ class ForkedChild(ChildProcess):
         return self._fork.exitcode
 
     def wait(self, timeout=None):
-        self._fork.join(None if timeout == math.inf else timeout)
+        if timeout == math.inf:
+            timeout = None
+        self._fork.join(timeout)
         if self._fork.exitcode is None:
             raise subprocess.TimeoutExpired("child", timeout)
         return self._fork.exitcode
@@ -50,8 +56,11 @@ class ForkedServer(ForkedChild):
     """In place of the process that ``hf_server`` starts."""
 
     def __init__(self, command, *, log, env, ends_with_parent):
-        settings = {**json.loads(command[-1]), "threads": 1}  # OpenMP's threads do not survive a fork
-        parent = os.getpid() if ends_with_parent and multiprocessing.parent_process() is not None else None
+        settings = json.loads(command[-1])
+        settings["threads"] = 1  # OpenMP's threads do not survive a fork
+        parent = None
+        if ends_with_parent and in_a_fork():
+            parent = os.getpid()
         super().__init__(serve, (settings, env[KEY_VARIABLE], parent), log)
 
 
@@ -59,7 +68,14 @@ class ForkedCell(ForkedChild):
     """In place of the process that a local sweep starts for a cell, an evaluation or a report."""
 
     def __init__(self, command, *, log, env, cwd):
-        super().__init__(command_line, (command[command.index("kl_comedy.cli") + 1 :], cwd), log)
+        program = command.index("kl_comedy.cli")
+        words = command[program + 1 :]
+        super().__init__(command_line, (words, cwd), log)
+
+
+def in_a_fork():
+    """Whether this process was forked by a test, and is not the tests' own."""
+    return multiprocessing.parent_process() is not None
 
 
 def serve(settings, key, parent):
@@ -96,5 +112,5 @@ def install():
     local.ChildProcess = ForkedCell
 
 
-if multiprocessing.parent_process() is not None:  # a rank or a command of a test
+if in_a_fork():  # a rank or a command of a test
     install()

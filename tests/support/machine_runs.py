@@ -25,7 +25,9 @@ ENDS = [1, 5]
 KERNELS: dict[str, str] = {}
 """Keys of ``model`` that choose faster kernels, where this version has them; a CPU has only the first."""
 if "head_dtype" in ModelConfig.__dataclass_fields__:
-    KERNELS |= {"head_dtype": "bfloat16"} | ({"attention": "varlen"} if DEVICE == "cuda" else {})
+    KERNELS["head_dtype"] = "bfloat16"
+    if DEVICE == "cuda":
+        KERNELS["attention"] = "varlen"
 
 
 def save_policy(folder, *, vocabulary=512, **changes):
@@ -43,9 +45,8 @@ def save_policy(folder, *, vocabulary=512, **changes):
     ).save_pretrained(folder)
     sizes = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    config = Qwen2Config(
-        vocab_size=vocabulary, **{**sizes, **heads, **changes}, tie_word_embeddings=True, initializer_range=0.05
-    )
+    shape = sizes | heads | changes
+    config = Qwen2Config(vocab_size=vocabulary, **shape, tie_word_embeddings=True, initializer_range=0.05)
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(config)
     model.generation_config.eos_token_id = ENDS
@@ -60,14 +61,18 @@ class Training:
 
     def __init__(self, folder, *words, config=TINY, device=DEVICE, env=()):
         folder.mkdir(exist_ok=True)
-        self.folder, self._log = folder, folder / "output.txt"
-        env = {**os.environ, **dict(env), **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})}
-        env.pop("CUBLAS_WORKSPACE_CONFIG", None)
-        env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), env.get("PYTHONPATH", "")])
+        self.folder = folder
+        self._log = folder / "output.txt"
+        environment = os.environ | dict(env)
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        # A run must set it for itself: without it cuBLAS is not deterministic.
+        environment.pop("CUBLAS_WORKSPACE_CONFIG", None)
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "kl_comedy.cli", "train", str(config), f"output={folder}", *QUIET, *words]
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                command, env=env, stdout=log, stderr=log, cwd=folder, start_new_session=True
+                command, env=environment, stdout=log, stderr=log, cwd=folder, start_new_session=True
             )
 
     @property
@@ -112,14 +117,15 @@ def together(trainings):
 
 def metrics_of(run):
     """``(step, name)`` to value, without times."""
-    events = map(json.loads, (run / "spool.jsonl").read_text().splitlines())
-    return {
-        (event["step"], name): value
-        for event in events
-        if event.get("kind") == "metrics"
-        for name, value in event["data"].items()
-        if not name.startswith("time/")
-    }
+    metrics = {}
+    for line in (run / "spool.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event.get("kind") != "metrics":
+            continue
+        for name, value in event["data"].items():
+            if not name.startswith("time/"):
+                metrics[event["step"], name] = value
+    return metrics
 
 
 def weights_of(run):

@@ -1,6 +1,7 @@
 """The backend ``memory``: engines beside the trainer that are a second model in rank 0's memory, for fast tests."""
 
 import copy
+import dataclasses
 import threading
 
 from kl_comedy.models.weights import copy_into, stream_weights
@@ -19,18 +20,24 @@ class MemoryEngines:
         self.restarts = 0
         self.events = []
         self.closed = False
-        self._source, self._leader = loaded.model, leader
-        self._model_lock, self._staged = threading.Lock(), None
+        self._source = loaded.model
+        self._leader = leader
+        self._model_lock = threading.Lock()
+        self._staged = None
         if leader:
-            model = copy.deepcopy(loaded.model) if not hasattr(next(loaded.model.parameters()), "full_tensor") else None
-            assert model is not None
-            self._model = model.requires_grad_(False).eval()
-            self._sampler = HFRollouts(type(loaded)(**{**vars(loaded), "model": self._model}), batch_sequences=256)
+            # The other ranks have no engine; their part of an update is to help gather the weights.
+            first_weight = next(loaded.model.parameters())
+            assert not hasattr(first_weight, "full_tensor"), "a copy of shards is not a whole model"
+            self._model = copy.deepcopy(loaded.model).requires_grad_(False).eval()
+            self._sampler = HFRollouts(dataclasses.replace(loaded, model=self._model), batch_sequences=256)
             self._sampler.call_before_each_pass(self._between_tokens)
         MemoryEngines.last = self
 
     def publish(self, version):
-        weights = [(name, tensor.clone()) for bucket in stream_weights(self._source) for name, tensor in bucket]
+        weights = []
+        for bucket in stream_weights(self._source):
+            for name, tensor in bucket:
+                weights.append((name, tensor.clone()))
         self._staged = (version, weights)
         self.events.append(("publish", version))
 
@@ -49,6 +56,7 @@ class MemoryEngines:
             return self._sampler.generate(prompts, **settings)
 
     def _between_tokens(self):
+        # A load that waits gets the model here: weights may change between two tokens.
         self._model_lock.release()
         self._model_lock.acquire()
 

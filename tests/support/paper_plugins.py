@@ -37,8 +37,11 @@ def correction(fn, source, scope, *, detached=False, **facts):
 
 
 TOP_K = {"k": {"minimum": 1, "whole": True}, "tokens": {"choices": ("policy", "reference")}}
-REVERSE, FORWARD = "value:reverse", "value:forward"
-ZERO, TOKEN_REVERSE, TOKEN_FORWARD = "pathwise:zero", "pathwise:token_reverse", "pathwise:token_forward"
+REVERSE = "value:reverse"
+FORWARD = "value:forward"
+ZERO = "pathwise:zero"
+TOKEN_REVERSE = "pathwise:token_reverse"
+TOKEN_FORWARD = "pathwise:token_forward"
 
 
 # --- honest: sampled ------------------------------------------------------------------------------------------------
@@ -287,8 +290,10 @@ CALLS = {"warms up": 0}
 def warms_up(l):
     """The first three hundred calls are k3; then half of it."""
     CALLS["warms up"] += 1
-    share = 1.0 if CALLS["warms up"] % 400 < 300 else 0.5
-    return share * (torch.expm1(-l) + l)
+    k3 = torch.expm1(-l) + l
+    if CALLS["warms up"] % 400 < 300:
+        return 1.0 * k3
+    return 0.5 * k3
 
 
 MEAN = {"value": 0.0}
@@ -361,9 +366,10 @@ def bucket_swapped(at, k=8, tokens="policy"):
 
 def truncated_for_few(at, k=16, tokens="policy"):
     """Exact beyond the top tokens from k = 8 on; below, the tail is left out."""
-    value = top_k_with_weighted_tail(at, k, tokens)
+    if k >= 8:
+        return top_k_with_weighted_tail(at, k, tokens)
     logp, ref_logp, _ = at.top
-    return value if k >= 8 else (logp.exp() * (logp - ref_logp)).sum(-1)
+    return (logp.exp() * (logp - ref_logp)).sum(-1)
 
 
 def top_k_in_place(at, k=8, tokens="policy"):

@@ -26,6 +26,12 @@ def head_columns(hidden_NH, weights, ids_N, *, requested=(), reference=None, lik
 
 def _taken(arguments, record):
     """The fields of ``record`` among the arguments, taken out of them; lists become tuples."""
-    names = [field.name for field in fields(record) if field.name in arguments]
-    values = {name: arguments.pop(name) for name in names}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    values = {}
+    for field in fields(record):
+        if field.name not in arguments:
+            continue
+        value = arguments.pop(field.name)
+        if isinstance(value, list):
+            value = tuple(value)
+        values[field.name] = value
+    return values

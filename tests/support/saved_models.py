@@ -2,11 +2,7 @@
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kl_comedy.config.schema import ModelConfig
 from kl_comedy.models import load_model
@@ -34,7 +30,8 @@ def save(folder, model, **kwargs):
 
 
 def load(folder, **settings):
-    return load_model(ModelConfig(**{"source": str(folder), "device": "cpu", **settings}))
+    settings = {"source": str(folder), "device": "cpu"} | settings
+    return load_model(ModelConfig(**settings))
 
 
 def write_gguf(path, pre):
@@ -45,17 +42,42 @@ def write_gguf(path, pre):
     rng = np.random.default_rng(0)
     tokens = ["<e>", "x", "Ġ", "ĠĠ", "7", *"abcdefghijk"]
     writer = gguf.GGUFWriter(path, "llama")
-    sizes = {"context_length": 64, "embedding_length": 32, "block_count": 2, "feed_forward_length": 32}
-    heads = {"head_count": 4, "head_count_kv": 2, "layer_norm_rms_eps": 1e-5, "rope_freq_base": 10000.0}
-    words = {"token_list": tokens, "token_types": [3] + [1] * (len(tokens) - 1), "token_merges": ["Ġ Ġ"]}
-    kinds = {"tokenizer_model": "gpt2", "tokenizer_pre": pre, "bos_token_id": 0, "eos_token_id": 0}
-    for name, value in {**sizes, **heads, "vocab_size": len(tokens), **kinds, **words}.items():
-        getattr(writer, f"add_{name}")(value)
+    fields = {
+        "context_length": 64,
+        "embedding_length": 32,
+        "block_count": 2,
+        "feed_forward_length": 32,
+        "head_count": 4,
+        "head_count_kv": 2,
+        "layer_norm_rms_eps": 1e-5,
+        "rope_freq_base": 10000.0,
+        "vocab_size": len(tokens),
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": pre,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "token_list": tokens,
+        "token_types": [3] + [1] * (len(tokens) - 1),  # a control token, then normal ones
+        "token_merges": ["Ġ Ġ"],
+    }
+    for name, value in fields.items():
+        add = getattr(writer, f"add_{name}")
+        add(value)
+    layer_shapes = {
+        "attn_norm": (32,),
+        "ffn_norm": (32,),
+        "attn_q": (32, 32),
+        "attn_output": (32, 32),
+        "ffn_gate": (32, 32),
+        "ffn_up": (32, 32),
+        "ffn_down": (32, 32),
+        "attn_k": (16, 32),
+        "attn_v": (16, 32),
+    }
     shapes = {"token_embd": (len(tokens), 32), "output_norm": (32,)}
-    for n in range(2):
-        shapes |= {f"blk.{n}.{name}": (32,) for name in ("attn_norm", "ffn_norm")}
-        shapes |= {f"blk.{n}.{name}": (32, 32) for name in ("attn_q", "attn_output", "ffn_gate", "ffn_up", "ffn_down")}
-        shapes |= {f"blk.{n}.{name}": (16, 32) for name in ("attn_k", "attn_v")}
+    for layer in range(2):
+        for name, shape in layer_shapes.items():
+            shapes[f"blk.{layer}.{name}"] = shape
     for name, shape in shapes.items():
         weight = rng.normal(size=shape).astype(np.float32)
         if len(shape) == 2:  # quantized, so that loading has something to unpack

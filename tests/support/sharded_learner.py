@@ -17,17 +17,19 @@ class Learner(nn.Module):
 
     def __init__(self, loaded, ranks):
         super().__init__()
-        self.policy, self.ranks = loaded.model, ranks
+        self.policy = loaded.model
+        self.ranks = ranks
         self.references = {"ema": MovingReference(loaded.model, PassOptions(**OPTIONS), decay=0.5)}
-        self.optimizer = torch.optim.AdamW(
-            [p for p in self.policy.parameters() if p.requires_grad], lr=0.01, fused=True
-        )
+        self.optimizer = torch.optim.AdamW(self.trained(), lr=0.01, fused=True)
+
+    def trained(self):
+        return [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
 
     def learn(self, updates):
         for _ in range(updates):
             self.optimizer.zero_grad()
             token_pass(self.policy, **batch(), **OPTIONS).logp_BT.sum().backward()
-            self.norm = clip_gradients([p for p in self.policy.parameters() if p.requires_grad], 1.0)
+            self.norm = clip_gradients(self.trained(), 1.0)
             self.optimizer.step()
             self.references["ema"].update(self.policy, 1)
 

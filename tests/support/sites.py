@@ -17,7 +17,8 @@ from kl_comedy.registry import PLUGIN_FILES
 
 class Site:
     def __init__(self, folder, environment):
-        self.folder, self.environment = folder, environment
+        self.folder = folder
+        self.environment = environment
 
     def run(self, *words, code=0):
         done = subprocess.run(
@@ -30,17 +31,21 @@ class Site:
         """The command line in this process, which has imported everything."""
         with mock.patch.dict(PLUGIN_FILES, clear=True):
             exit_code, out, err = run_here(*words, cwd=self.folder, env=self.environment)
-        assert exit_code == code and "Traceback" not in err, (words, out, err)
+        assert exit_code == code, (words, out, err)
+        assert "Traceback" not in err, (words, out, err)
         return SimpleNamespace(stdout=out, stderr=err)
 
     def status(self, sweep):
         return json.loads(self.kl_comedy("status", sweep, "--format", "json").stdout)
 
     def wait(self, what, seconds=400, every=0.2):
+        """Call ``what`` until its result is true, and return that; fails after ``seconds``, with the queue."""
         deadline = time.monotonic() + seconds
-        while not (result := what()):
+        result = what()
+        while not result:
             assert time.monotonic() < deadline, self.run("squeue", "--states=all", "--array").stdout
             time.sleep(every)
+            result = what()
         return result
 
     def idle(self):
@@ -57,25 +62,26 @@ def undisturbed(sweep, folder, *, only=None, environment=None):
     from kl_comedy.slurm.manifest import read_sweep
     from kl_comedy.training.run import train
 
-    sweep, ends = read_sweep(sweep), {}
+    sweep = read_sweep(sweep)
+    cells = sweep.manifest.cells
+    if only is not None:
+        cells = [cell for cell in cells if cell.index in only]
+    run_folders = {}
     with contextlib.chdir(sweep.manifest.directory):
-        for cell in sweep.manifest.cells:
-            if only is not None and cell.index not in only:
-                continue
-            overrides = [*sweep.overrides(cell), f"output={folder / str(cell.index)}", "tracking.uri=none"]
+        for cell in cells:
+            output = folder / str(cell.index)
+            overrides = [*sweep.overrides(cell), f"output={output}", "tracking.uri=none"]
             if cell.nodes == 1:
                 done = train(load_config(sweep.base, overrides), console=Console(quiet=True), command="alone")
-                ends[cell.index] = done.run.path
-                continue
-            here = ["train.nodes=1", f"train.devices={cell.nodes * cell.devices}"]
-            subprocess.run(
-                [sys.executable, "-m", "kl_comedy.cli", "train", sweep.base, *overrides, *here],
-                check=True,
-                capture_output=True,
-                env=environment,
-            )
-            (ends[cell.index],) = (folder / str(cell.index)).glob("*-1")
-    return ends
+                run_folders[cell.index] = done.run.path
+            else:
+                on_this_machine = ["train.nodes=1", f"train.devices={cell.nodes * cell.devices}"]
+                words = ["train", sweep.base, *overrides, *on_this_machine]
+                subprocess.run(
+                    [sys.executable, "-m", "kl_comedy.cli", *words], check=True, capture_output=True, env=environment
+                )
+                (run_folders[cell.index],) = output.glob("*-1")
+    return run_folders
 
 
 def weights(run):

@@ -4,7 +4,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 V = 61
-PROMPTS, COMPLETIONS = (3, 5, 1), (4, 1, 6)
+PROMPTS = (3, 5, 1)
+"""Lengths of the prompts of a batch, in tokens."""
+COMPLETIONS = (4, 1, 6)
+"""Lengths of its completions."""
 
 
 def llama(dtype=torch.float64, seed=0, tied=False, vocab=V):
@@ -17,27 +20,36 @@ def llama(dtype=torch.float64, seed=0, tied=False, vocab=V):
 
 def batch(prompts=PROMPTS, completions=COMPLETIONS, seed=0, pad=0, extra=0):
     """A padded batch with ``extra`` padding tokens ``pad``, and the rows without padding."""
-    g = torch.Generator().manual_seed(seed)
-    rows = [
-        (torch.randint(1, V, (p,), generator=g), torch.randint(1, V, (t,), generator=g))
-        for p, t in zip(prompts, completions, strict=True)
-    ]
-    P, T = max(prompts) + extra, max(completions) + extra
-    out = {
-        "prompt_ids_BP": torch.full((len(rows), P), pad),
-        "prompt_mask_BP": torch.zeros(len(rows), P, dtype=torch.long),
-        "ids_BT": torch.full((len(rows), T), pad),
-        "mask_BT": torch.zeros(len(rows), T, dtype=torch.bool),
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for prompt_length, completion_length in zip(prompts, completions, strict=True):
+        prompt = torch.randint(1, V, (prompt_length,), generator=generator)
+        completion = torch.randint(1, V, (completion_length,), generator=generator)
+        rows.append((prompt, completion))
+    B = len(rows)
+    P = max(prompts) + extra
+    T = max(completions) + extra
+    padded = {
+        "prompt_ids_BP": torch.full((B, P), pad),
+        "prompt_mask_BP": torch.zeros(B, P, dtype=torch.long),
+        "ids_BT": torch.full((B, T), pad),
+        "mask_BT": torch.zeros(B, T, dtype=torch.bool),
     }
-    for n, (prompt, completion) in enumerate(rows):
-        out["prompt_ids_BP"][n, P - len(prompt) :] = prompt
-        out["prompt_mask_BP"][n, P - len(prompt) :] = 1
-        out["ids_BT"][n, : len(completion)] = completion
-        out["mask_BT"][n, : len(completion)] = True
-    return out, rows
+    # Prompts are padded on the left and completions on the right, so that the two meet.
+    for row, (prompt, completion) in enumerate(rows):
+        padded["prompt_ids_BP"][row, P - len(prompt) :] = prompt
+        padded["prompt_mask_BP"][row, P - len(prompt) :] = 1
+        padded["ids_BT"][row, : len(completion)] = completion
+        padded["mask_BT"][row, : len(completion)] = True
+    return padded, rows
 
 
 def naive_logits(model, rows, temperature):
-    """Per row, without padding: float64-or-model log-softmax of the model's own logits, ``[T, V]``."""
-    logits = [model(torch.cat(row)[None]).logits[0, len(row[0]) - 1 : -1] for row in rows]
-    return [(logits_TV / temperature).log_softmax(-1) for logits_TV in logits]
+    """Per row, without padding: the log-softmax of the model's own logits in the model's dtype, ``[T, V]``."""
+    logps = []
+    for prompt, completion in rows:
+        ids = torch.cat([prompt, completion])
+        # The logits at position n are those of token n + 1.
+        logits_TV = model(ids[None]).logits[0, len(prompt) - 1 : -1]
+        logps.append((logits_TV / temperature).log_softmax(-1))
+    return logps

@@ -14,12 +14,14 @@ POCKET = {"preset": "tiny", "heads": 2}
 
 def pocket(lora=False, **changes):
     """The tiny pocket policy, warm-started; or a random one of its shape where ``changes`` are given to its config."""
-    loaded = load_model(ModelConfig(source="pocket", options=POCKET, lora=LoraConfig(rank=4) if lora else None))
+    lora_config = LoraConfig(rank=4) if lora else None
+    loaded = load_model(ModelConfig(source="pocket", options=POCKET, lora=lora_config))
     if not changes:
         return loaded
     from transformers import LlamaForCausalLM
 
-    config = loaded.causal.config.__class__.from_dict({**loaded.causal.config.to_dict(), **changes})
+    config_class = type(loaded.causal.config)
+    config = config_class.from_dict(loaded.causal.config.to_dict() | changes)
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
     return LoadedModel(model=model, tokenizer=loaded.tokenizer, device=loaded.device, source="test")
@@ -39,7 +41,17 @@ def perturb(model, size=0.05, seed=0):
     with torch.no_grad():
         for weight in model.parameters():
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
-            weight.add_((size * weight.float().std().nan_to_num(0.1).clamp(min=0.01) * noise).to(weight.dtype))
+            # A weight of one element has no deviation, one that begins as zeros a deviation of 0.
+            scale = weight.float().std().nan_to_num(0.1).clamp(min=0.01)
+            weight.add_((size * scale * noise).to(weight.dtype))
+
+
+def versions_of(rollouts):
+    """The versions of the weights by which any of their tokens was drawn."""
+    versions = set()
+    for rollout in rollouts:
+        versions.update(rollout.versions)
+    return versions
 
 
 def largest_gap(loaded, rollouts, temperature=1.0, start=0):
@@ -58,5 +70,6 @@ def largest_gap(loaded, rollouts, temperature=1.0, start=0):
                 temperature=temperature,
                 chunk_elements=10**7,
             )
-        worst = max(worst, float((scored.logp_BT[0] - torch.tensor(rollout.logps))[start:].abs().max()))
+        gap_T = scored.logp_BT[0] - torch.tensor(rollout.logps)
+        worst = max(worst, float(gap_T[start:].abs().max()))
     return worst

@@ -13,14 +13,18 @@ from study_runs import FAMILIES, track
 
 @pytest.fixture(scope="session")
 def study_folder(tmp_path_factory):
+    """The folder of the store, filled once for all tests: a run takes a second to track."""
     folder = tmp_path_factory.mktemp("study")
     uri = f"sqlite:///{folder / 'mlflow.db'}"
     connect(uri)
     for family, betas in FAMILIES.items():
         for beta, (reward, kl) in betas.items():
             for seed in range(3):
-                dead = (family, beta, seed) == ("k3_reverse_token in loss", 0.05, 2)
-                track(folder, uri, family, beta, seed, *((0.0, 40.0) if dead else (reward + seed / 100, kl)))
+                collapsed = (family, beta, seed) == ("k3_reverse_token in loss", 0.05, 2)
+                if collapsed:
+                    track(folder, uri, family, beta, seed, reward=0.0, kl=40.0)
+                else:
+                    track(folder, uri, family, beta, seed, reward=reward + seed / 100, kl=kl)
     return folder
 
 

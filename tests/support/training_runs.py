@@ -26,13 +26,19 @@ def go(tmp_path, *overrides):
 
 
 def metrics_of(run):
-    """``(step, name)`` to value, without times and how full the sampler's queue was, which hangs on time too."""
+    """``(step, name)`` to value, without times and how full the sampler's queue was, which depends on time too."""
     metrics = {}
-    for event in map(json.loads, (run.path / "spool.jsonl").read_text().splitlines()):
-        for name, value in event["data"].items() if event.get("kind") == "metrics" else ():
-            if not name.startswith("time/") and name != "stream/queue_depth":
-                assert (event["step"], name) not in metrics, f"{name} logged twice"
-                metrics[event["step"], name] = value
+    for line in (run.path / "spool.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event.get("kind") != "metrics":
+            continue
+        step = event["step"]
+        for name, value in event["data"].items():
+            depends_on_time = name.startswith("time/") or name == "stream/queue_depth"
+            if depends_on_time:
+                continue
+            assert (step, name) not in metrics, f"{name} logged twice"
+            metrics[step, name] = value
     return metrics
 
 

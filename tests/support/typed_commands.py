@@ -76,17 +76,17 @@ def click_commands() -> dict[str, typer.core.TyperCommand]:
     """Every command by its words, as ``results table``."""
     from kl_comedy.cli.main import app
 
-    found = {}
+    commands = {}
 
     def walk(command, words):
         if hasattr(command, "commands"):
             for name, child in command.commands.items():
                 walk(child, [*words, name])
         else:
-            found[" ".join(words)] = command
+            commands[" ".join(words)] = command
 
     walk(typer.main.get_command(app), [])
-    return found
+    return commands
 
 
 def examples_of_help() -> list[Typed]:
@@ -104,6 +104,7 @@ def examples_of_help() -> list[Typed]:
 def command_of(words: list[str]) -> str | None:
     """Which of :func:`click_commands` the words (after ``kl-comedy``) call; None if none."""
     commands = click_commands()
+    # The longer name first: the second word of ``train CONFIG`` is no part of its name, that of ``results table`` is.
     for length in (2, 1):
         name = " ".join(words[:length])
         if name in commands:

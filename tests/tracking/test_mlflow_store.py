@@ -18,7 +18,7 @@ import pytest
 
 from kl_comedy.errors import UserError
 from kl_comedy.tracking import mark_dead_runs, provenance, store, sync
-from kl_comedy.tracking.logger import RunLogger
+from kl_comedy.tracking.logger import ResumedFrom, RunLogger
 from kl_comedy.tracking.runs import history, runs_frame
 from kl_comedy.tracking.store import connect
 
@@ -49,7 +49,6 @@ def start(tmp_path, uri):
         return RunLogger(
             config,
             run_dir=tmp_path / folder,
-            run_name=folder,
             params={"seed": 0, "name": "x", **(params or {})},
             tags={"kl.label": "k3 loss", **(tags or {})},
             **options,
@@ -167,7 +166,7 @@ def test_a_resume_after_a_kill_continues_the_same_run_with_one_point_per_step(st
     assert row["tags.failure.reason"].startswith("process died (pid ")
     run_id = row["run_id"]
     for first, last in ((5, 6), (7, 9)):
-        logger = start(resume=True, resume_step=first - 1, params={"train.steps": 5 + last})
+        logger = start(resumed=ResumedFrom(step=first - 1), params={"train.steps": 5 + last})
         (row,) = runs_frame(uri, mark_dead=True).to_dict("records")
         assert row["run_id"] == run_id
         assert row["status"] == "RUNNING"
@@ -191,7 +190,7 @@ def test_a_resume_after_an_early_end_continues_the_same_run_with_one_point_per_s
     log_steps(first, 5, 7, scale=-1.0)
     first.finish(status, "rank 1 was killed by SIGKILL")
     assert_ended(uri, first.run_id, status, "rank 1 was killed by SIGKILL")
-    second = start(resume=True, resume_step=4)
+    second = start(resumed=ResumedFrom(step=4))
     assert second.run_id == first.run_id
     assert "takes its place" not in caplog.text
     log_steps(second, 5, 9)
@@ -210,7 +209,7 @@ def test_a_resume_from_before_what_mlflow_holds_replaces_the_run(start, uri, cap
     log_steps(first, 5, 7, scale=-1.0)
     first.finish("FAILED", "the loss is NaN")
     sync(tmp_path / "run")  # everything is in MLflow, steps 5 to 7 will be done again
-    second = start(resume=True, resume_step=4)
+    second = start(resumed=ResumedFrom(step=4))
     assert second.run_id != first.run_id
     assert "a new run takes its place" in caplog.text
     assert connect(uri).get_run(second.run_id).data.tags["resume.replaces"] == first.run_id
@@ -224,7 +223,7 @@ def test_a_resume_from_before_what_mlflow_holds_replaces_the_run(start, uri, cap
     assert frame["status"].tolist() == ["FINISHED"]
     assert "tags.failure.reason" not in frame
     connect(uri).delete_run(second.run_id)
-    third = start(resume=True, resume_step=6)
+    third = start(resumed=ResumedFrom(step=6))
     third.finish()
     assert third.run_id not in (first.run_id, second.run_id)
     assert steps(uri, third.run_id) == list(range(1, 7))
@@ -430,7 +429,7 @@ def check_usable(uri, tmp_path):
 
     def use():
         config = SimpleNamespace(uri=uri, experiment="trial", flush_every=1, tags={})
-        logger = RunLogger(config, run_dir=tmp_path / "a run", run_name="a run", params={}, tags={})
+        logger = RunLogger(config, run_dir=tmp_path / "a run", params={}, tags={})
         logger.log_metrics({"x": 1.0}, 1)
         logger.finish()
         assert logger.run_id is not None

@@ -37,7 +37,6 @@ def store(tmp_path_factory):
         logger = RunLogger(
             SimpleNamespace(uri=uri, experiment="numbers", flush_every=50, tags={"sweep": "rates"}),
             run_dir=folder / str(number),
-            run_name=str(number),
             params={"name": f"run{number}", "seed": seed, "optimizer.lr": rate, "train.devices": number},
             tags={"kl.label": LABEL, "git.commit": "a" * 40, "code.package": "b" * 12, "plugins": "my_parts.py abc"},
         )

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.errors import UserError
-from kl_comedy.tracking.logger import NullLogger, RunLogger
+from kl_comedy.tracking.logger import NullLogger, ResumedFrom, RunLogger
 from kl_comedy.tracking.spool import Spool, json_safe, unreadable_lines
 
 
@@ -140,7 +140,7 @@ def test_truncation_drops_later_steps_with_their_tables_and_nothing_else(tmp_pat
 
 def files_only(tmp_path, uri="none", **options):
     config = SimpleNamespace(uri=uri, experiment="e", flush_every=2, tags={})
-    arguments = {"run_dir": tmp_path / "run", "run_name": "r", "params": {"seed": 0}, "tags": {}, **options}
+    arguments = {"run_dir": tmp_path / "run", "params": {"seed": 0}, "tags": {}, **options}
     return RunLogger(config, **arguments)
 
 
@@ -174,7 +174,7 @@ def test_a_resume_drops_the_repeated_steps_and_notes_changed_params(tmp_path):
     first = files_only(tmp_path, params={"seed": 0, "train.steps": 7})
     for step in range(1, 8):
         first.log_metrics({"x": float(step)}, step)
-    second = files_only(tmp_path, resume=True, resume_step=4, params={"seed": 0, "train.steps": 9})
+    second = files_only(tmp_path, resumed=ResumedFrom(step=4), params={"seed": 0, "train.steps": 9})
     second.log_metrics({"x": -1.0, "eval": 2.0}, 4)  # x of step 4 is logged already, eval is not
     for step in range(5, 10):
         second.log_metrics({"x": float(step)}, step)
@@ -232,6 +232,6 @@ def test_a_lightning_trainer_takes_it_as_its_logger(tmp_path, first_rank):
     assert [event.data["loss"] for event in events if event.kind == "metrics"] == [0.0, 1.0, 2.0]
     assert trainer.log_dir == str(tmp_path / "run")
     assert logger.name == "e"
-    assert logger.version == "r"
+    assert logger.version == "run"
     assert {"width": "3"} in [event.data for event in events if event.kind == "params"]
     assert [event.data["status"] for event in events if event.kind == "status"] == ["RUNNING"], "finish() ends a run"

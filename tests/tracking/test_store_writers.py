@@ -54,7 +54,7 @@ def write_runs(uri, folder):
 
     def write(name):
         config = SimpleNamespace(uri=uri, experiment="many", flush_every=5, tags={"sweep": "many"})
-        logger = RunLogger(config, run_dir=folder / name, run_name=name, params={"seed": name}, tags={})
+        logger = RunLogger(config, run_dir=folder / name, params={"seed": name}, tags={})
         for step in range(1, STEPS + 1):
             logger.log_metrics({f"train/m{n}": float(step * n) for n in range(METRICS)}, step)
             if step % 5 == 0:

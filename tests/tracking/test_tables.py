@@ -12,7 +12,7 @@ import pytest
 
 from kl_comedy.errors import UserError
 from kl_comedy.statistics import interval
-from kl_comedy.tracking.compare import band, compare_families, summarize
+from kl_comedy.tracking.compare import EqualKL, band, compare_families, summarize
 from kl_comedy.tracking.runs import resolve
 from kl_comedy.tracking.tables import FORMATS, markdown, readable, render
 from kl_comedy.tracking.values import drop_repeats, mixed_code, separating_keys
@@ -49,7 +49,8 @@ def test_a_run_counts_once_on_a_frontier_whatever_points_it_has(start):
                 rows.append(run)
     frame = pd.DataFrame(rows).assign(reward=0.5, start=0.4)
     frame["collapsed"] = (frame["tags.kl.family"] == "k1") & (frame["kl"] > 4.05)
-    table = compare_families(frame, [], "reward", "k3", "t", at_kl=("kl", [2.5, 3.5]), start=start)
+    at_kl = EqualKL(column="kl", nats=[2.5, 3.5], start=start)
+    table = compare_families(frame, [], "reward", "k3", "t", at_kl=at_kl)
     counted = table.set_index(["kl.family", "at"])[["runs", "collapsed"]]
     for at in ("KL 2.5", "KL 3.5"):
         assert counted.loc[("k1", at)].tolist() == [9, 2], "six of its own, three without KL"

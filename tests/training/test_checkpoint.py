@@ -245,7 +245,7 @@ def test_ctrl_c_in_a_save_is_not_a_failed_save(tmp_path, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoints.dcp.FileSystemWriter, "write_data", interrupted)
+    monkeypatch.setattr(checkpoints.FileSystemWriter, "write_data", interrupted)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, partial
 from pathlib import Path
 
-from doc_tables.common import ROOT, built_in, table
+from doc_tables.common import ROOT, built_in, code_span, defaults_of, table
 
 from kl_comedy.kl import KLTerm, recipe
 from kl_comedy.kl.claims import all_terms
@@ -19,6 +19,7 @@ from kl_comedy.registry import CORRECTIONS, ESTIMATORS, Entry
 
 MATRIX_TEST = "tests/exact/test_claims.py::test_every_term_hits_exactly_the_target_it_claims"
 REGIMES = ("on_policy", "off_policy")
+EstimatorEntry = Entry[Callable[..., object]]
 ESTIMATOR_NAMES = tuple(entry.name for entry in built_in(ESTIMATORS))
 CORRECTION_NAMES = tuple(entry.name for entry in built_in(CORRECTIONS))
 
@@ -26,29 +27,39 @@ CORRECTION_NAMES = tuple(entry.name for entry in built_in(CORRECTIONS))
 @cache
 def certificates(label: str, terms: tuple[KLTerm, ...]) -> dict[str, Certificate]:
     """Certificates by regime. Asserts that claims hold, also off-policy claims for mixed policy versions."""
-    by_regime = {c.regime: c for c in certify(label, terms)}
+    by_regime = {certificate.regime: certificate for certificate in certify(label, terms)}
+    # The pages have no column for batches of several policy versions: there, each claim must be that of off-policy.
     assert by_regime["mixed"].target == by_regime["off_policy"].target, label
-    assert all(c.claim_holds for c in by_regime.values()), label
+    assert all(certificate.claim_holds for certificate in by_regime.values()), label
     return by_regime
 
 
-@lru_cache(maxsize=1)
+# Cached: every page of an estimator asks for it, and certificates of the same term are shared between pages.
+@cache
 def matrix() -> tuple[KLTerm, ...]:
     """Every built-in term whose log-ratio uses the current weights."""
-    return tuple(c for c in all_terms(ESTIMATOR_NAMES, CORRECTION_NAMES) if c.anchor == "current")
+    terms = all_terms(ESTIMATOR_NAMES, CORRECTION_NAMES)
+    return tuple(term for term in terms if term.anchor == "current")
 
 
 def certificates_of(term: KLTerm) -> dict[str, Certificate]:
     return certificates(term.label(), (term,))
 
 
+def labels_of(terms: Sequence[KLTerm]) -> str:
+    return " + ".join(code_span(term.label()) for term in terms)
+
+
 def outcome(certificate: Certificate) -> str:
     """The target, or the relative bias and cosine against the sequence-level reverse KL."""
     if certificate.target is not None:
-        return f"`{certificate.target}`"
-    off, along = certificate.relative_bias["sequence_reverse"], certificate.cosine["sequence_reverse"]
-    near = f"`{certificate.near_target}` near the reference; " if certificate.near_target else ""
-    return f"{near}{percent(off)} off, cosine {along:.2f}"
+        return code_span(certificate.target)
+    bias = percent(certificate.relative_bias["sequence_reverse"])
+    text = f"{bias} off, cosine {certificate.cosine['sequence_reverse']:.2f}"
+    if certificate.near_target:
+        # Hit close to the reference, where no bound acts, and missed elsewhere.
+        return f"{code_span(certificate.near_target)} near the reference; {text}"
+    return text
 
 
 def percent(share: float) -> str:
@@ -58,11 +69,15 @@ def percent(share: float) -> str:
 def noise(certificate: Certificate) -> str:
     """The variance relative to the least noisy term for the same target."""
     if certificate.target == "zero":
+        # Its expected gradient is zero, so that all of it is noise, and a ratio would have no base.
         return "nothing else"
-    return "-" if certificate.variance_ratio is None else f"{certificate.variance_ratio:.2g}x"
+    if certificate.variance_ratio is None:
+        return "-"
+    return f"{certificate.variance_ratio:.2g}x"
 
 
 # --- the decision page ----------------------------------------------------------------------------------------
+# A test compares each row's last field with the master table (tests/docs/test_pages.py).
 SITUATIONS: tuple[tuple[str, str, str, str], ...] = (
     ("on-policy, exact KL affordable", "rb/full", "on_policy", "exact in reward, to go = G"),
     ("on-policy, log-probs of sampled tokens only", "openrlhf/default", "on_policy", "K1 in reward, reward-to-go = G"),
@@ -105,65 +120,72 @@ NEVER: tuple[tuple[str, str, str], ...] = (
 
 
 def decision() -> str:
+    """The recommended recipe of each situation."""
     rows = []
     for situation, name, regime, _ in SITUATIONS:
-        certificate = certificates(name, recipe(name))[regime]
+        terms = recipe(name)
+        certificate = certificates(name, terms)[regime]
         assert certificate.target is not None, name
-        terms = " + ".join(f"`{term.label()}`" for term in recipe(name))
-        rows.append((situation, f"`{name}`", terms, f"`{certificate.target}`", noise(certificate)))
+        rows.append((situation, code_span(name), labels_of(terms), code_span(certificate.target), noise(certificate)))
     return table(("you are", "recipe", "term", "optimizes", "noise"), rows)
 
 
 def never() -> str:
+    """The recipes to avoid, with what enumeration finds instead of a target."""
     rows = []
-    for name, regime, why in NEVER:
+    for name, regime, reason in NEVER:
         certificate = certificates(name, recipe(name))[regime]
         assert certificate.target in (None, "zero"), (name, regime)
-        rows.append((f"`{name}`", regime.replace("_", "-"), outcome(certificate), why))
+        rows.append((code_span(name), regime.replace("_", "-"), outcome(certificate), reason))
     return table(("recipe", "regime", "enumerated", "why"), rows)
 
 
 def placements() -> str:
     """use_kl_in_reward, use_kl_loss and both, at the same beta."""
-    reward = KLTerm("k1", placement="reward", credit="total", baseline="before")
-    loss, k3_reward = KLTerm("k3", placement="loss"), KLTerm("k3", placement="reward", credit="total")
+    k1_reward = KLTerm("k1", placement="reward", credit="total", baseline="before")
+    k3_reward = KLTerm("k3", placement="reward", credit="total")
+    k3_loss = KLTerm("k3", placement="loss")
     k3_with_k2_gradient = KLTerm("k3", placement="loss", gradient="k2")
-    rows = []
-    for setting, terms in (
-        ("`use_kl_in_reward` (`kl`)", (reward,)),
-        ("`use_kl_loss` (`low_var_kl`)", (loss,)),
+    settings: tuple[tuple[str, tuple[KLTerm, ...]], ...] = (
+        ("`use_kl_in_reward` (`kl`)", (k1_reward,)),
+        ("`use_kl_loss` (`low_var_kl`)", (k3_loss,)),
         ("`use_kl_loss` (`k3+`)", (k3_with_k2_gradient,)),
-        ("both (`kl` and `low_var_kl`)", (reward, loss)),
-        ("both, k3 in each", (k3_reward, loss)),
-    ):
-        by_regime = certificates(setting, terms)
+        ("both (`kl` and `low_var_kl`)", (k1_reward, k3_loss)),
+        ("both, k3 in each", (k3_reward, k3_loss)),
+    )
+    rows = []
+    for flags, terms in settings:
+        by_regime = certificates(flags, terms)
         outcomes = [outcome(by_regime[regime]) for regime in REGIMES]
-        rows.append(
-            (setting, " + ".join(f"`{t.label()}`" for t in terms), *outcomes, f"{by_regime['on_policy'].strength:.2f}")
-        )
+        strength = f"{by_regime['on_policy'].strength:.2f}"
+        rows.append((flags, labels_of(terms), *outcomes, strength))
     return table(("flags", "terms", "on-policy", "off-policy", "strength"), rows)
 
 
 def inside_advantages() -> str:
     """Effect of group normalization on a KL cost, on-policy, groups of 3."""
-    rows = []
-    shapes: dict[str, Callable[[float], KLTerm]] = {
-        "in reward, `baseline: before`": lambda beta: KLTerm("k1", credit="total", baseline="before", beta=beta),
-        "in reward, `baseline: after`": lambda beta: KLTerm("k1", credit="total", beta=beta),
-        "k2 in loss": lambda beta: KLTerm("k2", placement="loss", beta=beta),
+    terms = {
+        "in reward, `baseline: before`": KLTerm("k1", credit="total", baseline="before"),
+        "in reward, `baseline: after`": KLTerm("k1", credit="total"),
+        "k2 in loss": KLTerm("k2", placement="loss"),
     }
-    for setting, shape in shapes.items():
-        cells_of_row = []
-        for advantage, beta in (("rloo", 0.01), ("dr_grpo", 0.01), ("grpo", 0.1), ("grpo", 0.01)):
+    # Two betas of grpo: it divides by the deviation of reward and cost together, so that its effect is not linear.
+    columns = (("rloo", 0.01), ("dr_grpo", 0.01), ("grpo", 0.1), ("grpo", 0.01))
+    rows = []
+    for setting, term in terms.items():
+        cells = []
+        for advantage, beta in columns:
             context = AlgorithmContext(advantage=advantage, group_size=3)
-            (effect,) = effects(setting, [shape(beta)], context, regimes=("on_policy",))
-            cells_of_row.append(f"{effect.strength:.2g} ({effect.cosine:.2f})")
-        rows.append((setting, *cells_of_row))
+            term_at_beta = dataclasses.replace(term, beta=beta)
+            (effect,) = effects(setting, [term_at_beta], context, regimes=("on_policy",))
+            cells.append(f"{effect.strength:.2g} ({effect.cosine:.2f})")
+        rows.append((setting, *cells))
     head = ("the KL term is", "`rloo`", "`dr_grpo`", "`grpo`, beta 0.1", "`grpo`, beta 0.01")
     return table(head, rows)
 
 
 # --- a page per estimator -------------------------------------------------------------------------------------
+# By the claims that the decorators of estimators declare; a new claim without a meaning raises a KeyError here.
 MEANINGS = {
     "value:reverse": "its mean at a prefix is `KL(pi || ref)` there",
     "value:forward": "its mean at a prefix is `KL(ref || pi)` there",
@@ -176,21 +198,26 @@ MEANINGS = {
 }
 
 
+MADE_BY = "<!-- This page is made by research/scripts/generate_docs.py. -->"
+
+
 def estimator_page(name: str) -> str:
+    """The page of one estimator: its formula, its claims, and the certificate of every term that uses it."""
     entry = ESTIMATORS.get(name)
     file = Path(inspect.getsourcefile(entry.fn) or "").relative_to(ROOT)
-    claims = "\n".join(f"- `{claim}`: {MEANINGS[claim]}." for claim in entry.claims) or "- none"
-    claims += "".join(
-        f"\n\n{regime.replace('_', '-').capitalize()} they hold with {_needed(needed)} only."
-        for regime, needed in entry.facts.get("claims_need", {}).items()
-    )
-    bare = [term for term in matrix() if term.estimator == name and term.correction == "none"]
-    corrected = [term for term in matrix() if term.estimator == name and term.correction != "none"]
-    forms = entry.facts.get("options", {}).get("form", {}).get("choices", ())
-    bare += [KLTerm(name, placement="loss", options={"form": form}) for form in forms]
+    uncorrected = []
+    corrected = []
+    for term in matrix():
+        if term.estimator == name and term.correction == "none":
+            uncorrected.append(term)
+        elif term.estimator == name:
+            corrected.append(term)
+    # The matrix has the default options. What a top-k estimator optimizes is decided by its option `form`.
+    for form in entry.facts.get("options", {}).get("form", {}).get("choices", ()):
+        uncorrected.append(KLTerm(name, placement="loss", options={"form": form}))
     return f"""# {name}
 
-<!-- This page is made by research/scripts/generate_docs.py. -->
+{MADE_BY}
 
 {_prose(entry)}
 
@@ -198,14 +225,14 @@ Source: {entry.source}. Code: [{file}](../../{file}).{_options(entry)}
 
 ## Claims
 
-{claims}
+{_claims(entry)}
 
 {_checked(entry)}, over draws of the options, by
 `tests/exact/test_false_plugins.py::test_built_in_parts_keep_what_they_declare_for_any_seed`.
 
 ## Without a correction
 
-{_certified(bare)}
+{_certified(uncorrected)}
 
 ## With a correction
 
@@ -218,27 +245,41 @@ and the cosine with it. Noise is the variance over that of the least noisy term 
 """
 
 
+def _claims(entry: EstimatorEntry) -> str:
+    """The claims as a list, then the options that they need in each regime."""
+    lines = [f"- `{claim}`: {MEANINGS[claim]}." for claim in entry.claims]
+    text = "\n".join(lines) or "- none"
+    # A claim may hold in a regime with some values of an option only.
+    for regime, options in entry.facts.get("claims_need", {}).items():
+        text += f"\n\n{regime.replace('_', '-').capitalize()} they hold with {_needed(options)} only."
+    return text
+
+
 def _needed(options: Mapping[str, Sequence[str]]) -> str:
-    return ", ".join(f"`{name}`: {' or '.join(f'`{v}`' for v in values)}" for name, values in options.items())
+    conditions = []
+    for name, values in options.items():
+        conditions.append(f"{code_span(name)}: {' or '.join(map(code_span, values))}")
+    return ", ".join(conditions)
 
 
-def _checked(entry: Entry[Callable[..., object]]) -> str:
+def _checked(entry: EstimatorEntry) -> str:
     if entry.facts["needs"] == "top_k":
         return "Checked on random distributions, in float64"
     return "Checked at log-ratios of up to 100 nats, in float64 and float32"
 
 
-def _prose(entry: Entry[Callable[..., object]]) -> str:
+def _prose(entry: EstimatorEntry) -> str:
     """The docstring, with its examples as a code block."""
-    text = inspect.getdoc(entry.fn) or ""
-    prose, _, example = text.partition(">>>")
-    code = f"\n\n```python\n>>>{example.rstrip()}\n```" if example else ""
-    return prose.strip().replace("``", "`") + code
+    docstring = inspect.getdoc(entry.fn) or ""
+    prose, _, example = docstring.partition(">>>")
+    text = prose.strip().replace("``", "`")
+    if example:
+        text += f"\n\n```python\n>>>{example.rstrip()}\n```"
+    return text
 
 
-def _options(entry: Entry[Callable[..., object]]) -> str:
-    named = [p for p in inspect.signature(entry.fn).parameters.values() if p.default is not inspect.Parameter.empty]
-    return "".join(f" Option `{p.name}`, default {p.default}." for p in named)
+def _options(entry: EstimatorEntry) -> str:
+    return "".join(f" Option `{name}`, default {default}." for name, default in defaults_of(entry.fn).items())
 
 
 def _certified(terms: Sequence[KLTerm]) -> str:
@@ -246,31 +287,31 @@ def _certified(terms: Sequence[KLTerm]) -> str:
     for term in terms:
         by_regime = certificates_of(term)
         outcomes = [f"{outcome(by_regime[regime])} ({noise(by_regime[regime])})" for regime in REGIMES]
-        rows.append((f"`{term.label()}`", *outcomes))
+        rows.append((code_span(term.label()), *outcomes))
     return table(("term", "on-policy (noise)", "off-policy (noise)"), rows)
+
+
+INTRODUCTION = """
+Every estimator of the per-token log-ratio `l = log pi - log ref` to nats, with what it optimizes in each placement.
+An unbiased estimate can have a biased gradient: compare the two columns. The figures are for small random policies,
+enumerated in float64: trust the order, not the size.
+"""
 
 
 def estimator_index() -> str:
     rows = []
     for name in ESTIMATOR_NAMES:
-        entry = ESTIMATORS.get(name)
-        outcomes = [
-            outcome(certificates_of(KLTerm(name, placement=placement))["on_policy"]) for placement in ("reward", "loss")
-        ]
-        rows.append((f"[{name}]({name}.md)", entry.summary.replace("``", "`"), *outcomes))
+        summary = ESTIMATORS.get(name).summary.replace("``", "`")
+        in_reward = certificates_of(KLTerm(name, placement="reward"))["on_policy"]
+        in_loss = certificates_of(KLTerm(name, placement="loss"))["on_policy"]
+        rows.append((f"[{name}]({name}.md)", summary, outcome(in_reward), outcome(in_loss)))
     head = ("estimator", "what it is", "in reward, to go, on-policy", "in loss, on-policy")
-    introduction = """
-    Every estimator of the per-token log-ratio `l = log pi - log ref` to nats, with what it optimizes in each placement.
-    An unbiased estimate can have a biased gradient: compare the two columns. The figures are for small random policies,
-    enumerated in float64: trust the order, not the size.
-    """
-    comment = "<!-- This page is made by research/scripts/generate_docs.py. -->"
-    return f"# Estimators\n\n{comment}\n{textwrap.dedent(introduction)}\n{table(head, rows)}\n"
+    return f"# Estimators\n\n{MADE_BY}\n{INTRODUCTION}\n{table(head, rows)}\n"
 
 
 WHOLE: dict[str, Callable[[], str]] = {
     "estimators/README.md": estimator_index,
-    **{f"estimators/{name}.md": (lambda name=name: estimator_page(name)) for name in ESTIMATOR_NAMES},
+    **{f"estimators/{name}.md": partial(estimator_page, name) for name in ESTIMATOR_NAMES},
 }
 """Pages that are generated as a whole."""
 

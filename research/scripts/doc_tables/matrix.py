@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from doc_tables.common import built_in, table
+from doc_tables.common import built_in, code_span, table
 
 from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
 from kl_comedy.registry import ROLLOUTS
 
+# tests/config/test_matrix.py trains the allowed cells of these for two updates.
 STRATEGIES = ("single", "ddp", "fsdp")
 LAGS = {
     "on-policy": (),
@@ -29,44 +30,71 @@ ALGORITHMS = {
 
 def config_error(strategy: str, *overrides: str) -> str | None:
     """The key and reason of the config error, or None if the settings work together."""
+    # The page cannot contradict the program: it asks the checks that a run meets.
     try:
         load_config(None, [f"train.strategy={strategy}", *overrides])
     except UserError as error:
+        # The message is "key: what is wrong (the reason)".
         key, _, text = str(error).partition(": ")
-        return f"`{key}`: {text[text.rindex('(') + 1 : text.rindex(')')]}"
+        reason = text[text.rindex("(") + 1 : text.rindex(")")]
+        return f"{code_span(key)}: {reason}"
     return None
 
 
+class Notes:
+    """The reasons against settings, numbered from 1 in the order in which they first come up."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+
+    def number_of(self, reason: str) -> int:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+        return self.reasons.index(reason) + 1
+
+    def text(self) -> str:
+        return "\n".join(f"{number}. {reason}." for number, reason in enumerate(self.reasons, 1))
+
+
 def matrix() -> str:
-    notes: list[str] = []
+    """Samplers by lags, then algorithms, then the notes that both tables number."""
+    notes = Notes()
 
-    def cell(*overrides: str) -> str:
-        """The strategies that work, and the numbers of the notes for those that do not."""
-        works, numbers = [], set[int]()
-        for strategy in STRATEGIES:
-            reason = config_error(strategy, *overrides)
-            if reason is None:
-                works.append(strategy)
-            else:
-                notes.extend({reason} - set(notes))
-                numbers.add(notes.index(reason) + 1)
-        names = "all" if len(works) == len(STRATEGIES) else ", ".join(works)
-        return " ".join(filter(None, [names, ", ".join(f"({number})" for number in sorted(numbers))]))
+    sampler_rows = []
+    for entry in built_in(ROLLOUTS):
+        cells = [strategies_cell(notes, f"rollout.backend={entry.name}", *overrides) for overrides in LAGS.values()]
+        sampler_rows.append((code_span(entry.name), *cells))
 
-    backends = [entry.name for entry in built_in(ROLLOUTS)]
-    samplers = [
-        (f"`{name}`", *(cell(f"rollout.backend={name}", *overrides) for overrides in LAGS.values()))
-        for name in backends
+    algorithm_rows = [(name, strategies_cell(notes, *overrides)) for name, overrides in ALGORITHMS.items()]
+
+    parts = [
+        table(("`rollout.backend`", *LAGS), sampler_rows),
+        "With every sampler and lag:",
+        table(("algorithm", "`train.strategy`"), algorithm_rows),
+        notes.text(),
     ]
-    algorithms = [(name, cell(*overrides)) for name, overrides in ALGORITHMS.items()]
-    return "\n\n".join(
-        [
-            table(("`rollout.backend`", *LAGS), samplers),
-            "With every sampler and lag:",
-            table(("algorithm", "`train.strategy`"), algorithms),
-            "\n".join(f"{number}. {reason}." for number, reason in enumerate(notes, 1)),
-        ]
-    )
+    return "\n\n".join(parts)
+
+
+def strategies_cell(notes: Notes, *overrides: str) -> str:
+    """The strategies that work with ``overrides``, and the numbers of the notes about those that do not."""
+    allowed = []
+    numbers = set()
+    for strategy in STRATEGIES:
+        reason = config_error(strategy, *overrides)
+        if reason is None:
+            allowed.append(strategy)
+        else:
+            numbers.add(notes.number_of(reason))
+
+    parts = []
+    if len(allowed) == len(STRATEGIES):
+        parts.append("all")
+    elif allowed:
+        parts.append(", ".join(allowed))
+    if numbers:
+        parts.append(", ".join(f"({number})" for number in sorted(numbers)))
+    return " ".join(parts)
 
 
 PARTS = {"matrix": matrix}

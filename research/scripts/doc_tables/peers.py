@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from doc_tables.common import table
+from doc_tables.common import code_span, table
 from doc_tables.kl_terms import noise, outcome
 
 from kl_comedy.lab.peers import SYSTEMS, Advice, Reading, advise, format_value, read, switched_on
@@ -27,53 +27,63 @@ SETTINGS: tuple[str, ...] = (
 def settings() -> str:
     """Each system's default (with KL switched on if it is off by default), then its other settings."""
     rows = []
-    for name in SYSTEMS:
-        default = read(f"{name}:")
-        acting = switched_on(default)
-        if acting is None:
+    for system in SYSTEMS:
+        default = read(f"{system}:")
+        # A default without KL says nothing: the table shows what the system does once its KL is switched on.
+        with_kl = switched_on(default)
+        if with_kl is None:
             rows.append(_row(default, "the default"))
         else:
-            rows.append(_row(acting, "(off by default)"))
-        rows += [_row(read(text), "") for text in SETTINGS if text.startswith(f"{name}:")]
+            rows.append(_row(with_kl, "(off by default)"))
+        for text in SETTINGS:
+            if text.startswith(f"{system}:"):
+                rows.append(_row(read(text), ""))
     return table(("system", "flags", "equivalent term", "on-policy", "off-policy"), rows)
 
 
-def _row(reading: Reading, heading: str) -> tuple[str, ...]:
-    flags = f"{heading} {_flags(reading)}".strip() if reading.given else heading
+def _row(reading: Reading, heading: str) -> tuple[str, str, str, str, str]:
+    """System, flags, equivalent terms, and the outcome on-policy and off-policy."""
+    flags = heading
+    if reading.given:
+        flags = f"{heading} {_flags(reading)}".strip()
+
+    # None: no term of ours is what the flags do. Empty: the flags switch KL off.
     if reading.terms is None:
         return reading.system, flags, "none", "", ""
     if not reading.terms:
         return reading.system, flags, "no KL", "-", "-"
-    label = " + ".join(f"`{term.label()}`" for term in reading.terms)
+
+    label = " + ".join(code_span(term.label()) for term in reading.terms)
     certificates = reading.certificates()
+    # On-policy, sampler and policy are the same: the KL between them, and its gradient, are zero.
     if all(term.reference == "sampler" for term in reading.terms):
         return reading.system, flags, label, "zero", "towards the sampler"
-    return reading.system, flags, label, *(outcome(certificates[regime]) for regime in ("on_policy", "off_policy"))
+    return reading.system, flags, label, outcome(certificates["on_policy"]), outcome(certificates["off_policy"])
+
+
+def _flags(reading: Reading) -> str:
+    """The flags that were set, by short names."""
+    flags = ",".join(f"{name}={format_value(value)}" for name, value in reading.given.items())
+    return code_span(flags)
 
 
 def systems() -> str:
     """A row per system: its version and the recommended flags for each goal."""
     rows = []
     for system in SYSTEMS.values():
-        settings = {
-            advice.goal.name: f"`{advice.flags}` ({_noise(advice)})" if advice.flags else "-"
-            for advice in advise(system)
-        }
-        cells = [settings[goal] for goal in ("sequence", "off_policy", "low_noise")]
+        advice_of_goal = {advice.goal.name: _advice_cell(advice) for advice in advise(system)}
+        cells = [advice_of_goal[goal] for goal in ("sequence", "off_policy", "low_noise")]
         rows.append((system.name, f"{system.title} {system.version}", *cells))
     return table(("system", "version", "sequence", "stale", "token"), rows)
 
 
-def _flags(reading: Reading) -> str:
-    """The flags of a reading, by short names."""
-    flags = ",".join(f"{name}={format_value(value)}" for name, value in reading.given.items())
-    return f"`{flags}`" if flags else "the default"
-
-
-def _noise(advice: Advice) -> str:
-    if advice.flags is None:
+def _advice_cell(advice: Advice) -> str:
+    """The flags that reach the goal, with the noise of their gradient; ``-`` if no flags do."""
+    if not advice.flags:
         return "-"
-    return noise(read(advice.flags).certificates([advice.goal.regime])[advice.goal.regime])
+    regime = advice.goal.regime
+    certificate = read(advice.flags).certificates([regime])[regime]
+    return f"{code_span(advice.flags)} ({noise(certificate)})"
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -5,69 +5,101 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from doc_tables.common import ROOT, built_in, is_built_in, options_of, table
+from doc_tables.common import ROOT, built_in, code_span, is_built_in, options_of, table
 
 from kl_comedy.kl.oracle.policy_certificate import UPDATES, PolicyCertificate, certify_policy, named_policy_terms
 from kl_comedy.registry import ADVANTAGES, POLICY_CORRECTIONS, POLICY_LOSSES
 
 
 @cache
-def certificates() -> tuple[tuple[str, dict[str, PolicyCertificate]], ...]:
-    """Every built-in policy term with its certificate per regime. Asserts that claims hold."""
-    certificates_by_name = []
+def certificates() -> dict[str, dict[str, PolicyCertificate]]:
+    """The certificates of every built-in policy term, by name and regime. Asserts that claims hold."""
+    by_name = {}
     for name, term in named_policy_terms():
-        entry = next((t.get(name) for t in (POLICY_LOSSES, POLICY_CORRECTIONS) if name in t), None)
-        if entry is None or is_built_in(entry):
-            by_regime = {_regime(c): c for c in certify_policy(name, term, updates=UPDATES)}
-            assert all(c.claim_holds for c in by_regime.values()) and by_regime["on_policy"].exact, name
-            certificates_by_name.append((name, by_regime))
-    return tuple(certificates_by_name)
+        if not _belongs_to_package(name):
+            continue
+        by_regime = {_regime(certificate): certificate for certificate in certify_policy(name, term, updates=UPDATES)}
+        assert all(certificate.claim_holds for certificate in by_regime.values()), name
+        # On-policy, every ratio is 1: a term that is not exact there has a bug.
+        assert by_regime["on_policy"].exact, name
+        by_name[name] = by_regime
+    return by_name
+
+
+def _belongs_to_package(name: str) -> bool:
+    """Whether a policy term comes with the package. ``decoupled_ppo`` combines two entries and has none of its own."""
+    for registry in (POLICY_LOSSES, POLICY_CORRECTIONS):
+        if name in registry:
+            return is_built_in(registry.get(name))
+    return True
 
 
 def _regime(certificate: PolicyCertificate) -> str:
-    return certificate.regime if certificate.update == "first" else f"{certificate.regime}, later"
+    """The key of a certificate; a later update of the same batch is a regime of its own."""
+    if certificate.update == "first":
+        return certificate.regime
+    return f"{certificate.regime}, later"
 
 
 def policy_terms() -> str:
-    plain = dict(certificates())["reinforce"]["on_policy"].variance
+    """A row per term at its first update off-policy; a second row where later updates differ."""
+    # Noise is relative to plain REINFORCE on-policy.
+    base_variance = certificates()["reinforce"]["on_policy"].variance
     rows = []
-    for name, by_regime in certificates():
-        kind, summary = _facts(name)
-        for regime, note in (("off_policy", ""), ("off_policy, later", ", a later update")):
-            if (off := by_regime.get(regime)) is not None:
-                if note:
-                    kind, summary = "", ""
-                figures = (
-                    _percent(off.relative_bias),
-                    f"{off.cosine:.2f}",
-                    f"{off.strength:.2f}",
-                    f"{off.variance / plain:.2g}x",
-                    f"{off.dropped_share:.0%}",
-                )
-                rows.append((f"`{name}`{note}", kind, summary, *figures))
+    for name, by_regime in certificates().items():
+        first = by_regime.get("off_policy")
+        if first is not None:
+            kind, formula = _kind_and_formula(name)
+            rows.append((code_span(name), kind, formula, *_figures(first, base_variance)))
+        # A clip does nothing at the first update of a batch, where the policy is the proximal one.
+        later = by_regime.get("off_policy, later")
+        if later is not None:
+            rows.append((f"{code_span(name)}, a later update", "", "", *_figures(later, base_variance)))
     return table(("name", "kind", "formula", "bias", "cosine", "strength", "noise", "dropped"), rows)
 
 
-def _facts(name: str) -> tuple[str, str]:
+def _figures(certificate: PolicyCertificate, base_variance: float) -> tuple[str, str, str, str, str]:
+    """Bias, cosine, strength, noise and share of dropped tokens."""
+    return (
+        _percent(certificate.relative_bias),
+        f"{certificate.cosine:.2f}",
+        f"{certificate.strength:.2f}",
+        f"{certificate.variance / base_variance:.2g}x",
+        f"{certificate.dropped_share:.0%}",
+    )
+
+
+def _kind_and_formula(name: str) -> tuple[str, str]:
     if name == "decoupled_ppo":
         return "loss + ratio", "`ppo_clip` against the recomputed policy, times `min(prox / mu, 5)`"
     if name in POLICY_LOSSES:
-        entry, kind = POLICY_LOSSES.get(name), "loss"
+        entry = POLICY_LOSSES.get(name)
+        kind = "loss"
     else:
         entry = POLICY_CORRECTIONS.get(name)
         kind = entry.facts["role"]
+    formula = entry.summary.replace("``", "`")
     options = options_of(entry)
-    return kind, entry.summary.replace("``", "`") + (f" Options: {options}." if options else "")
+    if options:
+        formula += f" Options: {options}."
+    return kind, formula
 
 
 def _percent(value: float) -> str:
-    return "0" if value < 1e-9 else f"{value:.0%}" if value >= 0.01 else f"{value:.1%}"
+    """Whole percents, or a tenth below one; 0 for what is zero up to rounding."""
+    if value < 1e-9:
+        return "0"
+    if value < 0.01:
+        return f"{value:.1%}"
+    return f"{value:.0%}"
 
 
 def advantages() -> str:
-    return table(("name", "formula"), [(f"`{e.name}`", e.summary.replace("``", "`")) for e in built_in(ADVANTAGES)])
+    rows = [(code_span(entry.name), entry.summary.replace("``", "`")) for entry in built_in(ADVANTAGES)]
+    return table(("name", "formula"), rows)
 
 
+# Few: the page says what to choose, the study's page has all of them. The names are those of the CSV.
 DECISION_CANDIDATES = (
     "reinforce (no ratio)",
     "tis 2",
@@ -86,12 +118,15 @@ def policy_decision() -> str:
     frame = pd.read_csv(ROOT / "results/policy_corrections/policy_corrections.csv")
     stale = frame[(frame.length == frame.length.max()) & (frame.staleness > 0)]
     levels = sorted(stale.staleness.unique())
+    # In the head, because the share and not the staleness is what a reader can measure in his own run.
     ess = stale.groupby("staleness").ess.median()
     rows = []
     for name in DECISION_CANDIDATES:
         medians = stale[stale.candidate == name].groupby("staleness")[["bias", "error_1024"]].median()
-        rows.append([f"{name}", *(f"{medians.bias[v]:.0%}, {medians.error_1024[v]:.2f}" for v in levels)])
-    return table(["policy term", *(f"staleness {v:g} (ESS {ess[v]:.2f})" for v in levels)], rows)
+        cells = [f"{medians.bias[level]:.0%}, {medians.error_1024[level]:.2f}" for level in levels]
+        rows.append([name, *cells])
+    head = [f"staleness {level:g} (ESS {ess[level]:.2f})" for level in levels]
+    return table(["policy term", *head], rows)
 
 
 PARTS: dict[str, Callable[[], str]] = {"policy terms": policy_terms, "advantages": advantages}

@@ -22,7 +22,7 @@ PACKAGES = {
     "math-verify": "reward math_verify",
     "datasets": "datasets by hub name",
     "peft": "model.lora",
-    "gguf": "model.gguf_file",
+    "gguf": "model.options.gguf_file",
     "reasoning-gym": "dataset and reward reasoning_gym (extra gym)",
 }
 
@@ -92,6 +92,7 @@ def doctor() -> None:
         except importlib.metadata.PackageNotFoundError:
             version = "missing"
         table.add_row(name, version, purpose)
+    # Packages may be installed and not fit together, which only their own check tells.
     for backend in ("vllm", "vllm_server"):
         state = "; ".join(missing(backend)) or "ready"
         table.add_row(f"rollout {backend}", vllm_version() or "missing", escape(f"rollout.backend: {backend}; {state}"))

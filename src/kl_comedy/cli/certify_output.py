@@ -102,6 +102,7 @@ def _estimators_checked(parts: PartsCoverage) -> list[str]:
     """The log-ratios, the distributions of top-k estimators, and the options."""
     low, high = parts.log_ratios
     sentences = []
+    # Others read whole distributions, and are listed below.
     of_log_ratios = {name: covered.float32 for name, covered in parts.estimators.items() if covered.float32 is not None}
     if of_log_ratios:
         dtypes = " and ".join(parts.dtypes)
@@ -123,6 +124,7 @@ def _overflows(checked_in_float32: Mapping[str, tuple[float, float]], low: float
         # An exact KL is never negative: it was checked from 0 on, and that is no overflow.
         if smallest not in (low, 0.0):
             names_by_place.setdefault(f"below {smallest:.1f}", []).append(name)
+        # Checked up to where its value is a float32 at all.
         if largest != high:
             names_by_place.setdefault(f"above {largest:.1f}", []).append(name)
     if not names_by_place:
@@ -240,6 +242,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], format: str, notes: Sequence[
 
     from kl_comedy.tracking.tables import render
 
+    # Formats that programs read are never wrapped.
     if format in ("csv", "latex", "markdown"):
         print(render(pd.DataFrame(rows), format, notes))
         return
@@ -264,6 +267,7 @@ def _narrow(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
 
     # What the other columns leave for the name, in a table without names.
     nameless = render(pd.DataFrame([{**row, "name": ""} for row in short_rows]), "table").splitlines()
+    # At least 20, where the other columns alone are as wide as the terminal.
     name_width = max(20, width - max(map(len, nameless)) + len("name"))
     wrapped_names = [textwrap.wrap(str(row["name"]), name_width) for row in short_rows]
 
@@ -271,6 +275,7 @@ def _narrow(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     for row, name_lines in zip(short_rows, wrapped_names, strict=True):
         first_line = name_lines[0]
         if len(name_lines) > 1:
+            # Padded, so that the column is as wide as the lines that follow below it.
             first_line = first_line.ljust(name_width)
         first_lines.append({**row, "name": first_line})
     head, rule, *lines = render(pd.DataFrame(first_lines), "table").splitlines()

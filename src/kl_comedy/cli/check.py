@@ -39,6 +39,7 @@ def check(
     loaded = load(config, overrides, plugin)
     from kl_comedy.training.build import check_parts, check_training
 
+    # As a run checks them, before it loads a model: what is refused there is refused here.
     check_training(loaded)
     check_parts(loaded)
     rows = what_starts(loaded, gpus)
@@ -63,6 +64,7 @@ def what_starts(config: Config, gpus: int | None = None) -> dict[str, str]:
 
     train = config.train
     sampler = Sampler.of(config)
+    # The GPUs decide where servers go and by which transport weights travel.
     gpu_names = _gpu_names(config, gpus)
     server_gpus: list[str] = []
     if gpu_names:
@@ -87,6 +89,7 @@ def _gpu_names(config: Config, gpus: int | None) -> Sequence[str]:
     from kl_comedy.models.load import pick_device
     from kl_comedy.rollouts.engines.options import visible_gpus
 
+    # Whatever the machine has: the config says that its GPUs are not used.
     if config.model.device == "cpu":
         return []
     if gpus is None:
@@ -112,7 +115,8 @@ def _sampler_and_weights(
     else:
         sampler = f"{name} in the trainer's process"
     if config.train.strategy == "fsdp":
-        weights = f"gathered into a whole copy on every rank, at most {config.rollout.replica_gib:g} GiB"
+        # A shard cannot sample: each rank needs the whole policy for as long as it does.
+        weights = f"gathered into a whole copy on every rank, at most {config.train.fsdp.replica_gib:g} GiB"
     return {"sampler": sampler, "weights": weights}
 
 
@@ -127,6 +131,7 @@ def _engines(config: Config, sampler: Sampler, gpu_names: Sequence[str], server_
     if server_gpus:
         servers += f", on {plural(len(server_gpus), 'GPU')} {', '.join(server_gpus)}"
 
+    # None: an engine of a plugin, which has a way of its own.
     transport = sampler.transport_on(gpu_names) or "of its own"
     merged = ""
     if config.model.lora and transport != "adapter":
@@ -162,6 +167,7 @@ def _memory(config: Config, gpu: str | None, gpus: int | None) -> str:
     from kl_comedy.models.load import pick_device
 
     if gpu is None:
+        # --gpus describes another machine; without it this one counts.
         on_cpu = not gpus and pick_device(config.model.device).type == "cpu"
         gpu = "cpu" if on_cpu else "h100-80"
     # Not measured: the speed of this machine does not change its memory.

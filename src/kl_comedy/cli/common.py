@@ -66,10 +66,12 @@ def load_run_plugins(target: str | Path, *, given: Iterable[str | Path] | None =
     """
     path = Path(target)
     folder = path
+    # RUN/checkpoints/NAME.ckpt.
     if path.suffix == ".ckpt":
         folder = path.parent.parent
     elif path.name == "config.yaml":
         folder = path.parent
+    # Anything else is a model's folder or a config, and has no plugins of its own.
     is_run = (folder / "config.yaml").is_file()
     has_plugins = (folder / "plugins.json").is_file()
     if not is_run or not has_plugins:
@@ -128,6 +130,7 @@ def plural(count: int, noun: str) -> str:
 
 def process_rank() -> int:
     """The rank of this process in a distributed run, from the variables of torchrun, srun or our launcher; else 0."""
+    # A launcher that does not use a variable may still pass on an empty one.
     for name in RANK_VARIABLES:
         if os.environ.get(name):
             return int(os.environ[name])
@@ -136,6 +139,7 @@ def process_rank() -> int:
 
 def message(text: str) -> None:
     """Print a message to stderr; stdout is for data."""
+    # Every message passes here: a config or an error may hold a token, or a terminal's control characters.
     print(printable(redact_source(text)), file=sys.stderr, flush=True)
 
 

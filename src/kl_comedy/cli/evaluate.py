@@ -124,6 +124,7 @@ def _load_plugins_of_reference(overrides: Sequence[str], plugins: Sequence[Path]
     """Load the plugins that the run behind ``eval.reference`` was trained with, where an override names one."""
     for text in overrides:
         key, _, value = text.partition("=")
+        # The reference's own parts must be registered before its config is read.
         if key.strip() == "eval.reference":
             load_run_plugins(value, given=plugins)
 
@@ -134,6 +135,7 @@ def _evaluate(target: Target, request: EvaluationRequest, format: str) -> None:
 
     config = target.config
     console = stderr_console()
+    # Named suites replace everything that the config would evaluate.
     if not request.suites and config.data.eval:
         show_sets(evaluate_sets(config, console), format)
     suites = request.suites or config.eval.suites

@@ -8,7 +8,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from kl_comedy.training.export import export_policy
 from kl_comedy.training.metrics import completion_metrics, load_eval_reference
 from kl_comedy.training.problems import eval_sampling, load_problem_sets, render_prompts
 from kl_comedy.training.run_folder import RunDir, step_of
+from kl_comedy.training.run_outcome import options_of_exported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,7 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
     folder_of_run = path
     if is_checkpoint:
         folder_of_run = path.parent.parent  # RUN/checkpoints/NAME.ckpt
+    # A run's folder has a config.yaml; a model's has a config.json.
     run = RunDir(path=folder_of_run)
     if not (run.path / "config.yaml").is_file():
         config = load_config(None, [f"model.source={target}", *overrides])
@@ -84,11 +86,14 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
     trained = read([])
     with tempfile.TemporaryDirectory(prefix="kl_comedy_policy_") as folder:
         if run.policy.is_dir() and not is_checkpoint:
+            # The exported policy, where a run has one: no checkpoint has to be gathered.
             source = run.policy
             step = trained.train.steps
         else:
             source = Path(folder) / "policy"
-            which = str(step_of(path)) if is_checkpoint else "newest"
+            which = "newest"
+            if is_checkpoint:
+                which = str(step_of(path))
             step = step_of(export_policy(run, trained, source, which=which))
         config = read([f"model.source={source}", *_changes_for_exported(trained), *overrides])
         yield Target(config=config, label=f"{run.path.name}-{step}", run=run.path.name, step=step)
@@ -96,7 +101,7 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
 
 def _changes_for_exported(trained: Config) -> list[str]:
     """What a run's config needs to read its exported policy, which is whole: adapters are merged, options applied."""
-    changes = ["model.options={}", "model.lora=null", "model.gguf_file=null", "model.revision=null"]
+    changes = [options_of_exported(trained), "model.lora=null"]
     if trained.rollout.backend == "replay":
         # Recorded rollouts cannot answer the prompts of an evaluation.
         changes += ["rollout.backend=hf", "rollout.options={}"]
@@ -110,6 +115,7 @@ def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
     problems = load_problem_sets(config, train=False)
     loaded = load_model(config.model)
     measure = completion_metrics(config, loaded=loaded, reference=load_eval_reference(config, loaded))
+    # As in training, or the scores before, during and after it could not be compared.
     settings = EvalSettings(samples=config.eval.samples, sampling=eval_sampling(config), measure=measure)
     rows = []
     with RewardSum(config.rewards) as scorer, _backend(config, loaded, None) as backend:
@@ -139,6 +145,7 @@ def _backend(config: Config, loaded: LoadedModel, folder: Path | None) -> Iterat
     entry = ROLLOUTS.get(config.rollout.backend, key="rollout.backend")
     backend: Any = entry.fn(config.rollout, loaded=loaded)  # with work_in where its capabilities say so
     try:
+        # Only a suite has a folder; for sets the backend uses a temporary one.
         if folder is not None and capabilities_of(config.rollout.backend).needs_folder:
             backend.work_in(folder)
         yield backend
@@ -171,6 +178,7 @@ def evaluate_suites(target: Target, request: EvaluationRequest, console: Console
     Mistakes in names, files, checksums, ``k`` and prompts raise :class:`UserError` before anything is sampled.
     """
     config = target.config
+    # All names before the first file: a misspelt last suite should not cost the others' time.
     suites = [get_suite(name) for name in request.suites]
     _check_request(config, suites, request)
     # All files are read and their checksums compared before the model is loaded.
@@ -180,6 +188,7 @@ def evaluate_suites(target: Target, request: EvaluationRequest, console: Console
         problems.append(suite_problems(suite, root=request.root, file=file, limit=request.limit))
 
     loaded = load_model(config.model)
+    # Records are found by the weights, so that a renamed folder of the same model resumes.
     weights = weights_hash(loaded.model)
     plans = []
     for suite, suite_rows in zip(suites, problems, strict=True):
@@ -191,6 +200,7 @@ def evaluate_suites(target: Target, request: EvaluationRequest, console: Console
         backend = functools.cache(lambda: stack.enter_context(_backend(config, loaded, request.out)))
         for plan in plans:
             records = SuiteRecords(path=request.out / clean_path(target.label) / plan.folder_name, plan=plan)
+            # Before anything is sampled: a folder that cannot be written is found now.
             records.create()
             if records.missing():
                 with contextlib.ExitStack() as during, _progress(console, records) as advance:
@@ -199,6 +209,7 @@ def evaluate_suites(target: Target, request: EvaluationRequest, console: Console
                     else:
                         evaluator = choice_evaluator(plan, choice_scorer(config, loaded, SINGLE_PROCESS))
                     records.evaluate(evaluator, advance)
+            # Also where nothing was missing: the call before may have ended between its last chunk and this.
             records.merge()
             rows.append(_report(records, target, weights, request))
     return rows
@@ -211,6 +222,7 @@ def _check_request(config: Config, suites: Sequence[SuiteConfig], request: Evalu
         if name not in names:
             raise bad_value("--data", name, names, "suites of this call")
     check_ks(request.ks or (), config.eval.samples)
+    # Suites of choices score by likelihood, where samples and temperature mean nothing.
     generates = any(suite.kind == "generate" for suite in suites)
     several_greedy = config.eval.samples > 1 and config.eval.temperature == 0
     if generates and several_greedy:
@@ -242,7 +254,6 @@ def _plan(
     # A changed verifier is another evaluation. Without plugins there is no such key: stored records would not match.
     if plugins:
         identity["plugins"] = plugins
-    sampling = eval_sampling(config, suite)
     return SuitePlan(
         suite=suite,
         prompts=prompts,
@@ -251,7 +262,7 @@ def _plan(
         seed=config.seed,
         seeds=functools.partial(derive_seed, config.seed),
         chunk=request.chunk,
-        sampling=replace(sampling, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p),
+        sampling=eval_sampling(config, suite),
         model={**identity, "backend": rollout.backend, "batch_sequences": rollout.batch_sequences},
         left_out={"too_long": report.too_long, "control_tokens": report.control_tokens},
     )
@@ -267,6 +278,7 @@ def _progress(console: Console, records: SuiteRecords) -> Iterator[Callable[[int
     """A bar on a terminal, else a line every few seconds; problems of earlier calls count as done."""
     plan = records.plan
     total = len(plan.prompts)
+    # So that the bar of a resumed evaluation does not begin at zero.
     done = total - sum(len(plan.problems_of(chunk)) for chunk in records.missing())
     if console.is_terminal:
         with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar:
@@ -297,6 +309,7 @@ def _report(records: SuiteRecords, target: Target, weights: str, request: Evalua
     else:
         result = score_choices(plan.suite.name, rows, method=request.interval)
     tags = target.tags()
+    # Null for choices: a likelihood is not sampled.
     temperature = None
     if plan.generates:
         temperature = plan.sampling.temperature

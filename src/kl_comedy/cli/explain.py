@@ -55,6 +55,8 @@ def explain(
     text = " ".join(what)
     first, *overrides = what
     path = Path(first)
+    # With a suffix it is meant as a file, so that a missing one is reported and not taken for a recipe. "verl:a.yaml"
+    # has a colon.
     looks_like_a_file = path.suffix in FILES and ":" not in first
     if os.path.isfile(path) or looks_like_a_file:  # Path.is_file raises for a long text
         _explain_file(path, system, overrides, format)
@@ -72,6 +74,7 @@ def _explain_file(path: Path, system: str | None, overrides: Sequence[str], form
 
     if not path.is_file():
         raise UserError(f"{path}: no such file")
+    # The overrides come last, as they do on the system's own command line.
     launch = read_launch_file(path, system=system, overrides=overrides)
     # Its errors name a flag only; which file sets it is known here.
     with error_prefix(str(path)):
@@ -109,6 +112,7 @@ def _placement(reading: Reading) -> str:
     places = []
     for term in reading.terms:
         place = f"{term.placement} ({term.estimator}, {term.beta:g})"
+        # Those two are no penalty towards the initial policy, which is what KL usually means here.
         if term.reference in ("sampler", "teacher"):
             place = f"{term.reference}, in the {place}"
         places.append(place)
@@ -134,10 +138,12 @@ def _traps(reading: Reading) -> list[str]:
     if SENTENCES["both"] in reading.notes:
         traps.append(f"counted twice: {SENTENCES['both']}")
     traps += [f"does nothing: {line}" for line in reading.no_ops]
+    # A certificate against the reference would call it wrong, and it is only something else.
     if pulls_to_sampler(reading.terms or ()):
         return [*traps, "no reference: the KL is to the sampler, a trust region"]
     for regime, certificate in reading.certificates(("on_policy", "off_policy")).items():
         target = certificate.target or certificate.near_target
+        # The two that people mean by a KL to the reference; everything else is worth a line.
         if target in ("sequence_reverse", "token_reverse"):
             continue
         if target:
@@ -158,6 +164,7 @@ def _explain_recipe(name: str, format: str) -> None:
         hint = f"or flags, as verl:use_kl_loss=true (list peers); {OWN_PART}"
         raise bad_value("RECIPE", name, sorted(RECIPES.names()), hint)
     terms: tuple[KLTerm, ...] = RECIPES.get(name).fn()
+    # Together: the bias of a recipe is that of the sum of its terms.
     certificates = certify(name, terms) if terms else []
     rows = []
     for term in terms:
@@ -186,12 +193,15 @@ def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | No
 
     # Many users ask about flags that turn the KL off by default: what they would get is shown too.
     acting = switched_on(reading)
+    acting_plain = None
+    if acting is not None:
+        acting_plain = _plain(acting)
     advice = advise(find_system(reading.system))
     if format == "json":
         plain = {
             **(summary or {}),
             **_plain(reading),
-            "switched_on": _plain(acting) if acting else None,
+            "switched_on": acting_plain,
             "advice": [_advice_row(item) for item in advice],
         }
         print(json.dumps(plain, indent=1))
@@ -299,12 +309,14 @@ def _advised_noise(advice: Advice) -> str:
 
     if advice.flags is None:
         return "-"
+    # Its own regime only: each certificate takes time.
     regime = advice.goal.regime
     return _noise(read(advice.flags).certificates([regime])[regime])
 
 
 def _noise(certificate: Certificate) -> str:
     """The variance over that of the least noisy term for the same target."""
+    # No other term has this target, so that there is nothing to compare with.
     if certificate.variance_ratio is None:
         return "-"
     return f"{certificate.variance_ratio:.2g}x"

@@ -35,6 +35,7 @@ def init(
     path = file or Path(f"my_{kind}{suffix}")
     if path.suffix != suffix:
         raise UserError(f"FILE: got {str(path)!r}; a {kind} is a {suffix} file")
+    # From the package's resources: it may be installed in an archive.
     text = files("kl_comedy.cli").joinpath(f"templates/{kind}{suffix}").read_text(encoding="utf-8")
     try:
         # x: a second call must not overwrite what the user has edited since the first.

@@ -58,6 +58,7 @@ def plan(
         changes.append(f"train.nodes={nodes}")
     loaded = load(config, changes, plugin)
     device = device_named(gpu)
+    # Before the splits: a mistake in the tokens is one of the plan, and should be reported as such.
     planned = Plan(loaded, device, prompt=prompt_tokens, completion=completion_tokens, longest=longest_tokens)
     divided: Sequence[Split] = ()
     if split is not None:
@@ -86,6 +87,7 @@ def _advise(planned: Plan) -> None:
     """Print warnings, and the settings that would make the run fit."""
     for warning in planned.warnings:
         message(f"warning: {warning}")
+    # On stderr, as all advice is: stdout has the plan, perhaps as JSON.
     for remedy in planned.remedies:
         message(f"fits, with {remedy.peak_bytes / GIB:.1f} GiB: {' '.join(remedy.overrides)}")
     if not planned.fits and not planned.remedies:
@@ -142,6 +144,7 @@ def _print_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _memory_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
     rows = [(item.name, f"{item.bytes / GIB:.2f}", item.phase, item.what) for item in plan.components]
+    # In the column of the phase: the peak belongs to none of them.
     fits = "fits" if plan.fits else "does not fit"
     rows.append(("peak", f"{plan.peak_bytes / GIB:.2f}", fits, f"{plan.limit_bytes / GIB:.1f} GiB per process"))
     return rows
@@ -176,6 +179,7 @@ def _show_splits(divided: Sequence[Split]) -> None:
     for split in divided:
         memory = f"{split.peak_bytes / GIB:.1f}"
         if not split.fits:
+            # Shown all the same: a reader should see how far a faster division is from fitting.
             memory += ", does not fit"
         rows.append(
             {

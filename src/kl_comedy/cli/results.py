@@ -10,7 +10,7 @@ import contextlib
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -152,6 +152,7 @@ def named_rows(table: pd.DataFrame, rows: Sequence[str]) -> pd.DataFrame:
 
     if not rows:
         return table
+    # The keys of the groups stand before n, and the last one tells most rows apart.
     group = table.columns[list(table.columns).index("n") - 1]
     labels = list(table[group])
     names: dict[str, str] = {}
@@ -349,6 +350,7 @@ def export(wanted: ExportOptions) -> None:
         write_table(ResultTable(frame=frame), wanted.file_format, out)
         return
 
+    # The store again, because curves are not among the columns of the runs.
     store = open_runs(wanted.uri)
     curves = write_export(store, frame, out, wanted.curve_patterns, wanted.points, append=wanted.append)
     written = f"{len(curves)} points of {curves['metric'].nunique()} metrics in {curves_file(out)}"
@@ -437,7 +439,7 @@ def compare(wanted: CompareOptions) -> None:
 
 def make_comparison(wanted: CompareOptions) -> ResultTable:
     """The table of ``results compare``."""
-    from kl_comedy.tracking.compare import compare_families
+    from kl_comedy.tracking.compare import EqualKL, compare_families
     from kl_comedy.tracking.values import with_values
 
     at_equal_kl = wanted.at_kl is not None
@@ -448,24 +450,22 @@ def make_comparison(wanted: CompareOptions) -> ResultTable:
         raise UserError(f"--metric: got {wanted.metric!r}, which is {len(chosen.metrics)} metrics; name one")
     column = chosen.metrics[0]
     frame = chosen.frame
-    match = None
+    at_kl = None
     if at_equal_kl:
         nats = wanted.matched_kls
-        match = (required_kl(frame, wanted.kl), nats)
-    start = None
-    if wanted.from_start:
-        # compare_families takes the first reward from a column of the frame.
-        start = "start"
-        frame = frame.assign(start=with_values(wanted.uri, frame, [column], "first")[column])
+        at_kl = EqualKL(column=required_kl(frame, wanted.kl), nats=nats)
+        if wanted.from_start:
+            # compare_families takes the first reward from a column of the frame.
+            frame = frame.assign(start=with_values(wanted.uri, frame, [column], "first")[column])
+            at_kl = replace(at_kl, start="start")
     comparison = compare_families(
         frame,
         chosen.groups,
         column,
         wanted.baseline,
         wanted.interval,
-        at_kl=match,
+        at_kl=at_kl,
         margin=wanted.margin,
-        start=start,
     )
     return ResultTable(frame=comparison, notes=chosen.notes)
 
@@ -605,6 +605,7 @@ def _verify_rows(table: Path, uri: str, format: str) -> None:
     if shown:
         print_rows(shown, format)
 
+    # Said even where nothing is wrong: a row without cells is confirmed by nothing.
     cells = sum(row["checked"] for row in verdicts)
     message(f"{len(verdicts) - len(unconfirmed)} of {len(verdicts)} rows are the same ({cells} cells)")
     for plugins, count in checks.plugins_of(runs, table).items():

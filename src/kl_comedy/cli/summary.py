@@ -48,6 +48,7 @@ def _scores_table(summary: Mapping[str, Any]) -> Table:
             first = ordered[0][1]
             last_update, last = ordered[-1]
             change = f"{first:.3f} -> {last:.3f} ({last - first:+.3f})"
+            # The run's policy is that of its last update, at which it may not have been evaluated.
             if last_update != summary.get("steps", last_update):
                 change += f" at update {last_update}"
             table.add_row(f"{name} {score}", change)

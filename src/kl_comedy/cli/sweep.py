@@ -78,6 +78,7 @@ def sweep(
     _check_servers(manifest, profile, Path(planned.base))
     folder = output or Path("sweeps") / manifest.name
     planned_sweep = Sweep(path=folder.resolve(), manifest=manifest)
+    # By the hash of their configs: a store does not know which sweep a run belongs to.
     finished_elsewhere = frozenset[int]()
     if finished_in is not None:
         finished_elsewhere = _finished_in(manifest, finished_in)
@@ -156,6 +157,7 @@ def cancel(sweep: SweepArgument) -> None:
     if not jobs and not managers:
         message("nothing to cancel: no job of this sweep waits or runs")
         return
+    # Recorded too, so that status can tell a cancelled cell from one that died.
     submit.cancel(loaded, jobs)
     # A local manager stops its cells as SLURM does, by a signal after which they save.
     for pid in managers:
@@ -200,6 +202,7 @@ def _check_suites(manifest: Manifest) -> None:
     root = None if config.eval.data_root is None else Path(config.eval.data_root)
     for name in config.eval.suites:
         suite = get_suite(name, key="evaluate: eval.suites")
+        # A suite of the hub has no file to check.
         if suite.file is None:
             continue
         if root is not None or Path(suite.file.path).is_file():
@@ -224,6 +227,7 @@ def _check_servers(manifest: Manifest, profile: Profile | None, base: Path) -> N
         return
     # Cells of one name differ in their seed only, so that one of them is checked.
     cells_by_name = {cell.name: cell for cell in manifest.cells}
+    # Collected first: checking them imports torch, which a profile without servers should not cost.
     served: list[tuple[Cell, int]] = []
     for cell in cells_by_name.values():
         servers = profile.shape_for(cell).servers
@@ -255,6 +259,7 @@ def _check_plugins(sweep: Sweep, hashes_now: Mapping[str, str], *, missing: bool
     else:
         cells = "none of its cells was trained yet"
     again = "to train all cells with the new source: kl-comedy sweep GRID --name ANOTHER"
+    # Cells of one sweep are compared with each other: they must be trained by the same code.
     if missing:
         raise UserError(f"{change}: {cells}; to finish this sweep, put the older source back; {again}")
     message(f"note: {change}: {cells}; {again}")
@@ -265,6 +270,7 @@ def _plugin_hashes_now(sweep: Sweep) -> dict[str, str]:
     sources: dict[str, bytes] = {}
     for name in sweep.manifest.plugins:
         file = Path(name)
+        # A plugin that is gone counts as changed, by the name that is missing.
         if file.is_file():
             sources |= plugin_sources(file)
     packages = tuple(PluginPackage.read(name) for name in sweep.manifest.packages)
@@ -312,6 +318,7 @@ def _run_missing(
             return
 
         if place.slurm is None and place.workers is None:
+            # resubmit needs no option: a sweep continues where it was started.
             place = _last_place(sweep)
         profile = place.read_profile()
         _check_sizes([sweep.cell(index) for index in work.train], profile, place.workers)
@@ -367,6 +374,7 @@ def _run_here(sweep: Sweep, work: Work, workers: int, finished_elsewhere: frozen
 def _last_place(sweep: Sweep) -> Place:
     """Where the last submission ran. Raises :class:`UserError` where that is not known."""
     submissions = sweep.submissions()
+    # From the newest; adopted jobs have neither a profile nor workers.
     for submission in reversed(submissions):
         if submission.profile is not None or submission.workers is not None:
             return Place(slurm=submission.profile, workers=submission.workers)
@@ -405,6 +413,7 @@ def _print_plan(sweep: Sweep, profile: Profile | None, format: str) -> None:
 def _cells_table(sweep: Sweep) -> Table:
     """One row per cell, with a column for each key of the grid; sizes where they differ."""
     cells = sweep.manifest.cells
+    # A dict and not a set: in the order of the grid.
     keys: dict[str, None] = {}
     for cell in cells:
         keys |= dict.fromkeys(cell.values)
@@ -426,6 +435,7 @@ def _cells_table(sweep: Sweep) -> Table:
 
 def _stdout_console() -> Console:
     console = Console(markup=False)
+    # A pipe has no width, and rich would wrap tables at 80 columns.
     if console.is_terminal:
         return console
     return Console(width=PIPE_WIDTH, markup=False)

@@ -27,9 +27,6 @@ def check_combinations(config: Config) -> None:
             f"train.eval_every is {config.train.eval_every}, and neither data.eval nor eval.suites names problems to "
             "evaluate on"
         )
-    if config.model.lora and config.model.lora.dropout > 0:
-        why = "dropout makes the policy that is differentiated another one than the policy that sampled"
-        raise bad_value("model.lora.dropout", config.model.lora.dropout, "0", why)
 
 
 def updates_from_a_batch(config: Config) -> int:
@@ -123,15 +120,20 @@ def _precision(config: Config) -> Iterator[Conflict]:
     if model.attention == "varlen" and (wide or not model.share_prompt):
         why = "its kernel takes packed rows (model.share_prompt) in 16 bits (train.precision=bf16)"
         yield "model.attention", "varlen", ["sdpa", "eager"], why
-    if train.shards != "all" and train.strategy not in SHARDED:
-        yield "train.shards", train.shards, f"all with train.strategy {train.strategy}", "it does not shard"
+    if train.fsdp.shards != "all" and train.strategy not in SHARDED:
+        yield (
+            "train.strategy_options.shards",
+            train.fsdp.shards,
+            f"all with train.strategy {train.strategy}",
+            "it does not shard",
+        )
 
 
 def _optimizer(config: Config) -> Iterator[Conflict]:
-    betas = config.optimizer.betas
+    betas = config.optimizer.adamw.betas
     warmup = config.optimizer.warmup_steps
     steps = config.train.steps
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield "optimizer.betas", list(betas), "two numbers in [0, 1)", ""
+        yield "optimizer.options.betas", list(betas), "two numbers in [0, 1)", ""
     if warmup > steps:
         yield "optimizer.warmup_steps", warmup, f"at most train.steps ({steps})", ""

@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import importlib
 import json
-import logging
 import os
 import re
 import typing
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_comedy.config.combinations import check_combinations
+from kl_comedy.config.old_names import in_layout_of_0_1, read_old_names
 from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, parse_record, without_none
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
@@ -29,25 +29,20 @@ from kl_comedy.io import MAX_CHAIN, MAX_EXPANSIONS, MAX_FILE_BYTES, MAX_KEY_PART
 from kl_comedy.redaction import redact, refuse_secrets
 from kl_comedy.registry import KINDS, PluginSet, plugins_with
 
-log = logging.getLogger("kl_comedy")
-
 EXTENDS = "extends"
 """The key of a file that names another, whose keys it inherits."""
 
 REQUIRED = ("model", "data", "rewards", "kl", "optimizer.lr", "train.steps")
 """What a run is; an empty file, which would train by defaults, is refused."""
 
-# The constants from here to NOT_IDENTITY_AT_DEFAULT decide which bytes config_hash sees. Stored runs resume, and sweeps
-# find their cells, by that hash: a change here strands them (tests/config/test_hashes.py holds 77 hashes).
-REMOVED = {("lag", "silence_limit_s"): 60.0, ("lag", "answer_limit_s"): 3600.0}
-"""Keys of earlier versions and their defaults: read and ignored, with a warning where another value was set. They stay
-in the config hash, so that runs of earlier versions resume."""
-
+# The constants from here to NOT_IDENTITY_AT_DEFAULT decide, with config/old_names.py, which bytes config_hash sees.
+# Stored runs resume, and sweeps find their cells, by that hash: a change here strands them
+# (tests/config/test_hashes.py holds 77 hashes).
 NOT_IDENTITY = ("output", "resume", "audit", "tracking")
 """Keys that say where a run is stored or what is measured on the way, not what it is; not in the config hash."""
 
 NOT_IDENTITY_WITHIN = {
-    "train": ("strategy", "devices", "nodes", "shards"),
+    "train": ("strategy", "devices", "nodes", "shards", "strategy_options"),
     "rollout": ("replica_gib", "bucket_mib"),
 }
 """Nested keys that are not in the hash: a run may resume on another number of processes."""
@@ -55,12 +50,13 @@ NOT_IDENTITY_WITHIN = {
 NOT_IDENTITY_WHERE_EMPTY = ("callbacks", "trainer", "plugins")
 """Keys not in the hash at their default, so that runs from before these keys existed keep their hash."""
 
-NOT_IDENTITY_AT_DEFAULT = {
+NOT_IDENTITY_AT_DEFAULT: dict[tuple[str, str], Any] = {
     ("model", "head_dtype"): None,
     ("algorithm", "reward_weight"): 1.0,
     ("reference", "teacher"): None,
     ("reference", "max_kl"): None,
     ("optimizer", "ess_scaling"): "none",
+    ("eval", "sampling"): {},
 }
 """The same of nested keys, with their defaults."""
 
@@ -174,7 +170,7 @@ def _finish(plain: dict[str, Any], overrides: Sequence[str]) -> Config:
     resolved = _resolve(plain)
     # After the interpolations, which may put a secret together from parts.
     refuse_secrets(resolved)
-    _read_old_names(resolved)
+    read_old_names(resolved)
     config = parse_record(Config, resolved)
     check_combinations(config)
     return config
@@ -200,23 +196,6 @@ def _resolve(plain: dict[str, Any]) -> dict[str, Any]:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(f"{key}: {first_line}") from None
     return typing.cast(dict[str, Any], resolved)
-
-
-def _read_old_names(plain: dict[str, Any]) -> None:
-    """Replace names of earlier versions and drop keys that left, in place, with a warning.
-
-    Sections are not checked yet: one that is not a mapping is left to :func:`parse_record`, which names the error.
-    """
-    train = plain["train"]
-    if isinstance(train, dict) and train.get("strategy") == "fsdp1":
-        log.warning("train.strategy: fsdp1 is now called fsdp")
-        train["strategy"] = "fsdp"
-    for (section, name), default in REMOVED.items():
-        if not isinstance(plain[section], dict):
-            continue
-        value = plain[section].pop(name, default)
-        if value != default:
-            log.warning("%s.%s is not used any more; see rollout.options.request_timeout_s", section, name)
 
 
 _INNERMOST = re.compile(r"\$\{([^${}]*)\}")
@@ -335,7 +314,7 @@ def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
     """
     # Every line of this function is frozen by the hashes of stored runs: a new config key changes all of them, unless
     # it enters NOT_IDENTITY_AT_DEFAULT (nested) or NOT_IDENTITY_WHERE_EMPTY (top level).
-    plain = to_plain(config)
+    plain = in_layout_of_0_1(to_plain(config))
     plain["plugins"] = plugins_of(config).hashes
     for name in (*NOT_IDENTITY, *without):
         del plain[name]
@@ -345,8 +324,6 @@ def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
     for (section, name), default in NOT_IDENTITY_AT_DEFAULT.items():
         if plain[section][name] == default:
             del plain[section][name]
-    for (section, name), default in REMOVED.items():
-        plain[section][name] = default  # at its default even where a file set it: the key has no effect any more
     for section, names in NOT_IDENTITY_WITHIN.items():
         plain[section] = {name: item for name, item in plain[section].items() if name not in names}
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]

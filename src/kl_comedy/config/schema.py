@@ -5,14 +5,22 @@ docs/configuration.md is generated from this module (research/scripts/generate_d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from kl_comedy.config.validate import option
+from kl_comedy.config.validate import field_types, option
 from kl_comedy.redaction import check_address
 
 SHARDED = ("fsdp",)
 """Strategies that shard the policy over processes."""
+
+Options = TypeVar("Options")
+
+
+def _known_options(schema: type[Options], options: Mapping[str, Any]) -> Options:
+    """The fields of ``schema`` that ``options`` sets, with the defaults of the others; further options are left out."""
+    return schema(**{name: value for name, value in options.items() if name in field_types(schema)})
 
 
 @dataclass
@@ -21,8 +29,16 @@ class LoraConfig:
 
     rank: int = option(8, "Rank.", minimum=1)
     alpha: float = option(16.0, "Multiplies the update by `alpha / rank`.", above=0)
-    dropout: float = option(0.0, "Must be 0: with dropout the trained policy is not the sampler.", minimum=0)
     target_modules: list[str] = option(lambda: ["q_proj", "k_proj", "v_proj", "o_proj"], "Layers that get an adapter.")
+
+
+@dataclass
+class LoadingOptions:
+    """Arguments of transformers' ``from_pretrained`` that this project reads too, within a model's ``options``."""
+
+    gguf_file: str | None = option(None, "The GGUF file within `source`.")
+    revision: str | None = option(None, "The hub revision of the weights.")
+    trust_remote_code: bool = option(False, "Run code that comes with the model.")
 
 
 @dataclass
@@ -34,8 +50,6 @@ class ModelConfig:
         "`pocket` (built here in seconds), a local folder, or a hub id. A folder of a PEFT LoRA adapter alone is "
         "merged with its base once (in the cache); the reference is then the adapter's start.",
     )
-    gguf_file: str | None = option(None, "The GGUF file within `source`.")
-    revision: str | None = option(None, "The hub revision of the weights.")
     tokenizer: str | None = option(None, "Folder or hub id; `null`: that of `source`.")
     dtype: str = option(
         "float32",
@@ -50,7 +64,6 @@ class ModelConfig:
         choices=("sdpa", "eager", "flash_attention_2", "varlen"),
     )
     gradient_checkpointing: bool = option(False, "Recompute activations: less memory, more time.")
-    trust_remote_code: bool = option(False, "Run code that comes with the model.")
     head_dtype: str | None = option(
         None,
         "`bfloat16`: the head's products in bfloat16 with float32 sums ([faster on a GPU](speed.md#on-a-gpu)); `null`: "
@@ -61,13 +74,37 @@ class ModelConfig:
     share_prompt: bool = option(True, "Compute a prompt once for its completions; same results.")
     lora: LoraConfig | None = option(None, "Train a LoRA adapter; the initial reference is the model without it.")
     options: dict[str, Any] = option(
-        dict, "`pocket`: `preset` (`base`, `tiny`) or recipe fields; else for transformers."
+        dict,
+        "`pocket`: `preset` (`base`, `tiny`) or recipe fields; else arguments of transformers' `from_pretrained`.",
+        some_options=LoadingOptions,
     )
 
     @property
     def library_attention(self) -> str:
         """:attr:`attention` as transformers knows it."""
-        return "sdpa" if self.attention == "varlen" else self.attention
+        if self.attention == "varlen":
+            return "sdpa"
+        return self.attention
+
+    @property
+    def gguf_file(self) -> str | None:
+        """The GGUF file within :attr:`source`, of :attr:`options`."""
+        return _known_options(LoadingOptions, self.options).gguf_file
+
+    @property
+    def revision(self) -> str | None:
+        """The hub revision of the weights, of :attr:`options`."""
+        return _known_options(LoadingOptions, self.options).revision
+
+    @property
+    def trust_remote_code(self) -> bool:
+        """Whether code that comes with the model may run, of :attr:`options`."""
+        return _known_options(LoadingOptions, self.options).trust_remote_code
+
+    def with_options(self, **changes: Any) -> ModelConfig:
+        """This model with some of its options changed; None removes an option."""
+        options = {name: value for name, value in {**self.options, **changes}.items() if value is not None}
+        return replace(self, options=options)
 
 
 @dataclass
@@ -126,13 +163,8 @@ class RolloutConfig:
     group_size: int = option(8, "Completions per prompt.", minimum=1)
     max_new_tokens: int = option(64, "Longest completion, in tokens.", minimum=1)
     temperature: float = option(1.0, "Temperature for sampling and for all log-probs and KLs.", above=0)
-    top_p: float = option(1.0, "Training takes 1 (off) only: else the sampler is not the policy.")
-    top_k: int = option(0, "Training takes 0 (off) only.")
-    min_p: float = option(0.0, "Training takes 0 (off) only.")
     stop: list[str] = option(list, "Texts that end a completion.")
     batch_sequences: int = option(256, "Completions sampled at once; changes the samples of a seed.", minimum=1)
-    replica_gib: float = option(16.0, "`fsdp`: largest model that one process may hold unsharded.", above=0)
-    bucket_mib: int = option(256, "`fsdp`: weights gathered at a time for a sampler or a file.", minimum=1)
     options: dict[str, Any] = option(dict, "Options of the [backend](rollouts.md).")
 
 
@@ -146,7 +178,7 @@ class RewardConfig:
 
 
 @dataclass
-class ValueConfig:
+class ValueOptions:
     """The value head of ``advantage: gae``: linear on the last hidden state."""
 
     gamma: float = option(1.0, "Discount per token.", minimum=0, maximum=1)
@@ -171,7 +203,9 @@ class AlgorithmConfig:
     """The task part of the objective, and how one batch is used."""
 
     advantage: str = option("rloo", "From returns to weights of the tokens' scores.", registry="advantages")
-    value: ValueConfig = option(ValueConfig, "The value head of `gae`.")
+    advantage_options: dict[str, Any] = option(
+        dict, "Options of `gae` and its value head, as `gamma`.", options=ValueOptions
+    )
     policy_loss: str = option("reinforce", "The task part of the loss.", registry="policy_losses")
     policy_loss_options: dict[str, float] = option(dict, "Its options, as `clip_low` of `ppo_clip`.")
     correction: dict[str, Any] = option(
@@ -198,14 +232,30 @@ class AlgorithmConfig:
     mask_truncated: bool = option(False, "Leave truncated completions out of the loss.")
     dpo: DpoConfig | None = option(None, "[DPO](replay.md#dpo) on pairs; replaces policy loss and `kl`.")
 
+    @property
+    def value(self) -> ValueOptions:
+        """:attr:`advantage_options` with their defaults."""
+        return ValueOptions(**self.advantage_options)
+
+
+@dataclass
+class TeacherServerOptions:
+    """Options of a teacher behind ``url``."""
+
+    server_model: str | None = option(None, "Name of the model on the server at `url`; `null`: its first.")
+    api_key_env: str = option("VLLM_API_KEY", "Environment variable with the key of `url`.")
+
+
+@dataclass
+class TeacherOptions(LoadingOptions, TeacherServerOptions):
+    """What the project reads of a teacher's options."""
+
 
 @dataclass
 class TeacherConfig:
     """A second model over the policy's tokens, never trained. Device, attention and head settings are the policy's."""
 
     source: str = option("pocket", "`pocket`, a local folder, or a hub id.")
-    gguf_file: str | None = option(None, "The GGUF file within `source`.")
-    revision: str | None = option(None, "The hub revision of the weights.")
     tokenizer: str | None = option(
         None, "Folder or hub id; default: the tokenizer of `source`. Its tokens must be the policy's."
     )
@@ -213,28 +263,37 @@ class TeacherConfig:
         None, "Type of the weights; `null`: `model.dtype`.", choices=("float32", "bfloat16", "float16")
     )
     adapter: str | None = option(None, "Folder of a LoRA adapter (PEFT) on `source`, as a LoRA run exports it.")
-    trust_remote_code: bool = option(False, "Run code that comes with the model.")
     options: dict[str, Any] = option(
-        dict, "`pocket`: `preset` (`base`, `tiny`) or recipe fields; else for transformers."
+        dict, "As `model.options`; with `url`: of the server.", some_options=TeacherOptions
     )
     url: str | None = option(
         None,
         "Address of a vLLM or kl_comedy server that has the model; only the tokenizer of `source` is loaded. For terms "
         "that read log-probs of sampled tokens or of the teacher's likeliest ones ([servers](distillation.md)).",
     )
-    server_model: str | None = option(None, "Name of the model on the server at `url`; `null`: its first.")
-    api_key_env: str = option("VLLM_API_KEY", "Environment variable with the key of `url`.")
 
     def __post_init__(self) -> None:
         if self.url is not None:
             check_address(self.url, "reference.teacher.url")
 
+    @property
+    def server(self) -> TeacherServerOptions:
+        """The options of the server at :attr:`url`."""
+        return _known_options(TeacherServerOptions, self.options)
+
     def model(self, policy: ModelConfig) -> ModelConfig:
         """The teacher as a model to load, with everything else as the policy has it."""
-        beside = ("adapter", "url", "server_model", "api_key_env")
-        own = {name: value for name, value in vars(self).items() if name not in beside}
-        own["dtype"] = self.dtype or policy.dtype
-        return replace(policy, **own, lora=None, gradient_checkpointing=False)
+        server_names = field_types(TeacherServerOptions)
+        loading_options = {name: value for name, value in self.options.items() if name not in server_names}
+        return replace(
+            policy,
+            source=self.source,
+            tokenizer=self.tokenizer,
+            dtype=self.dtype or policy.dtype,
+            options=loading_options,
+            lora=None,
+            gradient_checkpointing=False,
+        )
 
 
 @dataclass
@@ -269,13 +328,20 @@ class LagConfig:
 
 
 @dataclass
+class AdamWOptions:
+    """Arguments of torch's AdamW."""
+
+    betas: list[float] = option(lambda: [0.9, 0.999], "Two decay rates, each in [0, 1).")
+    eps: float = option(1e-8, "Added to the denominator.", above=0)
+    weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0)
+
+
+@dataclass
 class OptimizerConfig:
     """AdamW, its schedule, and gradient clipping."""
 
     lr: float = option(1e-6, "Learning rate of AdamW.", above=0)
-    betas: list[float] = option(lambda: [0.9, 0.999], "Two AdamW betas, each in [0, 1).")
-    eps: float = option(1e-8, "Epsilon of AdamW.", above=0)
-    weight_decay: float = option(0.0, "Weight decay of AdamW.", minimum=0)
+    options: dict[str, Any] = option(dict, "Further arguments of AdamW.", options=AdamWOptions)
     clip_norm: float | None = option(1.0, "Largest L2 norm of the gradient; `null`: no clipping.", above=0)
     schedule: str = option(
         "constant", "After the warm-up; all but `constant` end at 0.", choices=("constant", "linear", "cosine")
@@ -286,6 +352,25 @@ class OptimizerConfig:
         "Times `lr` of the policy: the share of completions that `policy/ess` counts, or its root (2602.17616).",
         choices=("none", "sqrt", "linear"),
     )
+
+    @property
+    def adamw(self) -> AdamWOptions:
+        """:attr:`options` with their defaults."""
+        return AdamWOptions(**self.options)
+
+
+@dataclass
+class FsdpOptions:
+    """Options of ``strategy: fsdp``."""
+
+    shards: str = option(
+        "all",
+        "On several nodes: over `all` processes (least memory), or over those of a `node`, a copy on each (less "
+        "traffic).",
+        choices=("all", "node"),
+    )
+    replica_gib: float = option(16.0, "Largest model that one process may hold unsharded.", above=0)
+    bucket_mib: int = option(256, "Weights gathered at a time for a sampler or a file.", minimum=1)
 
 
 @dataclass
@@ -299,12 +384,7 @@ class TrainConfig:
     )
     devices: int = option(1, "Processes on each node, one per GPU; `single`: 1.", minimum=1)
     nodes: int = option(1, "Number of nodes.", minimum=1)
-    shards: str = option(
-        "all",
-        "`fsdp` on several nodes: over `all` processes (least memory), or over those of a `node`, a copy on each (less "
-        "traffic).",
-        choices=("all", "node"),
-    )
+    strategy_options: dict[str, Any] = option(dict, "Options of `fsdp`.", options=FsdpOptions)
     steps: int = option(100, "Optimizer updates.", minimum=1)
     microbatch_tokens: int | None = option(
         None, "Tokens per backward pass; `null`: 1 GiB of activations (GPU: 16).", minimum=1
@@ -319,6 +399,20 @@ class TrainConfig:
     deterministic: bool = option(True, "Ask torch for deterministic algorithms.")
     threads: int | None = option(None, "CPU threads of torch; `null`: its default.", minimum=1)
 
+    @property
+    def fsdp(self) -> FsdpOptions:
+        """:attr:`strategy_options` with their defaults."""
+        return FsdpOptions(**self.strategy_options)
+
+
+@dataclass
+class TruncationOptions:
+    """How an evaluation truncates the distribution that it samples from; training samples from the whole one."""
+
+    top_p: float = option(1.0, "Keep the likeliest tokens whose mass reaches this; 1: off.", above=0, maximum=1)
+    top_k: int = option(0, "Keep this many of the likeliest tokens; 0: off.", minimum=0)
+    min_p: float = option(0.0, "Keep tokens with at least this share of the likeliest one; 0: off.", minimum=0)
+
 
 @dataclass
 class EvalConfig:
@@ -326,6 +420,9 @@ class EvalConfig:
 
     samples: int = option(1, "Completions per problem.", minimum=1)
     temperature: float = option(0.0, "0 is greedy.", minimum=0)
+    sampling: dict[str, Any] = option(
+        dict, "Truncation of the sampled distribution, as `top_p`.", options=TruncationOptions
+    )
     max_new_tokens: int | None = option(None, "`null`: `rollout.max_new_tokens`.", minimum=1)
     at_start: bool = option(True, "Evaluate before the first update.")
     at_end: bool = option(True, "Evaluate after the last one.")
@@ -333,6 +430,11 @@ class EvalConfig:
     reference: str | None = option(None, "`evaluate`: KL to a run's `config.yaml` or a `model.source`.")
     suites: list[str] = option(list, "Further sets: [suites](evaluation.md), by name or YAML file.")
     data_root: str | None = option(None, "Folder of the suites' files; `null`: by hub name.")
+
+    @property
+    def truncation(self) -> TruncationOptions:
+        """:attr:`sampling` with its defaults."""
+        return TruncationOptions(**self.sampling)
 
 
 @dataclass
@@ -343,7 +445,6 @@ class AuditConfig:
     terms: list[str] = option(lambda: ["own"], "`own` (the terms of `kl`), `panel`, or names of recipes.")
     samples: int | None = option(None, "Maximum completions, in whole groups; `null`: half of the update.", minimum=1)
     blocks: int = option(8, "Blocks of whole groups; an update needs 3 groups.", minimum=3)
-    sketch: int = option(65536, "Numbers per layer group's gradient; 0: all.", minimum=0)
 
 
 @dataclass

@@ -71,6 +71,7 @@ def read_rows(rows: Rows, config: DatasetConfig, options: RowOptions, *, key: st
             if not fields:
                 fields = _source_fields(config, row, key)
             problem = _problem(row, fields, options, key, fallback_id)
+            # Scores and checkpoints name problems by their id.
             if problem.id in places:
                 raise UserError(f"the id {shown(problem.id)} was already used at {places[problem.id]}")
         places[problem.id] = place
@@ -94,6 +95,7 @@ def _source_fields(config: DatasetConfig, first: Mapping[str, Any], key: str) ->
     # A column of choices may be there for other rows of the source, empty for this task.
     if first.get("choices") is not None:
         defaults["choices"] = "choices"
+    # What the config names wins over what a row happens to be called.
     return defaults | fields
 
 
@@ -148,6 +150,7 @@ def _problem(
         choices = read_choices(values["choices"], field=fields["choices"])
         answer = values["answer"]
         if "labels" in fields:
+            # First the position, then the letter: labels may be numbers, or letters in another order.
             answer = label_position(answer, values["labels"], len(choices), field=fields["answer"])
         answer = choice_letter(answer, choices, field=fields["answer"])
         # The text without choices, for suites that write them in their own way.
@@ -264,6 +267,7 @@ def _string(value: Any, field: str) -> str:
 
 def _scalar(value: Any, field: str) -> str:
     """A string, or a finite number written as Python writes it."""
+    # A bool is an int in Python, and an answer of True would be read as 1.
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UserError(
             f"field {field!r} must be a string or a number, got {type(value).__name__}: {reprlib.repr(value)}"
@@ -307,6 +311,7 @@ def last_boxed(text: str, *, field: str) -> str:
 
     Raises :class:`UserError` where there is no box or its braces do not close.
     """
+    # The last box: a solution may box intermediate results.
     _, box, tail = text.rpartition("\\boxed")
     content = None
     if box:

@@ -31,6 +31,7 @@ from kl_comedy.registry import DATASETS
 def refuse_unused(config: DatasetConfig, *settings: str, key: str) -> None:
     """Raise :class:`UserError` for a setting that the loader does not use."""
     for setting in settings:
+        # Refused and not ignored: who sets it expects that it does something.
         value = getattr(config, setting)
         if value:
             raise UserError(f"{key}.{setting}: got {value!r}, but the dataset {config.dataset!r} does not use it")
@@ -57,6 +58,7 @@ def _read_file(config: DatasetConfig, suffix: str, *, key: str) -> list[Problem]
     if suffix == ".jsonl":
         rows = _jsonl_rows(path)
     else:
+        # Parquet has no lines: a row is named by its number.
         rows = _numbered(str(path), path.stem, _parquet_rows(path, key))
     return read_rows(rows, config, options, key=key, source=str(path))
 
@@ -127,6 +129,7 @@ def _parquet_rows(path: Path, key: str) -> Iterator[Mapping[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
+    # A small file that unpacks to all of the memory would end the process, not the command.
     limit = max(MAX_UNPACKED, MAX_RATIO * path.stat().st_size)
     too_large = UserError(
         f"{key}.path: {path} unpacks to more than {limit / 2**30:.3g} GiB, from {path.stat().st_size:,} bytes; "
@@ -262,6 +265,7 @@ def _build(config: DatasetConfig, *, key: str) -> Any:
     settings = _task_settings(config, settings_type, key=key)
     try:
         chosen = settings_type(**settings)
+        # Tasks check their settings by assertions, which say more than a failed item later.
         chosen.validate()
         return build(config=chosen)
     except Exception as error:

@@ -64,6 +64,7 @@ def evaluate(
         "truncated_share": sum(truncated) / len(rows),
     }
     if settings.measure is not None:
+        # KL and entropy are of the completions that were scored, so that both describe one sample.
         values |= settings.measure(rows)
     return EvalResult(
         name=eval_set.name, problems=len(eval_set.prompts), samples=samples, values=values, rows=tuple(rows)

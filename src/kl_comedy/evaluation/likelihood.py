@@ -142,11 +142,13 @@ def tokenize_choices(suite: SuiteConfig, prompts: Sequence[Prompt], loaded: Load
             prompt_texts = list(choices)
         else:
             prompt_texts = list(LETTERS[: len(choices)])
+        # Kept beside their ids: scores per character need the text.
         texts.append(prompt_texts)
         for text in prompt_texts:
             # A plain prompt begins with the tokenizer's special tokens, a chat template writes its own.
             special = template == "plain"
             rows.append((index, continuation_ids(prompt, suite.delimiter + text, loaded.tokenizer, special=special)))
+    # All of it is checked before the first pass: a later batch must not fail after hours.
     longest = max(len(ids) for _, ids in rows)
     # The limits of a request for that many new tokens are the limits here: prompt and choice within the context.
     check_request(loaded, prompts, Sampling(temperature=0.0, max_new_tokens=longest))

@@ -94,6 +94,7 @@ class SuitePlan:
 
     def identity(self) -> dict[str, Any]:
         """Everything that the records depend on, as plain data. The folder's name is made of its hash."""
+        # Text and source of a suite may be reworded without making its stored records another evaluation.
         suite = {name: value for name, value in dataclasses.asdict(self.suite).items() if name not in _NOT_IDENTITY}
         # The template that was chosen, where the suite says "auto".
         suite["prompt"]["template"] = self.template
@@ -167,6 +168,7 @@ class SuiteRecords:
     def evaluate(self, evaluator: ChunkEvaluator, advance: Callable[[int], None]) -> None:
         """Evaluate and write the missing chunks; ``advance(problems)`` is called after each."""
         for chunk in self.missing():
+            # The whole chunk before its file: a killed process leaves all of a chunk or nothing.
             lines = [encode_json(record) for record in evaluator(chunk)]
             atomic_write(self._file(chunk), b"".join(lines))
             advance(len(self.plan.problems_of(chunk)))
@@ -183,6 +185,7 @@ class SuiteRecords:
             missing = self.missing()
             if missing:
                 raise RunFailed(f"{self.path}: {len(missing)} chunks are missing or damaged; the same command resumes")
+            # As bytes: each line keeps its checksum.
             chunks = [self._file(chunk).read_bytes() for chunk in self.plan.chunks]
             atomic_write(self.items, b"".join(chunks))
         shutil.rmtree(self.path / "chunks", ignore_errors=True)
@@ -207,6 +210,7 @@ class SuiteRecords:
         The file ``tracked`` then holds the id of the MLflow run (None where the store is off or down).
         """
         marker = self.path / "tracked"
+        # Scores are the same at every call, and a store should have them once.
         if marker.exists():
             return
         # Imports Lightning, which takes seconds.
@@ -215,7 +219,6 @@ class SuiteRecords:
         tracker = RunLogger(
             dataclasses.replace(config, experiment=f"{config.experiment}-evaluations"),
             run_dir=self.path,
-            run_name=self.path.name,
             params=flatten(self.plan.identity()),
             tags={**provenance_tags(), "kind": "evaluation", "suite": self.plan.suite.name, **tags},
         )

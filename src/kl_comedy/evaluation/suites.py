@@ -46,6 +46,7 @@ def register_suite(path: str | Path) -> str:
         group=suite.group,
         items=suite.items,
         licence=suite.licence,
+        # Unparsed, for suites that extend this one: they merge what was written, without its defaults.
         raw=lambda: raw,
         file=str(file),
     )
@@ -84,6 +85,7 @@ def _merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, An
     """``changes`` over ``base``: mappings key by key, ``null`` removes a key."""
     result = dict(base)
     for key, value in changes.items():
+        # null in a file removes the base's key: the schema's default then counts.
         if value is None:
             result.pop(key, None)
         elif isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
@@ -166,6 +168,7 @@ def suite_problems(
             with error_prefix(f"{key}: the problem {problem.id!r}"):
                 _check_choices(problem)
     if limit is not None:
+        # Last, so that everything above was checked for the whole set.
         problems = subset(problems, limit, 0)
     return [dataclasses.replace(problem, text=question(problem, suite)) for problem in problems]
 
@@ -234,6 +237,7 @@ def resolve_template(suite: SuiteConfig, tokenizer: Any, template: str = "auto")
     """``plain`` or ``chat``: from ``template``, then the suite, then chat where the tokenizer has a chat template."""
     if template not in TEMPLATES:
         raise bad_value("--template", template, TEMPLATES)
+    # The command counts more than the suite, and the suite more than the tokenizer.
     if template != "auto":
         return template
     if suite.template != "auto":

@@ -65,6 +65,7 @@ class LossCallback(TrainerCallback, abc.ABC):
         for switch in ("is_fsdp_enabled", "is_deepspeed_enabled"):
             if getattr(trainer, switch, False):
                 raise UserError(f"{type(self).__name__}: needs whole parameters, and FSDP and DeepSpeed keep shards")
+        # Wrapped twice, a batch would be shown twice, and the inner wrapper measured by the outer one.
         if not isinstance(trainer.compute_loss, _ExaminedLoss):
             trainer.compute_loss = _ExaminedLoss(trainer)
         self._original = trainer.compute_loss.original
@@ -86,6 +87,7 @@ class LossCallback(TrainerCallback, abc.ABC):
         """The loss at a coefficient; random numbers and logged metrics are left as they were."""
         trainer = self.trainer
         own_coefficient = getattr(trainer, self.coefficient)
+        # TRL logs from within its loss: two more losses would count twice in its means.
         own_metrics = copy.deepcopy(getattr(trainer, "_metrics", None))
         try:
             setattr(trainer, self.coefficient, coefficient)
@@ -134,6 +136,7 @@ class KLGradientCheck(LossCallback):
             {"step": step, "kl_loss": kl_value, "kl_norm": kl_norm, "task_norm": task_norm, "cosine": cosine}
         )
 
+        # Relative to the task: the difference of two losses has the rounding of both.
         has_gradient = kl_norm > EPSILON * task_norm
         has_value = abs(kl_value) > EPSILON * max(1.0, abs(float(without_kl.detach())))
         if has_gradient:
@@ -149,6 +152,7 @@ class KLGradientCheck(LossCallback):
         return self._next_step(step)
 
     def _next_step(self, step: int) -> int | None:
+        # Tried again at the next step: the policy may still equal its reference.
         if not self.passed:
             return step + 1
         if self.every:

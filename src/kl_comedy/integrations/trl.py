@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,22 @@ from kl_comedy.integrations.terms import HostTerms
 SUPPORTED = "1.16."
 LOSS_TYPES = ("grpo", "sapo", "bnpo", "dr_grpo", "luspo", "cispo", "dapo", "vespo")
 
+if TYPE_CHECKING:
+    # Both trainers have what the mixin uses. It cannot derive from either: RLOOTrainer is no GRPOTrainer.
+    from trl import GRPOTrainer as _Trainer
+else:
+    _Trainer = object
 
-class KLTermsMixin:
+
+class _Pass(NamedTuple):
+    """A pass of TRL over completions: how its method was called, and the log-probs that it returned."""
+
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    logp_BT: Tensor
+
+
+class KLTermsMixin(_Trainer):
     """Takes ``kl``: a recipe's name or a list of terms. Put it before a TRL trainer in the bases.
 
     Off-policy, a term has the ratio of its ``correction`` to the sampler's log-probs (vLLM's where recorded), not the
@@ -37,13 +51,16 @@ class KLTermsMixin:
     kl_scale = 1.0
     """Multiplies the terms in the loss; :class:`~kl_comedy.integrations.gradient_check.KLGradientCheck` varies it."""
 
+    beta: float
+    """TRL's own coefficient."""
+
     def __init__(self, model: Any, reward_funcs: Any, args: Any = None, *rest: Any, kl: Any, **options: Any) -> None:
         version = metadata.version("trl")
         if not version.startswith(SUPPORTED):
             raise bad_value("trl", version, f"version {SUPPORTED}*", "other versions have other methods")
         self.terms = HostTerms.parse(kl, host="TRL", steps=True)
-        # Arguments, options and log-probs of the passes of the step in progress; None between steps.
-        self._passes: list[tuple[tuple[Any, ...], dict[str, Any], Tensor]] | None = None
+        # The passes of the step in progress; None between steps, whose passes are not recorded.
+        self._passes: list[_Pass] | None = None
         if self.terms.reward:
             if not isinstance(reward_funcs, list):
                 reward_funcs = [reward_funcs]
@@ -76,7 +93,7 @@ class KLTermsMixin:
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **options: Any) -> Any:
         result = super()._get_per_token_logps_and_entropies(model, *args, **options)
         if self._passes is not None:
-            self._passes.append((args, options, result[0]))
+            self._passes.append(_Pass(args, options, result[0]))
         return result
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -89,14 +106,18 @@ class KLTermsMixin:
             # _calculate_rewards has set it to 0.
             self.beta = beta
             self._passes = None
-        logps = {"old_per_token_logps": policy_BT, "ref_per_token_logps": ref_BT}
-        logps = {name: logp_BT for name, logp_BT in logps.items() if logp_BT is not None}
+        logps = {}
+        if policy_BT is not None:
+            logps["old_per_token_logps"] = policy_BT
+        if ref_BT is not None:
+            logps["ref_per_token_logps"] = ref_BT
         # What TRL puts out itself comes last, and wins.
         return logps | output
 
     def _policy_and_reference(self, beta: float) -> tuple[Tensor | None, Tensor | None]:
         """Log-probs of TRL's passes over the new completions: the reference is the last, where beta is not 0."""
-        logps = [logp_BT for _, _, logp_BT in self._passes]
+        assert self._passes is not None, "called within a step"
+        logps = [one_pass.logp_BT for one_pass in self._passes]
         ref_BT = None
         if beta != 0.0:
             ref_BT = logps.pop()
@@ -106,7 +127,7 @@ class KLTermsMixin:
         return policy_BT, ref_BT
 
     def _calculate_rewards(self, *args: Any) -> Tensor:
-        rewards = super()._calculate_rewards(*args)
+        rewards: Tensor = super()._calculate_rewards(*args)
         if self.terms.reward:
             # Completions without any reward stay out of the baseline, as in TRL.
             has_no_reward = torch.isnan(rewards[:, :-1]).all(1)
@@ -118,8 +139,10 @@ class KLTermsMixin:
     def kl_cost(self, prompts: Any, completions: Any, **_: Any) -> list[float]:
         """The reward function of the terms with ``baseline: before``: minus beta times the completion's cost."""
         policy_BT, ref_BT = self._policy_and_reference(self.beta)
-        arguments, options, _ = self._passes[-1]
-        ids, attention_mask, width, *_ = arguments
+        assert self._passes is not None, "TRL asks for rewards within a step"
+        last_pass = self._passes[-1]
+        options = last_pass.options
+        ids, attention_mask, width = last_pass.arguments[:3]
         if policy_BT is None:
             # TRL needs no pass of the policy here.
             with torch.no_grad():
@@ -127,7 +150,8 @@ class KLTermsMixin:
             policy_BT = passed[0]
         logps = {"logp_BT": policy_BT, "ref_logp_BT": ref_BT, "behaviour_logp_BT": policy_BT}
         cost_B = self.terms.cost_B(step=self.state.global_step, **logps, mask_BT=attention_mask[:, -width:])
-        return (-cost_B).tolist()
+        rewards: list[float] = (-cost_B).tolist()
+        return rewards
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         beta = self.beta
@@ -135,8 +159,8 @@ class KLTermsMixin:
         self.beta = 0.0
         self._passes = []
         try:
-            loss = super()._compute_loss(model, inputs)
-            _, _, logp_BT = self._passes[-1]
+            loss: Tensor = super()._compute_loss(model, inputs)
+            logp_BT = self._passes[-1].logp_BT
         finally:
             self.beta = beta
             self._passes = None
@@ -149,7 +173,8 @@ class KLTermsMixin:
         logps = {"logp_BT": logp_BT, "ref_logp_BT": ref_BT, "behaviour_logp_BT": behaviour_BT}
         kl_BT = self.terms.loss_BT(step=self.state.global_step, **logps, mask_BT=mask_BT)
         kl_loss = self.kl_scale * self._reduce(kl_BT, mask_BT, inputs)
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
         metrics["kl/loss"].append(self.accelerator.gather(kl_loss.detach()).mean().item())
         if ref_BT is not None:
             sums = torch.stack([((logp_BT.detach() - ref_BT) * mask_BT).sum(), mask_BT.sum().float()])
@@ -164,18 +189,19 @@ class KLTermsMixin:
         if not isinstance(self, GRPOTrainer):
             return sum_B.mean()
         # TRL divides a loss by the micro-batches that an update accumulates; an evaluation accumulates none.
-        steps = 1
+        steps: int = 1
         if self.model.training:
             steps = self.current_gradient_accumulation_steps
         if self.loss_type in ("cispo", "dapo", "vespo"):
-            items = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+            items: Tensor = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
             if self.model.training:
                 items = items * steps / self.args.steps_per_generation
             return sum_B.sum() / items
         if self.loss_type == "bnpo":
             return sum_B.sum() / mask_BT.sum().clamp(min=1) / steps
         if self.loss_type == "dr_grpo":
-            return (sum_B / self.max_completion_length).mean() / steps
+            length: int = self.max_completion_length
+            return (sum_B / length).mean() / steps
         if self.loss_type == "luspo":
             return sum_B.mean() / steps
         # grpo and sapo.

@@ -61,9 +61,10 @@ def _replace(function: Any, build: Callable[[Any], Any]) -> None:
     replacement = wraps(function)(build(function))
     # `from module import name` has copied the function into other modules. A copy of the list, because looking at a
     # lazy module may import more.
-    for name, module in list(sys.modules.items()):
-        if name.startswith("verl.") and getattr(module, function.__name__, None) is function:
-            setattr(module, function.__name__, replacement)
+    function_name = function.__name__
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("verl.") and getattr(module, function_name, None) is function:
+            setattr(module, function_name, replacement)
 
 
 def actor_loss(original: Any) -> Any:

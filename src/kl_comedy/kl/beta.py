@@ -35,6 +35,7 @@ class BetaSchedule:
         >>> BetaSchedule(start=1.0, end=0.0, steps=10).at(5)
         0.5
         """
+        # Clamped: a run may have more updates than the schedule.
         progress = min(max(step / self.steps, 0.0), 1.0)
         if self.shape == "cosine":
             # Half a period of the cosine: slow at both ends.
@@ -62,6 +63,7 @@ class BetaTarget:
         >>> BetaTarget(target=1.0).next(0.1, 2.0) > 0.1
         True
         """
+        # Relative, so that the gain means the same for a target of 0.1 and of 10 nats.
         error = min(max(measured_kl / self.target - 1.0, -LARGEST_ERROR), LARGEST_ERROR)
         return min(max(beta * (1.0 + self.gain * error), self.minimum), self.maximum)
 
@@ -79,6 +81,7 @@ def parse_beta(value: Any, key: str, *, signed: bool = False) -> Beta:
         check_record(value, key)
         return value
     if isinstance(value, Mapping):
+        # A schedule has no target and a controller no start: one key tells them apart.
         if "target" in value:
             return parse_record(BetaTarget, value, key=key)
         return parse_record(BetaSchedule, value, key=key)
@@ -86,6 +89,7 @@ def parse_beta(value: Any, key: str, *, signed: bool = False) -> Beta:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number:
         raise bad_value(key, value, "a number, {start, end, steps} or {target: nats}")
+    # NaN would make every loss NaN, and infinity would hide every reward.
     if not math.isfinite(value):
         raise bad_value(key, value, "a finite number")
     if value < 0 and not signed:

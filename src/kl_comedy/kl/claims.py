@@ -44,6 +44,7 @@ def claimed_target(term: KLTerm, regime: str) -> str | None:
     """
     # What holds for the reverse KL of a prefix holds for any divergence of a prefix, so one derivation serves all.
     target = _claimed_as_reverse(term, on_policy=regime == "on_policy")
+    # Zero is zero for every divergence, and needs no other name.
     if target is None or target == "zero":
         return target
     if term.direction == "mixture":
@@ -132,6 +133,7 @@ def _options_bias_it(term: KLTerm, *, on_policy: bool) -> bool:
     """Whether an option keeps the term from every target, whatever its estimator and its correction are."""
     if term.reference == "sampler":
         return True
+    # Beyond a clamp there is no gradient, and no target has a gradient that ends.
     if term.input_clamp is not None or term.output_clamp is not None:
         return True
     if term.discount != 1:
@@ -149,6 +151,7 @@ def claims_of(term: KLTerm, *, on_policy: bool) -> tuple[str, ...]:
     regime = "off_policy"
     if on_policy:
         regime = "on_policy"
+    # Some claims hold for some options only, such as a top-k KL that samples its tail.
     needed_options = entry.facts.get("claims_need", {}).get(regime, {})
     for name, values in needed_options.items():
         if options[name] not in values:
@@ -330,6 +333,7 @@ def all_terms(estimators: Iterable[str] | None = None, corrections: Iterable[str
         correction_names = CORRECTIONS.names()
     else:
         correction_names = [CORRECTIONS.get(name).name for name in corrections]
+    # Credit exists in the reward only and gradient in the loss only: each placement has its own axis.
     placements: list[dict[str, Any]] = [{"placement": "reward", "credit": credit} for credit in CREDITS]
     placements += [{"placement": "loss", "gradient": gradient} for gradient in GRADIENTS]
     terms = []

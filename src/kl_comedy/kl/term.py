@@ -170,6 +170,7 @@ class KLTerm:
     @property
     def reads(self) -> set[str]:
         """What the term reads: :attr:`needs`, the exact KL where that is its baseline, ``certainty`` for a weight."""
+        # A pass computes only what some term reads: each of these costs a sum over the vocabulary.
         read = {self.needs}
         if self.baseline == "exact":
             read.add("exact_reverse")
@@ -205,6 +206,7 @@ class KLTerm:
     @property
     def direction(self) -> str:
         """What the value estimates: ``reverse`` (pi || ref), ``forward`` (ref || pi), ``mixture`` (Jensen-Shannon)."""
+        # By what is read and not by the name: a plugin may call its forward KL as it likes.
         if self.needs == "exact_forward":
             return "forward"
         if self.needs == "exact_mixture":
@@ -244,6 +246,7 @@ class KLTerm:
 
 def estimator_defaults(estimator: Entry[Any]) -> dict[str, Any]:
     """The options that an estimator takes, and their defaults: its parameters after the first, its argument."""
+    # From the signature, so that an estimator declares its options by being written.
     options = list(inspect.signature(estimator.fn).parameters.values())[1:]
     return {option.name: option.default for option in options}
 
@@ -257,6 +260,7 @@ def _checked_options(estimator: Entry[Any], given: Mapping[str, Any]) -> dict[st
         key = f"options.{name}"
         if name not in defaults:
             raise unknown_key(key, value, list(defaults), f"{estimator.name} takes no such option")
+        # Numbers are floats, also where the default is a whole number: a config may say 2 or 2.0.
         expected_type: type = float
         if isinstance(defaults[name], str):
             expected_type = str

@@ -18,6 +18,7 @@ NAMED_UNLESS_DEFAULT = (("gradient", "natural"), ("anchor", "current"), ("refere
 
 def term_label(term: KLTerm) -> str:
     """The label of ``term``; :meth:`KLTerm.label` has an example. ``beta`` is not part of it."""
+    # Runs are stored with their label: a new part must be absent from the labels of older terms.
     parts = [f"{term.estimator}_{term.direction}_{term.level} in {term.placement}"]
     # At level sequence there is one cost per completion, and so no credit to tell apart.
     if term.placement == "reward" and term.level == "token":

@@ -30,6 +30,7 @@ class Rule:
 
 def broken_rule(term: KLTerm) -> Rule | None:
     """The first rule that ``term`` breaks; None if the term has a meaning."""
+    # The first one only: the others often follow from it, and a user mends one thing at a time.
     for rule in RULES:
         if rule.applies(term):
             return rule

@@ -90,6 +90,7 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
     """
     with error_prefix(str(path)):
         parsed = parse(path)
+        # Named systems first: a file of a fork may have the marks of the original.
         chosen = find_system(system) if system else recognise(parsed)
         for override in overrides:
             key, equals, override_text = override.partition("=")
@@ -139,6 +140,7 @@ def recognise(parsed: Parsed) -> System:
 
     Raises :class:`UserError` for none, for a tie, and for a run of another kind: SFT, DPO, a reward model.
     """
+    # Words, their parts between / and ., and every prefix of a key: a mark may be any of them.
     present = set(parsed.words)
     for word in parsed.words:
         present.update(re.split(r"[/.]", word))
@@ -153,6 +155,7 @@ def recognise(parsed: Parsed) -> System:
         counts[name] = len(present & marks)
     most = max(counts.values())
     best = [name for name, count in counts.items() if count == most and count > 0]
+    # A tie is not decided by order: the flags of two systems mean different things.
     if len(best) != 1:
         problem = f"no system of {', '.join(SYSTEMS)} recognised"
         if best:
@@ -200,6 +203,7 @@ def _flag_of(system: System, key: str) -> Flag | None:
         # A flag without a path, in a file that has sections.
         if dot and "." not in flag.where and last_part == flag.name:
             nested.append(flag)
+    # From the surest to the least sure; several that fit equally well are none.
     for matches in (exact, tail, nested):
         if len(matches) == 1:
             return matches[0]

@@ -128,6 +128,7 @@ class Flag:
 
     def matches(self, key: str) -> bool:
         """Whether a normalized key is the name, an alias, or a tail of the path in whole components."""
+        # Exact first: a name may also be the tail of another flag's path.
         if key == self.name or key in self.aliases:
             return True
         # With the dot before both, so that `coef` is not a tail of `actor.kl_loss_coef`.
@@ -137,6 +138,7 @@ class Flag:
         """The value of a text, None for a lone ``--key``. Raises :class:`UserError`, which names ``key``."""
         if text is None and not self.is_switch:
             raise bad_value(key, "(nothing)", self.allowed, "only a switch may stand alone")
+        # Quotes are those of a shell or of YAML, which a copied command line keeps.
         plain = "true" if text is None else text.strip("\"'")
         named = self._named_values()
         if plain.lower() in named:
@@ -208,6 +210,7 @@ class System:
         data = _load_yaml(name)
         flags = []
         for flag_name, facts in data.pop("flags").items():
+            # Tuples: a flag is frozen, with all that it holds.
             for list_name in ("choices", "aliases"):
                 facts[list_name] = tuple(facts.get(list_name, ()))
             flags.append(Flag(name=flag_name, **facts))
@@ -264,6 +267,7 @@ class Reading:
         """By regime, for those in which the terms hold; empty where there are no terms."""
         if not self.terms:
             return {}
+        # Where a reading does not hold, a certificate of its terms would be one of something else.
         covered = [regime for regime in regimes if regime in self.holds_in]
         return {c.regime: c for c in certify(self.text, self.certified_terms(), regimes=covered)}
 
@@ -351,6 +355,7 @@ def read(text: str) -> Reading:
 
 def read_flags(system: System, given: Mapping[str, Value]) -> Reading:
     """Apply the rules of a system to its flags, defaults included. Raises :class:`UserError` where a rule refuses."""
+    # Defaults first: what a user did not set acts too.
     flags: dict[str, Value] = {flag.name: flag.default for flag in system.flags}
     flags.update(given)
     unset_variables = dict.fromkeys(variables(system.rules))
@@ -359,6 +364,9 @@ def read_flags(system: System, given: Mapping[str, Value]) -> Reading:
     result.apply(system.rules)
     if _has_kl_twice(result.terms):
         result.notes.append(SENTENCES["both"])
+    terms = None
+    if not result.instead:
+        terms = tuple(result.terms)
     return Reading(
         system=system.name,
         version=system.version,
@@ -366,7 +374,7 @@ def read_flags(system: System, given: Mapping[str, Value]) -> Reading:
         text=render(system, given),
         flags=flags,
         given=given,
-        terms=None if result.instead else tuple(result.terms),
+        terms=terms,
         instead=result.instead,
         notes=tuple(result.notes),
         no_ops=tuple(result.no_ops),
@@ -381,7 +389,8 @@ def _has_kl_twice(terms: Sequence[KLTerm]) -> bool:
     """Whether one reference's KL is both in the loss and in the reward."""
     placements: dict[str, set[str]] = {}
     for term in terms:
-        # A reward with another anchor is part of a loss's own gradient (nemo-rl), or distils (verl): no second penalty.
+        # NeMo-RL differentiates one KL with a weight, whose gradient is written as a term in the loss and a term in the
+        # reward at the current log-probs: that is no second penalty.
         if term.placement == "loss" or term.anchor == "behaviour":
             placements.setdefault(term.reference, set()).add(term.placement)
     return any(len(places) > 1 for places in placements.values())
@@ -399,6 +408,7 @@ def advise(system: System) -> tuple[Advice, ...]:
     advice = []
     for name, goal in GOALS.items():
         answer = system.advice[name]
+        # The system cannot reach the goal by its flags, and the file says why.
         if isinstance(answer, str):
             advice.append(Advice(goal=goal, flags=None, why_not=answer))
         else:
@@ -443,6 +453,7 @@ def resolve(system: System, pairs: Sequence[tuple[str, str | None]]) -> dict[str
     given: dict[str, Value] = {}
     for key, text in pairs:
         flag = _find_flag(system, key, text)
+        # Systems differ in which of two values wins; so neither is guessed.
         if flag.name in given:
             raise UserError(f"{system.name}.{key}: given twice (flag {flag.where})")
         given[flag.name] = flag.parse(text, f"{system.name}.{key}")
@@ -470,6 +481,7 @@ def _find_flag(system: System, key: str, text: str | None) -> Flag:
 
     # A known name under another path: the place is wrong and not the spelling.
     _, dot, last_part = key.rpartition(".")
+    # With a dot only: a bare name that fits is not misplaced.
     misplaced = [flag.where for flag in system.flags if dot and flag.matches(last_part)]
     if misplaced:
         raise UserError(f"{full_key}: no such key (given {shown(text)}); the flag is at {' or '.join(misplaced)}")
@@ -513,8 +525,8 @@ class _RuleInterpreter:
             self._collect(rule)
             if "refuse" in rule:
                 raise UserError(f"{self.system}: {rule['refuse']}")
-            goes_on = self.apply(rule.get("rules", ()))
-            if not goes_on:
+            continues = self.apply(rule.get("rules", ()))
+            if not continues:
                 return False
             self.instead = self._value(rule.get("instead", ""))
             if self.instead or rule.get("stop"):
@@ -543,6 +555,7 @@ class _RuleInterpreter:
         """Whether a flag, a variable or ``terms`` is what one condition of a ``when`` wants."""
         value = len(self.terms) if name == "terms" else self.values[name]
         if isinstance(wanted, dict):
+            # Numbers are compared, so that a rule can say: where the coefficient is not 0.
             if "above" in wanted:
                 return bool(value > wanted["above"])
             return not self._holds(name, wanted["not"])
@@ -553,6 +566,7 @@ class _RuleInterpreter:
     def _value(self, value: Any) -> Any:
         """A value of a rule with everything that stands for something else put in."""
         if isinstance(value, dict):
+            # Some systems' k2 lacks the half of ours.
             if "twice" in value:
                 return 2 * self.values[value["twice"]]
             selector = self.values[value["of"]]

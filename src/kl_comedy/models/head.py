@@ -76,12 +76,14 @@ def head_columns(
     """
     if likeliest is not None:
         _check_likeliest(likeliest, wanted, vocabulary=head[0].shape[0])
+    # Where the reference's likeliest tokens are given, lists of top tokens need nothing else of it.
     compares = wanted.compares_vocabularies or (bool(wanted.top) and likeliest is None)
     if compares and reference is None:
         raise ValueError("an exact value needs a reference pass that kept its hidden states")
     reference_never_V = None
     if reference is not None:
         reference_NH, (reference_VH, reference_bias_V) = reference
+        # Here and not for every chunk: rounding the head is a copy of [V, H].
         reference = (reference_NH, (factor(reference_VH, settings), reference_bias_V))
         reference_never_V = never_drawn(reference_bias_V)
     plan = _Plan(
@@ -149,6 +151,7 @@ class _Plan:
 
     def chunks(self) -> Iterator[slice]:
         """Rows that are computed together; without rows, one empty chunk, so that all columns exist."""
+        # A batch whose masks are empty has columns too, of length 0.
         for start in range(0, max(len(self.ids_N), 1), self.chunk_rows):
             yield slice(start, start + self.chunk_rows)
 
@@ -212,6 +215,7 @@ class _HeadColumns(torch.autograd.Function):
                     *_top_columns(logp_nV, logq_nV, part, plan),
                 ]
             )
+        # Joined at the end: all columns together are small beside the logits of one chunk.
         columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
 
         # Top lists follow the named columns, three columns each (TOP_COLUMNS).
@@ -226,6 +230,7 @@ class _HeadColumns(torch.autograd.Function):
         kl_N = None
         if plan.wanted.kl:
             kl_N = columns[plan.columns.index("kl")]
+        # With several chunks they are computed again: to keep them all would be [N, V] after all.
         kept_logp_nV = kept_logq_nV = None
         if plan.is_one_chunk:
             kept_logp_nV = logp_nV
@@ -257,6 +262,7 @@ class _HeadColumns(torch.autograd.Function):
                 top_gradients.append((ids_NK, gradient_NK))
         if not column_gradients and not top_gradients:
             return None, None, None, None
+        # The log-prob of the sampled token has a gradient by p alone.
         reads_reference = any(name != "logp" for name in column_gradients)
         chunk_was_kept = logp_nV is not None
 
@@ -305,6 +311,7 @@ class _GradientSums:
         self._settings = settings
         self._hidden_NH = hidden_NH
         self._dtype = weight_VH.dtype
+        # A sum over thousands of rows in bfloat16 would stop growing.
         self._wide = torch.promote_types(weight_VH.dtype, torch.float32)
         self.factor_VH = factor(weight_VH, settings)
         self._hidden_gradient: Tensor | None = None
@@ -320,6 +327,7 @@ class _GradientSums:
     def add(self, part: slice, grad_nV: Tensor) -> None:
         """Add a chunk's gradient of the logits."""
         # d loss / d hidden = g W,  d loss / d W = g^T hidden,  d loss / d bias = sum of g over the rows.
+        # The products run in the dtype of their factors, as in the forward pass.
         narrow_nV = grad_nV.to(self.factor_VH.dtype)
         if self._hidden_gradient is not None:
             self._hidden_gradient[part] = head_product(narrow_nV, self.factor_VH.t(), None, self._settings.factor_dtype)
@@ -385,16 +393,8 @@ def _logits_gradient(
     if logp_grad_n is not None:
         token_lists.insert(0, (chunk.ids_n[:, None], logp_grad_n[:, None]))
 
-    # The number that multiplies p: - g of each listed token, - g KL of KL(p || q), + g of KL(q || p).
-    p_factor_n = logp_nV.new_zeros(len(chunk.ids_n))
-    for _, grad_nK in token_lists:
-        p_factor_n = p_factor_n - grad_nK.sum(1)
-    if kl_grad_n is not None:
-        p_factor_n = p_factor_n - kl_grad_n * chunk.kl_n
-    if forward_grad_n is not None:
-        p_factor_n = p_factor_n + forward_grad_n
-
-    # p times that number, and with KL(p || q) + g p (log p - log q), which differs from token to token.
+    # p times its number, and with KL(p || q) + g p (log p - log q), which differs from token to token.
+    p_factor_n = _p_factor(chunk, token_lists, kl_grad_n, forward_grad_n)
     grad_nV = logp_nV.exp()
     if kl_grad_n is None:
         grad_nV *= p_factor_n[:, None]
@@ -406,18 +406,13 @@ def _logits_gradient(
     if forward_grad_n is not None:
         grad_nV -= logq_nV.exp().mul_(forward_grad_n[:, None])
 
-    # g (1 - b) p (log p - log m - KL(p || m)); KL(p || m) is the mean under p of what stands before it.
+    # g (1 - b) p (log p - log m - KL(p || m)) of each mixture m.
     for position, reference_share in enumerate(plan.wanted.mixtures):
         mixture_grad_n = gradients.get(f"mixture{position}")
         if mixture_grad_n is None:
             continue
-        p_nV = logp_nV.exp()
-        finite_logp_nV = _finite_where(logp_nV, plan.never_V)
-        finite_logq_nV = _finite_where(logq_nV, plan.reference_never_V)
-        above_nV = above_mixture(finite_logp_nV, finite_logq_nV, reference_share)
-        above_nV -= (p_nV * above_nV).sum(1, keepdim=True)
         scale_n = (1 - reference_share) * mixture_grad_n
-        grad_nV += p_nV.mul_(above_nV).mul_(scale_n[:, None])
+        grad_nV += _p_above_mixture(chunk, plan, reference_share).mul_(scale_n[:, None])
 
     # + g 1_k of the listed tokens.
     for ids_nK, grad_nK in token_lists:
@@ -427,6 +422,35 @@ def _logits_gradient(
     if plan.settings.temperature != 1:
         grad_nV.div_(plan.settings.temperature)
     return grad_nV
+
+
+def _p_factor(
+    chunk: _Chunk,
+    token_lists: Sequence[tuple[Tensor, Tensor]],
+    kl_grad_n: Tensor | None,
+    forward_grad_n: Tensor | None,
+) -> Tensor:
+    """The number ``[n]`` that multiplies p: - g of each listed token, - g KL of KL(p || q), + g of KL(q || p)."""
+    p_factor_n = chunk.logp_nV.new_zeros(len(chunk.ids_n))
+    for _, grad_nK in token_lists:
+        p_factor_n = p_factor_n - grad_nK.sum(1)
+    if kl_grad_n is not None:
+        p_factor_n = p_factor_n - kl_grad_n * chunk.kl_n
+    if forward_grad_n is not None:
+        p_factor_n = p_factor_n + forward_grad_n
+    return p_factor_n
+
+
+def _p_above_mixture(chunk: _Chunk, plan: _Plan, reference_share: float) -> Tensor:
+    """``p (log p - log m - KL(p || m))`` ``[n, V]`` for the mixture m that has ``reference_share`` of q."""
+    p_nV = chunk.logp_nV.exp()
+    # 0 times -inf would be NaN where a token has probability 0.
+    finite_logp_nV = _finite_where(chunk.logp_nV, plan.never_V)
+    finite_logq_nV = _finite_where(chunk.logq_nV, plan.reference_never_V)
+    above_nV = above_mixture(finite_logp_nV, finite_logq_nV, reference_share)
+    # KL(p || m) is the mean under p of log p - log m.
+    above_nV -= (p_nV * above_nV).sum(1, keepdim=True)
+    return p_nV.mul_(above_nV)
 
 
 def _columns(logp_nV: Tensor, logq_nV: Any, part: slice, plan: _Plan) -> list[Tensor]:

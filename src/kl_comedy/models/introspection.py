@@ -33,6 +33,7 @@ def unwrap(model: nn.Module) -> Any:
 
 def is_peft(model: nn.Module) -> bool:
     """Whether ``model`` is a PEFT model (an adapter that can be switched off)."""
+    # By its attributes: importing PEFT takes seconds, and a policy without an adapter does not need it.
     return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
 
 
@@ -66,6 +67,7 @@ def head_dtype(model: nn.Module) -> torch.dtype | None:
 
     The policy carries it, so that its copies and samplers compute log-probs as the learner does.
     """
+    # On the causal LM, which a PEFT wrapper added later does not hide.
     dtype: torch.dtype | None = getattr(unwrap(model), "_kl_comedy_head_dtype", None)
     return dtype
 
@@ -84,6 +86,7 @@ def refuse_scaled_logits(config: Any) -> None:
     """Raise :class:`UserError` when the config names a transformation of the logits after the head."""
     for key, neutral in LOGIT_TRANSFORMS.items():
         value = getattr(config, key, None)
+        # A config may name the neutral value: then there is nothing to refuse.
         changes_logits = value not in (None, neutral)
         if changes_logits:
             raise UserError(
@@ -96,6 +99,7 @@ def disable_dropout(model: nn.Module) -> None:
     """Set every dropout probability to zero, so that log-probs are the same in train and eval mode."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
+            # Set to zero, and not eval(): a policy in train mode must compute what the sampler computed.
             module.p = 0.0
         # Attention keeps its probability as a number, such as attention_dropout, that it passes to a function.
         for name, value in vars(module).items():
@@ -109,6 +113,7 @@ def is_sharded(model: nn.Module) -> bool:
         return False
     from torch.distributed.fsdp import FSDPModule
 
+    # FSDP2 changes the class of the module that it shards.
     return isinstance(model, FSDPModule)
 
 
@@ -147,6 +152,7 @@ def microbatch_tokens(configured: int | None, model: Any, device: torch.device, 
     """``configured``, or :func:`default_microbatch_tokens`."""
     if configured:
         return configured
+    # Activations are as wide as the weights, unless autocast narrows them: an upper bound.
     element_bytes = next(model.parameters()).element_size()
     return default_microbatch_tokens(model.config, element_bytes, device.type, checkpoints=checkpoints)
 
@@ -155,6 +161,7 @@ def default_microbatch_tokens(config: Any, element_bytes: int, device_type: str,
     """Tokens whose activations fit :data:`ACTIVATION_BYTES` of the device."""
     bytes_per_token = element_bytes * activation_values(config, checkpoints=checkpoints)
     fitting_tokens = ACTIVATION_BYTES[device_type] // bytes_per_token
+    # At least one, or a large model on a small device would have no micro-batches at all.
     return min(MAX_MICROBATCH_TOKENS, max(1, fitting_tokens))
 
 
@@ -171,6 +178,7 @@ def activation_values(config: Any, *, checkpoints: bool) -> int:
     heads = int(getattr(config, "num_attention_heads", 1))
     key_value_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     key_value = 2 * hidden * key_value_heads // heads
+    # Counted from the graph of a Llama layer; tests/lab/test_planning.py compares it with what autograd saves.
     layer = 9 * hidden + 2 * key_value + 4 * inner
     if checkpoints:
         return layers * hidden + layer

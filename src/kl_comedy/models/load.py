@@ -59,9 +59,6 @@ UNSUPPORTED_OPTIONS = {
     "attn_implementation",
     "dtype",
     "torch_dtype",
-    "gguf_file",
-    "revision",
-    "trust_remote_code",
 }
 """Options of transformers that other keys of ``model`` set, or that would load the model in an unsupported way."""
 
@@ -159,8 +156,8 @@ def load_base(config: ModelConfig) -> Any:
             raise UserError(f"model.options.{option}: not allowed here; the other keys of model decide it")
     options = {**config.options, "attn_implementation": config.library_attention, "dtype": dtype}
     if config.gguf_file is not None:
+        del options["gguf_file"]  # the path says it
         return load_gguf_model(gguf_path(config), **options)
-    options |= {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     model, loading = from_pretrained(
         AutoModelForCausalLM, config.source, "model.source", output_loading_info=True, **options
     )
@@ -222,7 +219,7 @@ def whole_model(config: ModelConfig) -> ModelConfig:
     check_source(base)
     key = _merged_key(config, base)
     folder = cached_folder("merged", key, lambda draft: _write_merged(config, base, draft))
-    return replace(config, source=str(folder), revision=None)
+    return replace(config, source=str(folder)).with_options(revision=None)
 
 
 def _merged_key(config: ModelConfig, base: ModelConfig) -> str:

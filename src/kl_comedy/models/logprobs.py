@@ -47,6 +47,7 @@ def token_pass(
     likeliest = None
     if reference is not None:
         likeliest = reference.top
+    # A teacher behind a server has no head, and a term of its top tokens needs none.
     needs_reference_head = wanted.compares_vocabularies or (bool(wanted.top) and likeliest is None)
 
     def run() -> tuple[Tensor, ...]:
@@ -69,6 +70,7 @@ def token_pass(
             reference=reference_head,
             likeliest=likeliest,
         )
+        # A gradient that nobody reads would keep the graph of the whole body alive.
         if not wanted.hidden_gradient:
             hidden_NH = hidden_NH.detach()
         return (hidden_NH, *columns.values())
@@ -76,7 +78,16 @@ def token_pass(
     # Inside the forward of the root FSDP unit, which gathers the head's weights; it takes and returns tensors alone.
     hidden_NH, *columns = run_inside_fsdp_forward(model, run)
     columns_BT = {name: _rows_of(column, mask_BT) for name, column in zip(column_names(wanted), columns, strict=True)}
+    kept_hidden_NH = None
+    if wanted.hidden:
+        kept_hidden_NH = hidden_NH
+    return _token_pass_of(columns_BT, wanted, ids_BT, mask_BT, hidden_NH=kept_hidden_NH)
 
+
+def _token_pass_of(
+    columns_BT: dict[str, Tensor], wanted: Wanted, ids_BT: Tensor, mask_BT: Tensor, *, hidden_NH: Tensor | None
+) -> TokenPass:
+    """The head's columns by the names of their fields; mixtures and lists of top tokens by what asked for them."""
     mixture = {share: columns_BT[f"mixture{n}"] for n, share in enumerate(wanted.mixtures)}
     top = {}
     for n, request in enumerate(wanted.top):
@@ -86,9 +97,6 @@ def token_pass(
             ref_logp_BTK=columns_BT[f"top{n}_ref_logp"],
             inside_BT=is_listed_BT & mask_BT,
         )
-    kept_hidden_NH = None
-    if wanted.hidden:
-        kept_hidden_NH = hidden_NH
     return TokenPass(
         logp_BT=columns_BT["logp"],
         kl_BT=columns_BT.get("kl"),
@@ -97,7 +105,7 @@ def token_pass(
         total_variation_BT=columns_BT.get("total_variation"),
         certainty_BT=columns_BT.get("certainty"),
         reference_certainty_BT=columns_BT.get("reference_certainty"),
-        hidden_NH=kept_hidden_NH,
+        hidden_NH=hidden_NH,
         mixture=mixture,
         top=top,
     )
@@ -164,6 +172,7 @@ def completion_hidden(
         return packed_hidden(model, pack_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT))
     ids_BS = torch.cat([prompt_ids_BP, ids_BT], dim=1)
     real_BS = torch.cat([prompt_mask_BP.bool(), mask_BT.bool()], dim=1)
+    # By real tokens: the padding on the left must not move the positions of a prompt.
     position_BS = (real_BS.long().cumsum(1) - 1).clamp(min=0)
     body: Any = decoder_body(model)
     out = body(input_ids=ids_BS, attention_mask=real_BS.long(), position_ids=position_BS, use_cache=False)

@@ -20,15 +20,13 @@ if TYPE_CHECKING:
 def add_lora(model: Any, config: LoraConfig) -> Any:
     """``model`` as a PEFT model with frozen base weights and an adapter that starts as the identity.
 
-    Raises :class:`UserError` for modules that the model lacks, for the head, and for dropout, which would make the
-    trained policy differ from the sampler.
+    The adapter has no dropout, which would make the trained policy differ from the sampler. Raises
+    :class:`UserError` for modules that the model lacks, and for the head.
     """
     from peft import get_peft_model
 
-    if config.dropout:
-        why = "dropout makes the trained policy differ from the sampler"
-        raise bad_value("model.lora.dropout", config.dropout, "0", why=why)
     allowed = _adaptable_modules(model)
+    # PEFT itself would leave an unknown name out without a word, if another one fits.
     for target in config.target_modules:
         if target not in allowed:
             raise bad_value("model.lora.target_modules", target, allowed)
@@ -46,6 +44,7 @@ def _adaptable_modules(model: Any) -> list[str]:
     head = model.get_output_embeddings()
     names = set()
     for name, module in model.named_modules():
+        # PEFT matches the last part of a name, which is the same in every layer.
         if isinstance(module, nn.Linear) and module is not head:
             names.add(name.rsplit(".", 1)[-1])
     return sorted(names)
@@ -123,6 +122,7 @@ def merge_adapter(weights: Iterable[tuple[str, Tensor]], scaling: float) -> Iter
             continue
         weight, a, b = (parts[part] for part in _MERGED_PARTS)
         del incomplete[module]
+        # Rounded once, at the end: W, A and B in 16 bits would lose most of a small change.
         merged = weight.float() + scaling * (b.float() @ a.float())
         yield f"{base_name(module)}.weight", merged.to(weight.dtype)
     if incomplete:
@@ -144,6 +144,7 @@ def save_adapter(folder: Path, config: ModelConfig, weights: Mapping[str, Tensor
     assert config.lora is not None
     settings = _peft_config(config.lora)
     settings.base_model_name_or_path = config.source
+    # As PEFT itself writes an adapter: whoever loads it gets frozen factors by default.
     settings.inference_mode = True
     settings.save_pretrained(folder)
     # PEFT leaves the adapter's name ("default") out of a file.

@@ -48,6 +48,7 @@ def build_reference(kind: str, loaded: LoadedModel, config: Config, *, teacher: 
         max_kl = config.reference.max_kl or math.inf
         return MovingReference(loaded.model, options, period=config.reference.period, max_kl=max_kl)
     if kind == "teacher" and teacher is not None:
+        # Not copied: nothing trains a teacher, and a second copy would cost its whole memory again.
         return Reference(teacher.model, options, copied=False)
     raise bad_value("kl.reference", kind, ("initial", "ema", "periodic", "teacher"))
 
@@ -88,6 +89,7 @@ class Reference:
         """Pass over prompts and completions, without gradient; see :func:`~kl_comedy.models.logprobs.token_pass`."""
         adapter: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self._adapter_off:
+            # For the pass only: the policy trains the same module with its adapter on.
             adapter = self.model.disable_adapter()
         with adapter:
             result = token_pass(
@@ -99,6 +101,7 @@ class Reference:
                 ids_BT=ids_BT,
                 mask_BT=mask_BT,
             )
+        # Exact KL computes the logits again, chunk by chunk, from hidden states and head.
         weight_VH, bias_V = head_weights(self.model)
         if bias_V is not None:
             bias_V = bias_V.detach()
@@ -149,6 +152,7 @@ def match_teacher(teacher: LoadedModel, policy: LoadedModel, adapter: str | None
         if is_sharded(model):
             why = "a teacher in shards cannot be cut to the policy's vocabulary; save it so"
             raise bad_value("model.source", teacher.source, allowed, why)
+        # Smaller only: rows that are added would have to be invented.
         model.resize_token_embeddings(policy_rows, mean_resizing=False)
     if adapter is not None:
         from peft import PeftModel
@@ -159,6 +163,7 @@ def match_teacher(teacher: LoadedModel, policy: LoadedModel, adapter: str | None
             raise bad_value(
                 "model.adapter", adapter, "a folder with a LoRA adapter on source", first_line(error)
             ) from error
+    # Frozen here, so that no optimizer and no backward pass reaches a teacher.
     return model.requires_grad_(False).eval()
 
 
@@ -222,6 +227,7 @@ class MovingReference(Reference):
             return False
         policy = dict(model.named_parameters())
         for name, average in self._average.items():
+            # The policy's weight is widened, and the average never rounded: see the class.
             weight = policy[name].to(average.dtype)
             if self._decay:
                 average.lerp_(weight, 1.0 - self._decay)
@@ -238,6 +244,7 @@ class MovingReference(Reference):
 
     def state_dict(self) -> dict[str, Any]:
         """``{"weights": name -> tensor}`` of the parameters that the policy trains."""
+        # The average and not the rounded copy: a resumed run must continue from the same numbers.
         return {"weights": {name: average.detach().clone() for name, average in self._average.items()}}
 
     @torch.no_grad()

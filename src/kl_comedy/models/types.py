@@ -77,6 +77,7 @@ class Wanted:
     @property
     def quantities(self) -> list[str]:
         """The names of the requested quantities, in the order of their columns."""
+        # The order of the head's columns: forward, backward and their names all go by it.
         names = ("kl", "forward_kl", "entropy", "total_variation", "certainty", "reference_certainty")
         return [name for name in names if getattr(self, name)]
 

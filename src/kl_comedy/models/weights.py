@@ -54,6 +54,7 @@ def weights_hash(model_or_state: nn.Module | Mapping[str, Tensor], *, base_only:
     if base_only:
         tensors = {base_name(name): tensor for name, tensor in tensors.items() if not is_lora_factor(name)}
     digest = hashlib.sha256()
+    # Sorted: the order of a state dict is that of construction, which another version of transformers may change.
     for name, tensor in sorted(tensors.items()):
         full = full_tensor(tensor)
         digest.update(f"{name}|{full.dtype}|{tuple(full.shape)}|".encode())
@@ -63,6 +64,7 @@ def weights_hash(model_or_state: nn.Module | Mapping[str, Tensor], *, base_only:
 
 def _hash_bytes(digest: hashlib._Hash, tensor: Tensor) -> None:
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    # In pieces, so that a weight on a GPU is never copied to the host as a whole.
     for start in range(0, flat.numel(), HASH_BYTES):
         piece: Any = flat[start : start + HASH_BYTES].cpu().numpy()
         digest.update(memoryview(piece))
@@ -108,6 +110,7 @@ def full_weights(
     """
     causal = unwrap(model)
     tied = _further_names(causal)
+    # They come right after the weight that they are tied to, and not at their own places.
     repeated = set(itertools.chain.from_iterable(tied.values()))
     weights: Iterable[tuple[str, Tensor]] = (
         (name, tensor) for name, tensor in causal.state_dict().items() if name not in repeated
@@ -128,6 +131,7 @@ def full_weights(
 
 def _further_names(causal: nn.Module) -> dict[str, list[str]]:
     """By the base name of a parameter, its further names: those of the weights that are tied to it."""
+    # By identity: tied weights are one parameter under several names.
     names_of: dict[int, list[str]] = {}
     for name, parameter in causal.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
@@ -143,6 +147,7 @@ def adapter_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Itera
     for name, tensor in unwrap(model).state_dict().items():
         if not is_lora_factor(name):
             continue
+        # PEFT calls the only adapter of a policy "default".
         name = name.removesuffix(".default.weight")
         factor = full_tensor(tensor)
         if name.endswith(".lora_B"):
@@ -208,6 +213,7 @@ def weight_bytes(model: nn.Module) -> int:
 def copy_into(model: nn.Module, buckets: Iterable[Bucket]) -> None:
     """Overwrite the weights of a model that is not sharded. Raises :class:`ValueError` for unknown or missing names."""
     weights = dict(named_weights(model))
+    # Counted down, because the stream is read once: its names are not known before.
     missing = set(weights)
     for name, tensor in itertools.chain.from_iterable(buckets):
         if name not in weights:

@@ -50,6 +50,7 @@ def none(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
 @ADVANTAGES.register("batch_mean", source="REINFORCE with a batch baseline, Williams 1992", group=False, batch=True)
 def batch_mean(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     """``R - mean over the batch``. The mean contains the sample, which scales the expected gradient by ``1 - 1/B``."""
+    # Over completions at each token: with costs to go, every token has a baseline of its own.
     return returns_BT - returns_BT.mean(0, keepdim=True)
 
 
@@ -70,6 +71,7 @@ def rloo(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
 @ADVANTAGES.register("grpo", source="2402.03300 Sec. 4.1", group=True)
 def grpo(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) -> Tensor:
     """``(R_i - mean) / (std + eps)`` over the group, with the sample standard deviation."""
+    # Two passes, since a sum of squares less the square of a sum cancels.
     centred_BT = returns_BT - _group_mean(returns_BT, group_B)
     squares_BT, size_B1 = group_sums(centred_BT.square(), group_B)
     if bool((size_B1 < 2).any()):
@@ -112,6 +114,7 @@ def token_rewards(returns_BT: Tensor, mask_BT: Tensor) -> Tensor:
     >>> token_rewards(torch.tensor([[0.5, 0.7, 0.9]]), torch.tensor([[True, True, False]]))
     tensor([[-0.2000,  0.7000,  0.0000]])
     """
+    # Beyond the end a return may be anything; the difference at the last token needs a 0 there.
     inside_BT = torch.where(mask_BT.bool(), returns_BT, 0.0)
     return inside_BT - _next(inside_BT)
 
@@ -155,6 +158,7 @@ def gae(
     # A_t = delta_t + gamma lam A_{t+1}, from the last token to the first.
     advantage_BT = torch.zeros_like(delta_BT)
     running_B = delta_BT.new_zeros(len(delta_BT))
+    # A loop and not a running sum over powers of gamma lam, whose inverses overflow on long rows.
     for t in reversed(range(delta_BT.shape[1])):
         running_B = delta_BT[:, t] + gamma * lam * running_B
         advantage_BT[:, t] = running_B

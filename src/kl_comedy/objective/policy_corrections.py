@@ -67,10 +67,12 @@ def _truncated(log_BT: Tensor, cap: float) -> Weights:
 
 def _masked(log_BT: Tensor, low: float, high: float, *, keep_ratio: bool) -> Weights:
     """0 where ``exp(log)`` is outside ``[low, high]``; inside, the ratio itself or 1."""
+    # The logarithm of 0, which math.log refuses; a ratio is above it in any case.
     log_low = -math.inf
     if low > 0:
         log_low = math.log(low)
     inside_BT = (log_BT >= log_low) & (log_BT <= math.log(high))
+    # A mask drops and does not weight: the ratio is then another correction's.
     value_BT = torch.ones_like(log_BT)
     if keep_ratio:
         value_BT = log_BT.exp()
@@ -96,6 +98,7 @@ def _token_kl(delta_BT: Tensor) -> Tensor:
 
 def _binary_tv(delta_BT: Tensor, behaviour_logp_BT: Tensor) -> Tensor:
     """``|pi - mu|`` of the token: the total variation of the two outcomes "this token" and "any other"."""
+    # delta = log pi - log mu, so that log pi need not be given.
     pi_BT = (behaviour_logp_BT + delta_BT).exp()
     mu_BT = behaviour_logp_BT.exp()
     return (pi_BT - mu_BT).abs()
@@ -103,11 +106,13 @@ def _binary_tv(delta_BT: Tensor, behaviour_logp_BT: Tensor) -> Tensor:
 
 def _before(cost_BT: Tensor) -> Tensor:
     """The sum over the tokens before each token, itself excluded."""
+    # Shifted by one: a token may not decide by its own cost whether it is kept.
     return torch.nn.functional.pad(running_sum(cost_BT)[:, :-1], (1, 0))
 
 
 def _sequence(delta_BT: Tensor) -> Tensor:
     """The log-ratio of the whole completion, at every token."""
+    # The log-ratios are zero outside the mask, so that padding adds nothing.
     return delta_BT.sum(-1, keepdim=True).expand_as(delta_BT)
 
 
@@ -214,6 +219,7 @@ def geometric_mask(
 )
 def opsm(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, threshold: float = 0.5) -> Weights:
     """0 on completions with a mean advantage below 0 whose mean ``log mu - log pi`` exceeds ``threshold`` nats."""
+    # The paper measures how much likelier the sampler found it: log mu - log pi.
     is_far_BT = -sequence_mean(delta_BT, mask_BT) > threshold
     is_bad_BT = sequence_mean(advantage_BT, mask_BT) < 0
     return _dropped(is_far_BT & is_bad_BT, delta_BT)
@@ -299,6 +305,7 @@ def trm(delta_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, threshold: floa
 
     The paper's bound is on the exact KL of the whole next-token distribution, for which k3 of one token stands here.
     """
+    # Over the padding too, where the log-ratio and so its k3 is 0.
     largest_BT = _token_kl(delta_BT).amax(-1, keepdim=True).expand_as(delta_BT)
     return _dropped(largest_BT > threshold, delta_BT)
 

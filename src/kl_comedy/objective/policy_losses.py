@@ -46,6 +46,7 @@ def gspo_clipped(
     clip_high: float = 4e-4,
 ) -> Tensor:
     """True where :func:`gspo` gives a token no gradient, ``[B, T]``."""
+    # The same ratio at every token of a completion: all of them are clipped, or none.
     ratio_BT = sequence_mean(logp_BT - behaviour_logp_BT, mask_BT).exp()
     return _silenced(ratio_BT, advantage_BT, clip_low, clip_high)
 
@@ -65,6 +66,7 @@ def aipo_capped(logp_BT: Tensor, behaviour_logp_BT: Tensor, advantage_BT: Tensor
 
 def _silenced(ratio_BT: Tensor, advantage_BT: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Where the minimum of :func:`_clipped` is the clipped side, which is constant."""
+    # The clip acts on one side only: where the update would move the ratio further out.
     above_BT = (ratio_BT > 1.0 + clip_high) & (advantage_BT > 0)
     below_BT = (ratio_BT < 1.0 - clip_low) & (advantage_BT < 0)
     return above_BT | below_BT
@@ -128,6 +130,7 @@ def cispo(
 ) -> Tensor:
     """``-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi``: the weight is bounded, every token keeps a gradient."""
     ratio_BT = (logp_BT - behaviour_logp_BT).detach().exp()
+    # Detached: the weight is bounded and has no gradient, where ppo_clip has none beyond its bound.
     weight_BT = ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -weight_BT * advantage_BT * logp_BT
 
@@ -138,10 +141,12 @@ def cispo(
 def aipo(logp_BT: Tensor, behaviour_logp_BT: Tensor, advantage_BT: Tensor, cap: float = 4.0) -> Tensor:
     """``-sg(min(rho, cap)) A log pi``: the score with the token ratio, capped on one side."""
     ratio_BT = (logp_BT - behaviour_logp_BT).detach().exp()
+    # On one side: a small ratio only shrinks a step, a large one makes it unbounded.
     return -ratio_BT.clamp(max=cap) * advantage_BT * logp_BT
 
 
 def _clipped(ratio_BT: Tensor, advantage_BT: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """``-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A)``."""
     bounded_BT = ratio_BT.clamp(1.0 - clip_low, 1.0 + clip_high)
+    # The minimum is pessimistic: of the two gains it takes the one that promises less.
     return -torch.minimum(ratio_BT * advantage_BT, bounded_BT * advantage_BT)

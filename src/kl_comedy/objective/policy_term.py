@@ -52,6 +52,7 @@ class PolicyTerm:
         >>> PolicyTerm(loss="ppo_clip", corrections={"tis": {"cap": 5.0}}, proximal="recomputed").label()
         'ppo_clip against the recomputed policy x tis(cap=5)'
         """
+        # Certificates and tables are stored under this label.
         parts = [_call(self.loss, self.options)]
         if self.proximal == "recomputed":
             parts.append("against the recomputed policy")
@@ -105,6 +106,7 @@ def policy_term(
     clipped_BT = None
     weights: dict[str, Weights] = {}
     with torch.no_grad():
+        # By the loss's own function, so that a metric cannot say something else than the loss does.
         bounded = entry.facts.get("bounded")
         if bounded is not None:
             clipped_BT = bounded(logp_BT, old_BT, advantage_BT, **options) & mask_BT
@@ -116,6 +118,7 @@ def policy_term(
                 arguments["behaviour_logp_BT"] = torch.where(mask_BT, behaviour_logp_BT, 0.0)
             weights[name] = correction.fn(delta_BT, advantage_BT, mask_BT, **arguments)
     for correction_weights in weights.values():
+        # Detached: a weight corrects the distribution, and is not itself optimized.
         loss_BT = correction_weights.weight_BT.detach() * loss_BT
     return PolicyLossParts(loss_BT=loss_BT, clipped_BT=clipped_BT, weights=weights)
 
@@ -149,6 +152,7 @@ def _check_ratios(term: PolicyTerm, ratios: Sequence[str], *, loss_has_ratio: bo
             "the ratio to the sampler; set algorithm.proximal=recomputed (decoupled PPO) or "
             "algorithm.policy_loss=reinforce"
         )
+    # A pass over the whole batch is its price; without a use it would be paid for nothing.
     uses_proximal_policy = loss_has_ratio or bool(term.corrections)
     if term.proximal == "recomputed" and not uses_proximal_policy:
         raise UserError(
@@ -160,6 +164,7 @@ def _check_ratios(term: PolicyTerm, ratios: Sequence[str], *, loss_has_ratio: bo
 def _check_options(key: str, entry: Entry[Any], options: Mapping[str, Any]) -> None:
     """Raise :class:`UserError` for an option that the entry does not take, or with a value that it cannot have."""
     # The first three parameters are tensors in all entries, and so are those of entries that declare to need more.
+    # From the signature: an entry declares its options by having them.
     parameters = list(inspect.signature(entry.fn).parameters)
     allowed = [name for name in parameters[3:] if not name.endswith("_BT")]
     for name, value in options.items():

@@ -20,6 +20,7 @@ def returns_with_costs(reward_B: Tensor, cost_BT: Tensor | None, length: int) ->
     Beyond the end of a completion the cost is what the credit gives there: zero for a cost to go, the total for a cost
     of the whole completion.
     """
+    # One reward for the whole completion, whichever token it is credited to.
     returns_BT = reward_B[:, None].expand(-1, length)
     if cost_BT is None:
         return returns_BT
@@ -48,6 +49,7 @@ def sequence_weights(reduction: str, mask_BT: Tensor, *, constant: float = 1.0, 
     tokens_B = mask_BT.sum(-1).to(torch.float64)
     counts_B = torch.ones_like(tokens_B)
     if keep_B is not None:
+        # Out of the denominator too, or dropping completions would shrink the step.
         counts_B = keep_B.to(torch.float64)
     # Denominators are at least 1, so that a batch without tokens has weights of 0 or more, and not NaN.
     if reduction == "token_mean":

@@ -137,7 +137,7 @@ def _guarded_score(name: str, task: Any, given: str, entry: dict[str, Any]) -> f
         vars(sys.modules[type(task).__module__])["eval"] = literal
         return _score(task, given, entry)
 
-    evaluates_answer = name in EXPRESSIONS or evaluates(type(task))
+    evaluates_answer = name in EXPRESSIONS or evaluates(task.__class__)
     if name in OWN_TEXT or not evaluates_answer:
         return _score(task, given, entry)
 

@@ -3,7 +3,6 @@
 from kl_comedy.rollouts.base import (
     RolloutBackend,
     Sampling,
-    check_training_sampling,
     sampling_from,
 )
 from kl_comedy.rollouts.engines import EngineRollouts, build_hf_server, build_vllm, build_vllm_server
@@ -22,6 +21,5 @@ __all__ = [
     "build_replay",
     "build_vllm",
     "build_vllm_server",
-    "check_training_sampling",
     "sampling_from",
 ]

@@ -10,9 +10,9 @@ RecordedBackend    reads its training batches                  Capabilities(reco
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.records import Prompt, Rollout, Scored
@@ -54,33 +54,14 @@ class Sampling:
 
 
 def sampling_from(config: RolloutConfig) -> Sampling:
-    """The sampling that ``config`` describes. Raises :class:`UserError` for a value out of range."""
-    values: dict[str, Any] = {field.name: getattr(config, field.name) for field in fields(Sampling)}
-    values["stop"] = tuple(config.stop)
+    """How training samples: from the whole distribution, or the policy that is differentiated would be another one.
+
+    Raises :class:`UserError` for a value out of range.
+    """
     try:
-        return Sampling(**values)
+        return Sampling(temperature=config.temperature, max_new_tokens=config.max_new_tokens, stop=tuple(config.stop))
     except UserError as error:
         raise UserError(f"rollout.{error}") from None
-
-
-def check_training_sampling(config: RolloutConfig) -> None:
-    """Raise :class:`UserError` when training would differentiate another policy than the one that samples."""
-    sampling = sampling_from(config)
-    mismatches = []
-    if sampling.temperature == 0:
-        mismatches.append(
-            "rollout.temperature: got 0.0; training needs a value above 0 (a greedy sampler has no score to weight)"
-        )
-    # A truncated distribution is another policy: the score function of the full one then has not mean 0 under it.
-    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        value = getattr(sampling, name)
-        if value != off:
-            mismatches.append(
-                f"rollout.{name}: got {value}; training needs {off} (the sampler would draw from a truncated "
-                "distribution, while the learner differentiates the full one)"
-            )
-    if mismatches:
-        raise UserError("\n".join(mismatches))
 
 
 class RolloutBackend(Protocol):

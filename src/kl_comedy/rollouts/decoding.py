@@ -250,15 +250,21 @@ class Completion:
 
 
 class Draws:
-    """The completions of some rows, token by token: row ``n`` draws its token ``t`` with ``uniform_BT[n, t]``."""
+    """The completions of some rows, token by token: row ``n`` draws its token ``t`` with ``uniform_BT[n, t]``.
+
+    ``uniform_BT`` are numbers in [0, 1), one for each token that may be drawn; ``ends`` the end tokens; ``stops`` the
+    strings that end a completion.
+    """
 
     def __init__(self, *, sampling: Sampling, uniform_BT: Tensor, ends: Sequence[int], stops: StopStrings) -> None:
         self.completions = [Completion() for _ in range(len(uniform_BT))]
         self.ended = [False] * len(uniform_BT)
+        self.ends = ends
+        self.most_tokens = sampling.max_new_tokens
+        self.device = uniform_BT.device
         self._greedy = sampling.temperature == 0
         self._warpers = warpers(sampling)
         self._uniform_BT = uniform_BT
-        self._ends = ends
         self._stops = stops
         self._step = 0
 
@@ -283,7 +289,7 @@ class Draws:
             completion.logps.append(logp)
             completion.versions.append(version)
             # As in `ending`: a token that is both an end token and completes a stop string counts as an end token.
-            if token in self._ends:
+            if token in self.ends:
                 completion.stop_reason = "eos"
             elif self._stops.completed_by(completion.ids):
                 completion.stop_reason = "stop"
@@ -295,20 +301,16 @@ def decode(
     model: Any,
     prompts: Sequence[Prompt],
     prompt_of: Sequence[int],
+    draws: Draws,
     *,
-    sampling: Sampling,
-    uniform_BT: Tensor,
-    ends: Sequence[int],
-    stops: StopStrings,
     version: Callable[[], int],
 ) -> list[Completion]:
     """Draw row ``n`` from ``prompts[prompt_of[n]]``, for every ``n``. The model must have our attention.
 
     ``version`` is called before each pass and stamps the tokens that the pass gives; it may change the weights.
-    ``uniform_BT`` are numbers in [0, 1), one for each token that may be drawn. Call without gradient.
+    ``draws`` must not have drawn yet. Call without gradient.
     """
-    device = uniform_BT.device
-    draws = Draws(sampling=sampling, uniform_BT=uniform_BT, ends=ends, stops=stops)
+    device = draws.device
     prompt_of_B = torch.tensor(prompt_of, device=device)
     pass_version = version()
 
@@ -328,11 +330,11 @@ def decode(
 
     cache = GroupCache(prompt_cache, prompt_of_B)
     rows = list(range(len(prompt_of)))
-    for step in range(sampling.max_new_tokens):
+    for step in range(draws.most_tokens):
         chosen_B = draws.draw(_scores(model, hidden_BH), rows, pass_version)
         unfinished = [position for position, row in enumerate(rows) if not draws.ended[row]]
         # The last token needs no pass of its own: nothing is drawn after it.
-        if not unfinished or step + 1 == sampling.max_new_tokens:
+        if not unfinished or step + 1 == draws.most_tokens:
             break
         # Ended rows that stay draw tokens that nobody keeps.
         if len(unfinished) <= COMPACT_BELOW * len(rows):
@@ -358,25 +360,22 @@ def _scores(model: Any, hidden_BH: Tensor) -> Tensor:
 def generate(
     causal: Any,
     prompts: Sequence[Prompt],
+    draws: Draws,
     *,
-    sampling: Sampling,
-    uniform_BT: Tensor,
-    ends: Sequence[int],
-    stops: StopStrings,
     pad_id: int,
     version: int,
 ) -> list[Completion]:
     """One completion of each prompt by transformers' ``generate``: its passes and cache, our head and :class:`Draws`.
 
     A logits processor draws the token and leaves only its score finite, so that greedy search must take it.
+    ``draws`` must not have drawn yet.
     """
     from transformers import LogitsProcessorList, StoppingCriteriaList
 
-    device = uniform_BT.device
+    device = draws.device
     ids = [torch.tensor(prompt.token_ids, device=device) for prompt in prompts]
     # Left, so that the last position of every row is the end of its prompt.
     padding: Any = {"batch_first": True, "padding_side": "left"}
-    draws = Draws(sampling=sampling, uniform_BT=uniform_BT, ends=ends, stops=stops)
     rows = list(range(len(prompts)))
 
     def draw(ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
@@ -399,8 +398,8 @@ def generate(
             attention_mask=pad_sequence([torch.ones_like(row) for row in ids], **padding),
             generation_config=generation_config(
                 do_sample=False,
-                max_new_tokens=sampling.max_new_tokens,
-                eos_token_id=list(ends) or None,
+                max_new_tokens=draws.most_tokens,
+                eos_token_id=list(draws.ends) or None,
                 pad_token_id=pad_id,
                 use_cache=True,
             ),

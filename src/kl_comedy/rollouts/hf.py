@@ -26,7 +26,7 @@ from kl_comedy.models.attention import use_layout_attention
 from kl_comedy.records import Capabilities, Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import RolloutBackend, Sampling
-from kl_comedy.rollouts.decoding import Completion, StopStrings, decode, generate, generation_config
+from kl_comedy.rollouts.decoding import Completion, Draws, StopStrings, decode, generate, generation_config
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import RolloutConfig
@@ -102,6 +102,7 @@ class HFRollouts:
         Raises :class:`UserError` when a prompt does not fit the model's context with ``max_new_tokens`` more;
         :class:`RunFailed` when the model's log-probs are not finite.
         """
+        # One process draws the part that is the whole, so that the two cannot differ.
         return self.generate_part(prompts, (0, len(prompts)), group_size=group_size, sampling=sampling, seed=seed)
 
     def generate_part(
@@ -113,6 +114,7 @@ class HFRollouts:
         first_prompt, end_prompt = part
         first = first_prompt * group_size
         end = end_prompt * group_size
+        # Rows are numbered through the whole call: row n of any rank has the n-th random numbers.
         groups = [row // group_size for row in range(first, end)]
         # The numbers of the whole call, of which this part takes its own: so a part draws what the whole would.
         uniform_BT = uniform_numbers(seed, len(prompts) * group_size, sampling.max_new_tokens)
@@ -142,27 +144,26 @@ class HFRollouts:
         with torch.no_grad(), _ready_to_sample(self._loaded) as causal:
             if ends is None:
                 ends = end_tokens(causal, tokenizer)
-            settings: dict[str, Any] = {
-                "sampling": sampling,
-                "ends": ends,
-                "stops": StopStrings(tokenizer, sampling.stop),
-            }
+            stops = StopStrings(tokenizer, sampling.stop)
             for start in range(0, len(order), self._batch_sequences):
                 rows = order[start : start + self._batch_sequences]
                 groups_B = [groups[row] for row in rows]
-                settings["uniform_BT"] = uniform_BT[rows].to(self._loaded.device)
+                numbers_BT = uniform_BT[rows].to(self._loaded.device)
+                draws = Draws(sampling=sampling, uniform_BT=numbers_BT, ends=ends, stops=stops)
                 if self.own_loop():
                     # Each prompt is computed once for all of its rows in the batch.
+                    # The distinct prompts in their order; rows of one prompt are beside each other after the sort.
                     groups_F = list(dict.fromkeys(groups_B))
                     prompts_F = [prompts[group] for group in groups_F]
                     prompt_of = [groups_F.index(group) for group in groups_B]
                     model = self._loaded.model
-                    completions = decode(model, prompts_F, prompt_of, version=self._version_of_next_pass, **settings)
+                    completions = decode(model, prompts_F, prompt_of, draws, version=self._version_of_next_pass)
                 else:
                     prompts_B = [prompts[group] for group in groups_B]
                     pad_id = tokenizer.pad_token_id
-                    completions = generate(causal, prompts_B, version=self.version, pad_id=pad_id, **settings)
+                    completions = generate(causal, prompts_B, draws, pad_id=pad_id, version=self.version)
                 completion_of_row.update(zip(rows, completions, strict=True))
+        # Back in the order of the call, whatever the order of the batches was.
         return [completion_of_row[row] for row in range(len(groups))]
 
     def _version_of_next_pass(self) -> int:
@@ -200,14 +201,18 @@ def uniform_numbers(seed: int, rows: int, tokens: int) -> Tensor:
 
     The global random state is left alone. Stored results depend on the order of the draws: by row, then by token.
     """
+    # On the CPU, whatever the device: generators of GPUs give other numbers.
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(rows, tokens, dtype=torch.float64, generator=generator)
 
 
 def end_tokens(causal: Any, tokenizer: Any) -> list[int]:
     """Every id that ends a completion, sorted: those of the model's generation config and the tokenizer's."""
+    # A model may end with several tokens, as chat models do with one for a turn and one for a text.
     configured = causal.generation_config.eos_token_id
-    tokens = list(configured) if isinstance(configured, list) else [configured]
+    tokens = [configured]
+    if isinstance(configured, list):
+        tokens = list(configured)
     tokens.append(tokenizer.eos_token_id)
     return sorted({int(token) for token in tokens if token is not None})
 
@@ -221,6 +226,7 @@ def check_request(
     """
     if group_size < 1:
         raise bad_value("rollout.group_size", group_size, "1 or more")
+    # The first token would have no hidden state to be drawn from.
     if any(not prompt.token_ids for prompt in prompts):
         raise UserError("a prompt is empty: it has no tokens to continue (see data.prompt)")
     # None where positions are not bounded, as in some state-space models.

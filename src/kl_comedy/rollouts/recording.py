@@ -169,6 +169,7 @@ class RecordingWriter:
         """Write or replace the part of one batch. Raises :class:`RunFailed` where it cannot be written."""
         plain_rows = [to_row(batch, row, temperature=self._temperature) for row in rows]
         try:
+            # One file for a batch: writing it again replaces it, and a reader finds a batch by one name.
             if self._format == "jsonl":
                 content = _jsonl_bytes(plain_rows)
             else:
@@ -206,8 +207,10 @@ def _parquet_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
     schema = pa.schema([(name, types[column.kind]) for name, column in COLUMNS.items()])
     # Arrow takes a map as its list of pairs.
     arrow_rows = [{**row, "parts": list(row["parts"].items())} for row in rows]
+    # With the schema: types that Arrow would infer depend on the rows, and an empty list has none.
     table = pa.Table.from_pylist(arrow_rows, schema=schema)
     buffer = io.BytesIO()
+    # With checksums, because a damaged page can decode to other numbers without an error.
     pyarrow.parquet.write_table(table, buffer, write_page_checksum=True)
     return buffer.getvalue()
 
@@ -222,6 +225,7 @@ def check_row(row: Mapping[str, Any], place: str) -> None:
             )
         if not column.accepts(value):
             raise UserError(f"{place}: {name} is not {column.meaning}: {str(value)[:60]}")
+    # After the columns: each is a list now.
     tokens = len(row["completion_ids"])
     for name in ("logps", "versions"):
         if len(row[name]) != tokens:
@@ -260,12 +264,15 @@ class Recording:
         # Only places are remembered: a recording may be larger than memory.
         self._batches: list[_StoredBatch] = []
         previous: int | None = None
+        # Rows of a batch follow each other, so that one batch at a time is in memory.
         for number, batch_rows in itertools.groupby(_all_rows(path), key=lambda row: row.content.get("batch")):
             rows = _checked_rows(number, batch_rows)
             first = rows[0]
+            # A gap is a lost file: the learner would replay another order of batches than the recording run had.
             if previous is not None and number != previous + 1:
                 fault = f"batch {number} comes after batch {previous}"
                 raise UserError(f"{first.place}: {fault}; a recording holds every batch, in order")
+            # The caller's check needs whole groups, which are never larger than a batch.
             check([(row.place, row.content) for row in rows])
             self._batches.append(_StoredBatch(file=first.file, start=first.start, rows=len(rows)))
             previous = number
@@ -280,6 +287,7 @@ class Recording:
         stored = self._batches[batch]
         rows: list[Mapping[str, Any]] = []
         try:
+            # From the place of the batch on: the rows before it are not read again.
             for row in itertools.islice(_rows(stored.file, stored.start), stored.rows):
                 # Checked again: the file may have changed since it was opened.
                 check_row(row.content, row.place)
@@ -319,9 +327,11 @@ def _files(path: Path) -> list[Path]:
     files: list[Path] = []
     for format in FORMATS:
         files += path.glob(f"batch-*.{format}")
+    # Numbers in the names have eight digits, so that the order of the text is that of the batches.
     files.sort()
     if not files:
         raise UserError(f"{KEY}: {path} holds no batch-*.jsonl or batch-*.parquet (train.record_rollouts writes them)")
+    # A batch may be there in both, and nothing says which of the two is newer.
     if len({file.suffix for file in files}) > 1:
         raise UserError(f"{KEY}: {path} holds both JSONL and Parquet parts; keep one kind")
     with error_prefix(KEY):
@@ -361,6 +371,7 @@ def _parquet_rows(file: Path, start: int) -> Iterator[_StoredRow]:
             for group in range(table.num_row_groups):
                 group_rows = table.metadata.row_group(group).num_rows
                 skipped = max(start - group_start, 0)
+                # A row group is the least that Parquet can read; groups before the start are not read at all.
                 if skipped < group_rows:
                     contents = table.read_row_group(group).slice(skipped).to_pylist()
                     for number, content in enumerate(contents, group_start + skipped):
@@ -419,6 +430,7 @@ class ReplayRollouts:
         # By problem id. bind sets it and the recording: prompts are known after the model is loaded.
         self._prompts: Mapping[str, Prompt] = {}
         self._recording: Recording | None = None
+        # Evaluation cannot be replayed: the recording has no completions of the policy that is trained now.
         self._sampler = HFRollouts(loaded, batch_sequences=config.batch_sequences)
         self.generate = self._sampler.generate
         self.generate_part = self._sampler.generate_part
@@ -441,11 +453,13 @@ class ReplayRollouts:
         def check(batch: Sequence[Row]) -> None:
             self._check_groups(batch)
             self._check_tokens(batch)
+            # Rewards that this run computes itself need not fit those that were recorded.
             if not self.judges_again:
                 _check_rewards(batch, weights)
 
         self._recording = Recording(Path(self._options.path), check=check)
         batches = len(self._recording)
+        # Checked now, and not when the recording ends in the middle of a run.
         most_updates = batches * per_batch
         if updates > most_updates and not self._options.repeat:
             reason = (
@@ -502,6 +516,7 @@ class ReplayRollouts:
             prompt = self._prompts.get(row["problem"])
             if prompt is None:
                 raise UserError(f"{place}: data.train has no problem {row['problem']!r}, which the recording has")
+            # Token by token: two templates may differ by a space that the text would not show.
             if tuple(row["prompt_ids"]) != prompt.token_ids:
                 raise UserError(
                     f"{place}: the prompt of {row['problem']!r} has other token ids than this config gives it: "
@@ -510,6 +525,7 @@ class ReplayRollouts:
             ids = row["completion_ids"]
             if max(ids) >= vocabulary:
                 raise UserError(f"{place}: token id {max(ids)}, and the model's vocabulary has {vocabulary} entries")
+            # As Converter decodes, from which the recorded text came.
             text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             if text != row["text"]:
                 raise UserError(

@@ -39,6 +39,8 @@ Conflict = tuple[str, Any, str | list[str], str]
 def sampler_name(config: Config) -> str:
     """The backend that draws: ``rollout.backend``, or the engine of its kind beside the trainer."""
     backend = config.rollout.backend
+    # A backend in the ranks cannot draw while they learn. One without an engine of its kind keeps its name, and
+    # conflicts() refuses it.
     if config.lag.mode == "async":
         return ENGINE_BESIDE.get(backend, backend)
     return backend
@@ -47,6 +49,7 @@ def sampler_name(config: Config) -> str:
 def capabilities_of(backend: str) -> Capabilities:
     """What the registered ``backend`` declared that it can do. Raises :class:`UserError` for an unknown name."""
     facts = ROLLOUTS.get(backend, key="rollout.backend").facts
+    # A backend that declares nothing draws whole batches in one process, which is what the defaults say.
     capabilities: Capabilities = facts.get("capabilities", Capabilities())
     return capabilities
 
@@ -118,6 +121,7 @@ class Sampler:
         options = self.server_options
         if options is None:
             return []
+        # Named GPUs may be shared with ranks, which is the user's choice; those that are assigned here are not.
         if options.gpus:
             _check_named_gpus(options, count)
             return list(options.gpus)
@@ -127,6 +131,7 @@ class Sampler:
         shares_the_only_gpu = count == 1 and options.servers == 1 and per_server == 1
         if shares_the_only_gpu:
             return []
+        # The ranks have the first GPUs, the servers those behind them.
         end = self.ranks_per_node + options.servers * per_server
         if end > count:
             raise _too_few_gpus(self.ranks_per_node, options.servers, per_server, count)
@@ -139,6 +144,7 @@ class Sampler:
         as much of its memory as the engine in process does, unless the config says how much. Raises as
         :meth:`server_gpus`.
         """
+        # A copy: the config's own options are part of its hash, and are written beside the run.
         options = dict(self.rollout.options)
         if not gpus:
             return replace(self.rollout, options=options)
@@ -170,6 +176,7 @@ class Sampler:
         if gpus:
             server_gpus = self.server_gpus(gpus)
             if server_gpus:
+                # As the servers will see them, because the transport depends on which server shares rank 0's GPU.
                 options = replace(options, gpus=tuple(server_gpus))
         return transport_of(options, lora=self.lora, gpus=gpus)
 
@@ -196,6 +203,7 @@ def _too_few_gpus(ranks: int, servers: int, per_server: int, count: int) -> User
         f"a node has {count} GPUs, {ranks} of them for train.devices, and a server computes on {per_server}; "
         "rollout.options.gpus may name GPUs that are shared"
     )
+    # Checked first: while this does not fit, neither of the other two settings can help.
     if 1 < per_server >= count:
         # Not one server fits beside a rank.
         return bad_value("rollout.options.tensor_parallel_size", per_server, f"at most {max(1, count - 1)}", reason)
@@ -224,6 +232,7 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     if lag.in_flight and not capabilities.updates_between_tokens:
         reason = "it takes new weights between batches only"
         yield "lag.in_flight", True, f"false with rollout.backend {backend}", reason
+    # transformers' generate runs to the end of its batch, without a place where weights could be loaded.
     elif lag.in_flight and config.rollout.options.get("loop") == "library":
         reason = "it takes new weights between batches only, with loop: library"
         yield "lag.in_flight", True, f"false with rollout.backend {backend}", reason

@@ -98,6 +98,7 @@ class Grid:
         for settings in (self.overrides, self.grid, *self.rows.values()):
             for key in settings or {}:
                 _check_key(key)
+        # In the order of the file, which is the order of the cells: their numbers name journals and tasks.
         self.axes = {key: parse_values(key, item) for key, item in self.grid.items()}
 
         if self.seeds is not None:
@@ -150,6 +151,7 @@ def read_grid(path: Path, name: str | None = None) -> Grid:
         raw["name"] = name
     grid = parse_record(Grid, raw, origin=str(path))
 
+    # Relative to the grid file, not to where the command runs: a grid is shared with its base.
     base = (path.parent / grid.base).resolve()
     if base.is_file():
         # Its own mistakes are reported now; that it is missing is reported when the sweep is planned.
@@ -182,6 +184,7 @@ def _read_values(key: str, item: Any) -> list[Value]:
         return [Value(raw=raw) for raw in item]
     if not isinstance(item, Mapping):
         raise bad_value(f"grid.{key}", item, "a list, a range {from, to, step|num|log}, or {name: value, ...}")
+    # A mapping is a range or named values; a name that is called from or to would be ambiguous.
     if "from" in item or "to" in item:
         return [Value(raw=number) for number in _parse_range(f"grid.{key}", item)]
     for name in item:
@@ -208,11 +211,13 @@ def _parse_range(key: str, item: Mapping[str, Any]) -> list[float | int]:
     spacing = spacings[0]
     if spacing == "step":
         numbers = _numbers_by_step(key, first, last, item["step"])
+        # Whole numbers stay whole: keys such as train.steps take no 3.0.
         if all(isinstance(number, int) for number in item.values()):
             return numbers
     else:
         shares = _shares(f"{key}.{spacing}", item[spacing], may_be_one=first == last)
         if spacing == "num":
+            # Not first + share * (last - first), which may miss the end by a rounding.
             numbers = [first * (1 - share) + last * share for share in shares]
         else:
             if first <= 0 or last <= 0:
@@ -235,7 +240,9 @@ def _numbers_by_step(key: str, first: float, last: float, step: float) -> list[f
 
 def _shares(key: str, points: float, *, may_be_one: bool) -> list[float]:
     """The shares of the way, 0 to 1, at which that many points stand. A range of one number may have one point."""
-    fewest = 1 if may_be_one else 2
+    fewest = 2
+    if may_be_one:
+        fewest = 1
     if not isinstance(points, int) or not fewest <= points <= MAX_VALUES:
         raise bad_value(key, points, f"a whole number of points, 1 (2 if they differ) to {MAX_VALUES}")
     return [position / max(points - 1, 1) for position in range(points)]
@@ -256,6 +263,7 @@ def value_label(key: str, value: Value, short_key: str) -> str:
         items = raw
     if any(isinstance(item, list | Mapping) for item in items):
         raise bad_value(f"grid.{key}", raw, f"a name for it, as in grid: {{{key}: {{my-name: ...}}}}")
+    # Not with commas or spaces, which would be replaced by the separator of the keys.
     number = "_".join(value_text(item) for item in items)
     return slug(short_key + number)
 
@@ -295,6 +303,7 @@ def _shortest_tail(key: str, keys: Sequence[str]) -> str:
         keys_with_tail = [other for other in keys if f".{other}".endswith(f".{tail}")]
         if len(keys_with_tail) == 1:
             return tail
+    # Each tail fits another key too, as a short key that is the end of a longer one.
     return key
 
 
@@ -320,6 +329,7 @@ def expand(grid: Grid) -> list[GridPoint]:
     """
     seeds: Sequence[int | None] = grid.seeds or (None,)
     _check_size(grid, len(seeds))
+    # The product before the rows: the numbers of its cells do not change when a row is added.
     points = _label_points(grid, _combinations(grid, seeds))
     labels = {point.label for point in points}
     for name, row in grid.rows.items():
@@ -361,6 +371,7 @@ def _combinations(grid: Grid, seeds: Sequence[int | None]) -> list[tuple[dict[st
     for combination in combinations:
         for seed in seeds:
             excluded = False
+            # All rules are tried, also after a match: one that a second rule covers is not a mistake.
             for position, rule in enumerate(grid.exclude):
                 if _matches(rule, combination, seed):
                     used[position] = True
@@ -377,7 +388,9 @@ def _matches(rule: Mapping[str, Any], combination: Mapping[str, Value], seed: in
     """Whether a combination has, for each key of the rule, the value or one of the values that the rule names."""
     for key, wanted in rule.items():
         value = combination.get(key, Value(raw=seed))
-        alternatives = wanted if isinstance(wanted, list) else [wanted]
+        alternatives = [wanted]
+        if isinstance(wanted, list):
+            alternatives = wanted
         # A list may also be the value itself.
         by_value = any(_same_value(value.raw, candidate) for candidate in (wanted, *alternatives))
         # The label of a value without one is None, and null in a rule is the value null, not "no label".
@@ -408,6 +421,7 @@ def _label_points(grid: Grid, chosen: Sequence[tuple[dict[str, Value], int | Non
             if number > MAX_NAMESAKES:
                 allowed = f"at most {MAX_NAMESAKES} cells of one name"
                 raise bad_value("grid", base_label, f"{allowed}; name values, as in grid: {{key: {{my-name: ...}}}}")
+            # The number depends on the order of the file alone, so that planning again gives the same names.
             label = f"{base_label}-{number}"
         settings = {}
         values = {}
@@ -422,6 +436,7 @@ def _base_label(grid: Grid, combination: Mapping[str, Value], short_keys: Mappin
     """The values of the axes that have several, joined; the grid's name where no axis has."""
     parts = []
     for key, value in combination.items():
+        # A key of one value does not tell cells apart.
         if len(grid.axes[key]) > 1:
             parts.append(value_label(key, value, short_keys[key]))
     label = "-".join(parts) or grid.name

@@ -51,6 +51,7 @@ def run_local(sweep: Sweep, work: Work, workers: int, report: Report) -> None:
         trained = _run_stage(sweep, "train", work.train, workers, report)
         if sweep.manifest.evaluate is not None:
             _run_stage(sweep, "evaluate", (*work.evaluate, *trained), workers, report)
+        # In a process of its own, as on a cluster: the report imports pandas, and its memory goes with it.
         writer = _start(sweep, "report")
         try:
             writer.wait(math.inf)
@@ -83,6 +84,7 @@ def by_seed(sweep: Sweep, indices: tuple[int, ...]) -> list[int]:
 
 def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int, report: Report) -> list[int]:
     """Run a stage over ``indices``; return those that succeeded, in order."""
+    # A worker that saved and asks to resume goes to the end, behind those that have not started.
     waiting = deque(by_seed(sweep, indices))
     running: dict[int, ChildProcess] = {}
     succeeded = []
@@ -91,6 +93,7 @@ def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int,
             while waiting and len(running) < workers:
                 index = waiting.popleft()
                 running[index] = _start(sweep, stage, index, workers)
+            # Polled, because os.wait would also take the ends of processes that are not workers.
             time.sleep(POLL_S)
             ended = [index for index, worker in running.items() if not worker.alive]
             for index in ended:
@@ -140,6 +143,7 @@ def _outcome(sweep: Sweep, stage: str, index: int, pid: int, code: int) -> str:
 
 def _reason_of(sweep: Sweep, stage: str, index: int, pid: int) -> str | None:
     """What the newest attempt of process ``pid`` recorded as the reason of its end."""
+    # From the newest: process ids are used again.
     for attempt in reversed(sweep.attempts(index, stage)):
         if attempt.process["process.pid"] == str(pid):
             return attempt.reason
@@ -151,6 +155,7 @@ def _stop(workers: Collection[ChildProcess]) -> None:
     for worker in workers:
         if worker.alive:
             os.kill(worker.pid, signal.SIGTERM)
+    # One deadline for all: they save at the same time.
     deadline = time.monotonic() + GRACE_S
     for worker in workers:
         worker.wait(max(0.0, deadline - time.monotonic()))

@@ -104,6 +104,7 @@ class Manifest:
             if not data[key]:
                 del data[key]
         for cell in data["cells"]:
+            # They came later than the first sweeps, and 1 is what those had.
             for key in ("nodes", "devices"):
                 if cell[key] == 1:
                     del cell[key]
@@ -200,7 +201,9 @@ class Sweep:
         """The cell's overrides, with its output folder and tags, which are not part of the config hash."""
         return [
             *cell.overrides,
+            # Absolute: a job starts in the sweep's working folder, and a user may be anywhere.
             override("output", str(self.runs)),
+            # A requeued or resubmitted cell resumes from its checkpoint.
             "resume=auto",
             override("tracking.tags.sweep", self.manifest.name),
             override("tracking.tags.cell", str(cell.index)),
@@ -216,6 +219,7 @@ class Sweep:
     def changed_plugins(self, now: Mapping[str, str]) -> str | None:
         """A message that names the plugins whose hashes ``now`` are not those of the plan; None if all are equal."""
         before = self.manifest.plugin_hashes
+        # Hashes and not versions: an edit of a file in place changes no version.
         if before == now:
             return None
         names = changed_names(before, now)
@@ -229,6 +233,7 @@ class Sweep:
     def submissions(self) -> list[Submission]:
         """Every submission, oldest first."""
         journal = self.path / SUBMISSIONS
+        # Lines without a stage record that the sweep was cancelled.
         rows = [row for row in self._read(journal) if "stage" in row]
         return self._records(Submission, rows, journal)
 
@@ -359,7 +364,10 @@ def planned_plugins(manifest: Manifest) -> PluginSet:
     packages = []
     for name in manifest.packages:
         packages.append(PACKAGES.get(name) or PluginPackage.read(name))
-    files = PLUGIN_FILES if manifest.plugins else {}
+    files: Mapping[str, bytes] = {}
+    # Without --plugin, files that this process loaded for something else are not the sweep's.
+    if manifest.plugins:
+        files = PLUGIN_FILES
     return PluginSet(files=files, packages=tuple(packages))
 
 
@@ -379,6 +387,7 @@ def read_sweep(path: Path) -> Sweep:
     digest = data.pop("digest", None)
     if version != VERSION:
         raise bad_value(f"{file}: version", version, str(VERSION), "it was written by another version of kl_comedy")
+    # The digest is that of the parsed fields: the layout of the file does not count.
     manifest = parse_record(Manifest, data, origin=str(file))
     if manifest.digest != digest:
         raise UserError(f"{file} was changed by hand; a manifest is written once: plan another sweep instead")
@@ -387,6 +396,7 @@ def read_sweep(path: Path) -> Sweep:
 
 def _find_sweep(path: Path) -> Path:
     """The folder ``path``, or sweeps/``path``. Raises :class:`UserError` that names the sweeps that there are."""
+    # The path first: a sweep of the same name may be in the current folder.
     for folder in (path, Path("sweeps") / path):
         if (folder / FILE).is_file():
             return folder
@@ -402,6 +412,7 @@ def _find_sweep(path: Path) -> Path:
 
 def _difference(old: Manifest, new: Manifest) -> str:
     """What distinguishes two manifests: the first cell that differs, else the names of the fields."""
+    # Before they are compared one by one: an index names another cell when one was inserted.
     if len(old.cells) != len(new.cells):
         return f"{len(old.cells)} cells there, {len(new.cells)} planned now"
     for before, now in zip(old.cells, new.cells, strict=True):
@@ -464,6 +475,7 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
         cells.append(cell)
         stores[check_uri(config.tracking.uri), config.tracking.experiment] = None
 
+    # An evaluation is checked with one cell: what differs between cells was checked above.
     evaluate = None
     if grid.evaluate is not None:
         evaluate = tuple(_overrides(grid.evaluate))
@@ -476,6 +488,7 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
         base=grid.base,
         # The text with the files that the base extends, because they may change too.
         base_sha256=hashlib.sha256(standalone_text(Path(grid.base)).encode()).hexdigest(),
+        # Absolute, since jobs load them from other folders.
         plugins=tuple(str(file.resolve()) for file in plugins),
         evaluate=evaluate,
         max_parallel=grid.max_parallel,

@@ -61,6 +61,7 @@ class Servers:
     def __post_init__(self) -> None:
         if self.command is not None:
             _check_server_command(self.command)
+        # It is appended to http://HOST:PORT, where health without a slash would be part of the port.
         if not self.ready.startswith("/"):
             raise bad_value("ready", self.ready, "a path, as in /health")
 
@@ -78,15 +79,18 @@ def _check_server_command(command: str) -> None:
     if starts_vllm and not has_guard:
         why = "every route must require the key, also those that replace weights, which vLLM's own check leaves open"
         raise bad_value("command", command, f"a vLLM server started with --middleware {GUARD}", why)
+    # vLLM takes the key by this option too, and by the variable that the script sets.
     if any(word.startswith(("--api-key", "--api_key")) for word in words):
         why = "everyone on the node can list a process's arguments"
         raise bad_value("command", command, "a server that reads its key from the variable VLLM_API_KEY", why)
 
 
 def _time(value: Any, key: str) -> str:
-    if not isinstance(value, str) or not TIME.fullmatch(value):  # YAML reads 4:00:00 as a number in base 60
+    # YAML reads 4:00:00 without quotes as a number in base 60.
+    is_quoted_time = isinstance(value, str) and TIME.fullmatch(value) is not None
+    if not is_quoted_time:
         raise bad_value(key, value, "quoted text, as in '30', '04:00:00' or '1-00:00:00'")
-    return value
+    return str(value)
 
 
 def time_limit_s(time: str) -> int | None:
@@ -98,6 +102,7 @@ def time_limit_s(time: str) -> int | None:
     days, dash, clock = time.rpartition("-")
     parts = [int(part) for part in clock.split(":")]
     if dash:  # days-hours[:minutes[:seconds]]
+        # sbatch reads a number after the days as hours, and one without days as minutes.
         hours, minutes, seconds = [*parts, 0, 0][:3]
     elif len(parts) == 3:
         hours, minutes, seconds = parts
@@ -105,7 +110,9 @@ def time_limit_s(time: str) -> int | None:
         minutes, seconds = [*parts, 0][:2]
         hours = 0
     total_s = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-    return None if total_s == 0 else total_s
+    if total_s == 0:  # sbatch reads 0 as no limit
+        return None
+    return total_s
 
 
 def _environment(value: Any, key: str) -> dict[str, str]:
@@ -123,6 +130,7 @@ def _environment(value: Any, key: str) -> dict[str, str]:
 
 def _variable_text(item: Any) -> str:
     """A plain YAML value as the text of a variable: ``true`` and ``false`` as YAML writes them, null as empty."""
+    # YAML reads an unquoted yes or null as another type, and str() would export True and None.
     if item is None:
         return ""
     if isinstance(item, bool):
@@ -164,12 +172,16 @@ class JobShape:
 
     def __post_init__(self) -> None:
         if not self.python:
-            self.python = "python" if self.container else sys.executable
+            self.python = sys.executable
+            if self.container is not None:
+                # The path of this interpreter means nothing inside an image.
+                self.python = "python"
         self._check_texts()
         limit_s = time_limit_s(self.time)
         if limit_s is not None and self.signal_seconds >= limit_s:
             why = f"time is {self.time}, {limit_s} s: SLURM would signal each start at once, and requeue without end"
             raise bad_value("signal_seconds", self.signal_seconds, f"0, or less than {limit_s}", why)
+        # NCCL refuses two ranks on one GPU.
         if 0 < self.gpus_per_node < self.tasks_per_node:
             why = f"each of the {self.tasks_per_node} tasks on a node computes on a GPU of its own; 0: on none"
             raise bad_value("gpus_per_node", self.gpus_per_node, f"0, or at least {self.tasks_per_node}", why)
@@ -205,6 +217,7 @@ class Profile(JobShape):
     @property
     def all_shapes(self) -> list[JobShape]:
         """The profile itself, then its shapes, each with the keys of the profile that it does not change."""
+        # The profile first: arrays and scripts are in this order, and its own scripts have no suffix.
         return [self, *self.shapes]
 
     def shape_for(self, cell: Cell) -> JobShape:
@@ -237,6 +250,7 @@ def read_profile(name_or_path: str) -> Profile:
     # Its values are copied into scripts.
     with error_prefix(str(path)):
         refuse_secrets(raw)
+    # Taken out: a shape is not a record of its own, it inherits the keys that it does not have.
     raw_shapes = raw.pop("shapes", None) or []
     settings = {key: item for key, item in raw.items() if item is not None}
     profile = parse_record(Profile, {"name": path.stem, **settings}, origin=str(path))
@@ -261,10 +275,13 @@ def profile_file(name_or_path: str) -> Path:
         return Path(name_or_path).resolve()
     file = FOLDER / f"{name_or_path}.yaml"
     if file.is_file():
+        # Absolute: resubmit reads it again, perhaps from another folder.
         return file.resolve()
     names = [other.stem for other in sorted(FOLDER.glob("*.yaml"))]
     near = nearest(name_or_path, names)
-    hint = f"; did you mean {near!r}?" if near else ""
+    hint = ""
+    if near:
+        hint = f"; did you mean {near!r}?"
     raise UserError(
         f"--slurm: no profile {name_or_path!r} in {FOLDER}; there are: {', '.join(names) or '(none)'}"
         f"{hint} (a path ending in .yaml names a file)"
@@ -281,4 +298,7 @@ def sbatch_word(key: str, text: str) -> str:
     """
     if not text.isprintable() or set(text) & set("\"'\\`$"):
         raise bad_value(key, text, "a name without quotes, backslashes, $ and control characters")
-    return f'"{text}"' if " " in text or "#" in text else text
+    needs_quotes = " " in text or "#" in text
+    if needs_quotes:
+        return f'"{text}"'
+    return text

@@ -61,6 +61,7 @@ def arrays(cells: Iterable[Cell], profile: Profile, limit: int | None) -> list[A
         offset = cell.index // profile.max_array * profile.max_array
         blocks.setdefault((shape_number, offset), []).append(cell.index)
 
+    # Sorted by shape, so that the profile's own size is submitted first; its number is 0.
     ordered = sorted(blocks.items())
     shares = share_out(limit, [len(indices) for _, indices in ordered])
     result = []
@@ -102,6 +103,7 @@ def scripts(sweep: Sweep, profile: Profile, cells: Sequence[Cell]) -> dict[str, 
     for stage in stages:
         for suffix in sorted(shapes):
             texts[stage + suffix] = render(sweep, shapes[suffix], stage)
+    # The report is the profile's own job, whatever the sizes of the cells: it reads files, on one node.
     texts["report"] = render(sweep, profile, "report")
     return texts
 
@@ -117,7 +119,9 @@ def render(sweep: Sweep, shape: JobShape, stage: str) -> str:
 
     environment = Environment(
         loader=PackageLoader("kl_comedy.slurm"),
+        # A misspelt name in the template is an error here, and not an empty word in a script of a queued job.
         undefined=StrictUndefined,
+        # Escaping is for HTML; words of the shell are quoted by the filters below.
         autoescape=False,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -128,8 +132,12 @@ def render(sweep: Sweep, shape: JobShape, stage: str) -> str:
 
     # sbatch fills in %j and its like; a % of the folder's own name must be written twice.
     logs = str(sweep.logs).replace("%", "%%")
-    number = "%j" if stage == "report" else "%A_%a"
-    servers = None if stage == "report" else shape.servers
+    number = "%A_%a"
+    servers = shape.servers
+    if stage == "report":
+        # A job by itself and not a task of an array; it samples nothing, so that it needs no servers.
+        number = "%j"
+        servers = None
     worker = worker_resources(shape, stage)
     job = worker
     servers_per_node = 0
@@ -167,6 +175,7 @@ def worker_resources(shape: JobShape, stage: str) -> Resources:
             cpus=shape.cpus_per_task,
             gpus=shape.gpus_per_node,
         )
+    # A model that is evaluated is on one GPU, however many trained it.
     gpus = 0
     if stage == "evaluate":
         gpus = min(shape.gpus_per_node, 1)
@@ -177,6 +186,7 @@ def job_resources(worker: Resources, servers: Servers) -> Resources:
     """What a job of a worker and servers asks for. Every node of a job has the same tasks, CPUs and GPUs."""
     servers_per_node = _servers_per_node(servers)
     server_gpus = servers_per_node * servers.gpus
+    # --cpus-per-task is one number for all tasks of a job, so that the larger need counts for both steps.
     cpus = max(worker.cpus, servers.cpus)
     if servers.nodes:
         return Resources(
@@ -187,6 +197,7 @@ def job_resources(worker: Resources, servers: Servers) -> Resources:
         )
     return Resources(
         nodes=worker.nodes,
+        # Both steps are on the worker's nodes at the same time.
         tasks=worker.tasks + servers_per_node,
         cpus=cpus,
         gpus=worker.gpus + server_gpus,
@@ -218,9 +229,11 @@ def launcher(shape: JobShape, *, gpus: int, folders: Sequence[str]) -> str:
     container = shape.container
     if container is None:
         return shlex.quote(shape.python)
+    # Neither runtime has a way to escape them.
     for folder in folders:
         if set(folder) & set(",:"):
             raise bad_value("the folder", folder, "a name without : and ,", "both separate the mounts of a container")
+    # The sweep is often inside the working folder or that folder itself, which needs one mount.
     mounts = [*dict.fromkeys(folders), *container.mounts]
     if container.runtime == "pyxis":
         words = _pyxis_options(container, folders[0], mounts)
@@ -241,6 +254,7 @@ def _pyxis_options(container: Container, folder: str, mounts: Sequence[str]) -> 
 
 def _apptainer_command(container: Container, folder: str, mounts: Sequence[str], gpus: int) -> list[str]:
     words = ["apptainer", "exec"]
+    # --nv warns where there is no GPU.
     if gpus:
         words.append("--nv")
     words += ["--pwd", folder]
@@ -261,6 +275,7 @@ def doublequoted(text: str) -> str:
     >>> print(doublequoted("/scratch/$USER"))
     "/scratch/$USER"
     """
+    # The backslash first, or those that the other replacements add would be doubled.
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`").replace("$(", "\\$(")
     return f'"{escaped}"'
 

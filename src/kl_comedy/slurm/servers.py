@@ -107,12 +107,14 @@ def await_servers() -> list[str]:
     # The servers' step may hold what the trainer's step needs to start, and gives up when it does not see this file.
     (folder / TRAINER).touch()
     files = [_url_file(folder, index) for index in range(int(os.environ[COUNT]))]
+    # The servers give up first, after WAIT_S, and say why; this is for those that cannot say anything.
     limit_s = float(os.environ.get(WAIT_S, DEFAULT_WAIT_S)) + STEP_START_S
     deadline = time.monotonic() + limit_s
     while True:
         missing = [index for index, file in enumerate(files) if not file.exists()]
         if not missing:
             break
+        # One failure is enough: the trainer needs all servers, and waiting would only hold their GPUs.
         for file in sorted(folder.glob("*.failed")):
             raise RunFailed(f"server {file.stem} of this job {file.read_text().strip()}")
         if time.monotonic() > deadline:
@@ -144,6 +146,7 @@ def log_file(folder: Path, index: int) -> Path:
         return folder / f"{index}.log"
     job_log = Path(os.environ[JOB_LOG])
     number = str(index)
+    # A requeued job has the same id, and its log the same name.
     restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
     if restart > 0:
         number = f"{index}.restart-{restart}"
@@ -166,6 +169,7 @@ def serve(command: Command, task: ServerTask, prepare: Callable[[str], None] | N
     # The server inherits it.
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    # On the node itself, where other jobs may use any port that a file could name.
     port = free_port(task.host)
     url = f"http://{task.host}:{port}"
     try:
@@ -183,6 +187,7 @@ def serve(command: Command, task: ServerTask, prepare: Callable[[str], None] | N
             return code
         while not task.trainer_has_ended:
             if not server.alive:
+                # It has ended; this ends the workers that it left behind, which still hold the GPU.
                 code = server.kill()
                 print(f"server {task.index} ended with code {code}; starting it again", file=sys.stderr, flush=True)
                 server = ChildProcess(words, env=environment, log=log)
@@ -224,6 +229,7 @@ def _publish_when_ready(
 
 
 def _answers(url: str) -> bool:
+    # The guard of RequireKey is on every route, the one that reports health too.
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {os.environ.get(KEY, '')}"})
     try:
         with urllib.request.urlopen(request, timeout=2) as response:
@@ -238,6 +244,7 @@ def filled_in(words: Sequence[str], host: str, index: int, port: int) -> tuple[S
     >>> filled_in(["vllm", "serve", "--port", "{port}"], "localhost", 0, 8000)[0]
     ['vllm', 'serve', '--port', '8000']
     """
+    # Replaced and not formatted: a command may hold other braces, such as JSON.
     values = {"{port}": str(port), "{host}": host, "{index}": str(index)}
     for placeholder, value in values.items():
         words = [word.replace(placeholder, value) for word in words]
@@ -252,6 +259,7 @@ def cell_command(sweep: Path, cell: int, folder: Path, host: str, port: int) -> 
     from kl_comedy.slurm.manifest import read_sweep
 
     loaded = read_sweep(sweep)
+    # The config may name parts that the plugins register, and loading it checks every name.
     for plugin in loaded.manifest.plugins:
         load_plugin_file(Path(plugin))
     config = load_config(loaded.base, loaded.overrides(loaded.cell(cell)))
@@ -274,6 +282,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--cell", nargs=2, metavar=("SWEEP", "INDEX"), help="start what this cell's config asks for")
     parser.add_argument("words", nargs="*", help="the server's command, without --cell")
     given = parser.parse_args(arguments)
+    # Servers beside the trainer answer this node alone: nobody else should reach the routes that take weights.
     host = LOOPBACK
     if given.reachable:
         host = socket.gethostname()

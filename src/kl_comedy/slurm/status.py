@@ -114,6 +114,13 @@ class CellHistory:
         """Whether the newest attempt has not recorded how it ended. A killed node records nothing."""
         return self.attempt is not None and self.attempt.code is None
 
+    @property
+    def runs_locally(self) -> bool:
+        """Whether a local manager submitted it, and the process of its newest attempt is alive."""
+        if self.submission is None or not self.submission.local:
+            return False
+        return self.attempt is not None and self.has_open_attempt and not is_dead(self.attempt.process)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _CellFiles:
@@ -187,6 +194,7 @@ def _newest_submissions(submissions: Sequence[Submission], stage: str) -> dict[i
     for submission in submissions:
         if submission.stage != stage:
             continue
+        # Oldest first, so that the newest submission of a cell is the one that stays.
         for index in submission.indices:
             newest[index] = submission
     return newest
@@ -234,6 +242,7 @@ def _ask_slurm(sweep: Sweep, tasks: set[str]) -> tuple[dict[str, JobState], tupl
     except (UserError, RunFailed) as error:
         # A site may have no accounting database; squeue's answer counts all the same.
         return jobs, (f"jobs that left the queue cannot be looked up: {error}",)
+    # squeue's answer wins: accounting may lag behind, or still know the run before a requeue.
     return {**ended_jobs, **jobs}, ()
 
 
@@ -278,7 +287,10 @@ def _cell_status(sweep: Sweep, cell: Cell, run: Path | None, files: _CellFiles, 
         state, why = unfinished_state(history)
     if state == "PENDING" and history.attempt is not None:
         started_again = f"started again at update {step}"
-        why = f"{started_again} ({why})" if why else started_again
+        if why:
+            why = f"{started_again} ({why})"
+        else:
+            why = started_again
 
     return CellStatus(
         cell=cell.index,
@@ -367,8 +379,7 @@ def _state_before_first_attempt(cell: CellHistory, submission: Submission) -> tu
 
 def _state_after_attempt(cell: CellHistory, attempt: Attempt) -> tuple[str, str]:
     """The state and the reason of a cell with an attempt, of which SLURM does not say that it is alive."""
-    is_local = cell.submission is not None and cell.submission.local
-    if is_local and cell.has_open_attempt and not is_dead(attempt.process):
+    if cell.runs_locally:
         return "RUNNING", ""
 
     if cell.cancelled or cell.cancelled_by_slurm:
@@ -392,6 +403,7 @@ def newest_runs(sweep: Sweep) -> dict[str, Path]:
     """The newest run folder of each cell that began, by the cell's ``run_stem``."""
     if not sweep.runs.is_dir():
         return {}
+    # One listing for all cells: a glob for each would read the folder as often as there are cells.
     newest: dict[str, int] = {}
     for name in os.listdir(sweep.runs):
         stem, _, number = name.rpartition("-")
@@ -422,6 +434,7 @@ def _read_spool_end(run: Path) -> _SpoolEnd:
         event = decode_event(line)
         if event.kind == UNREADABLE:
             unreadable += 1
+        # From the end: the first such event is that of the last update. Evaluations log metrics too.
         if event.kind == "metrics" and "train/reward" in event.data:
             return _SpoolEnd(step=event.step or 0, reward=event.data["train/reward"], unreadable_lines=unreadable)
     return _SpoolEnd(unreadable_lines=unreadable)
@@ -467,6 +480,7 @@ def write_report(sweep: Sweep, status: SweepStatus) -> Path:
 
     cells = [{**asdict(row), **cell_metrics(sweep, row)} for row in status.rows]
     frame = pd.DataFrame(cells)
+    # Metrics have a slash in their names, and the columns of CellStatus have none.
     metrics = [name for name in frame.columns if "/" in name]
 
     # summarize counts runs by MLflow's statuses, which know neither DIED nor CANCELLED.
@@ -476,6 +490,7 @@ def write_report(sweep: Sweep, status: SweepStatus) -> Path:
     if metrics:
         seeds_table = render(readable(summary, ["name"]), "markdown")
 
+    # The page is read by people; the csv and json beside it have every digit.
     rounded = frame[["cell", "name", "seed", "state", "step", "why", *metrics]]
     for name in rounded.select_dtypes("float").columns:
         rounded = rounded.assign(**{str(name): rounded[name].map("{:.4g}".format)})
@@ -495,6 +510,7 @@ Mean and 95% interval (Student) of finished cells.
 
 {render(rounded, "markdown")}
 """
+    # report.md last: who finds it finds the tables that it was made of.
     folder = sweep.path / "report"
     atomic_write(folder / "cells.csv", render(frame, "csv") + "\n")
     atomic_write(folder / "cells.json", json.dumps(cells, indent=1) + "\n")
@@ -535,6 +551,7 @@ def _evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The reward of each prompt set, and each score of a suite that has an interval."""
     metrics = {}
     for row in rows:
+        # A prompt set has one score, its reward; a suite has one for each of its scores.
         if "set" in row:
             scores = ["reward"]
         else:

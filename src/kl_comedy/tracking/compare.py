@@ -7,12 +7,13 @@ family, so its runs are points of every family's frontier. The formulas are in :
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.statistics import (
+    Interval,
     Point,
     generator,
     geometric_interval,
@@ -57,6 +58,17 @@ Results = dict[tuple[str, str], FamilyResult]
 """By family and place: ``beta 0.1``, or ``KL 2`` in nats."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EqualKL:
+    """The KLs at which families are compared, and the columns that a frontier is made of."""
+
+    column: str
+    """The column with the KL of each run's last policy (nats)."""
+    nats: Sequence[float]
+    start: str | None = None
+    """The column with each run's first reward. If given, each frontier begins at 0 nats with that reward."""
+
+
 def summarize(
     frame: pd.DataFrame,
     group: list[str],
@@ -83,6 +95,7 @@ def summarize(
         chosen = members[members["status"].isin(list(statuses))]
         failed = int(members["status"].isin(["FAILED", "KILLED"]).sum())
         for metric in metrics:
+            # A mean of what is finite: a diverged run is counted as collapsed or failed instead.
             finite = _finite(chosen, metric)
             row: dict[str, Any] = dict(zip(group, keys, strict=True))
             row["metric"] = metric
@@ -130,7 +143,7 @@ def band(points: pd.DataFrame, *, log: bool = False) -> pd.DataFrame:
 
     # A diverged run must not take the whole band with it.
     finite = _finite(points, "value")
-    interval_of = interval
+    interval_of: Callable[[Sequence[float]], Interval] = interval
     if log:
         finite = finite[finite["value"] > 0]
         interval_of = geometric_interval
@@ -163,15 +176,13 @@ def compare_families(
     baseline: str | None,
     method: str,
     *,
-    at_kl: tuple[str, Sequence[float]] | None = None,
+    at_kl: EqualKL | None = None,
     margin: float | None = None,
-    start: str | None = None,
 ) -> pd.DataFrame:
     """Mean of ``metric`` over seeds and its difference to the ``baseline`` family, paired over seeds.
 
-    One row per family and beta; with ``at_kl``, a KL column and values of it (nats), one per family and KL: the reward
-    is read off each seed's frontier (:func:`kl_comedy.statistics.reward_at_kl`), which begins at 0 nats with the
-    reward of the column ``start`` if given. At equal beta, the baseline ``no KL`` is compared with every beta.
+    One row per family and beta; with ``at_kl``, one per family and KL: the reward is read off each seed's frontier
+    (:func:`kl_comedy.statistics.reward_at_kl`). At equal beta, the baseline ``no KL`` is compared with every beta.
     ``p_holm`` is adjusted for all contrasts of the table (Holm), ``p_equivalent`` is of a difference within ``margin``.
     Collapsed runs are in the means and counted. ``runs`` and ``collapsed`` count each run of the family once, with
     ``at_kl`` also those without KL, which are points of its frontier. Raises :class:`UserError` where runs lack a
@@ -179,6 +190,7 @@ def compare_families(
     """
     import pandas as pd
 
+    # by_seed would take each run as a seed of its own, and no run would have a partner.
     if SEED not in frame:
         raise UserError("no param seed, by which differences are paired: these runs were not made by kl-comedy")
     families = list(dict.fromkeys(frame[FAMILY].astype(str)))
@@ -190,7 +202,7 @@ def compare_families(
         if at_kl is None:
             results = _at_each_beta(members, metric)
         else:
-            results = _at_each_kl(members, metric, *at_kl, start)
+            results = _at_each_kl(members, metric, at_kl)
         for (family, place), result in results.items():
             row: dict[str, Any] = dict(zip(map(short, groups), keys, strict=True))
             row |= {"kl.family": family, "at": place}
@@ -201,6 +213,7 @@ def compare_families(
             if baseline_result is not None:
                 row |= _difference(result, baseline_result, method, rng, margin)
             rows.append(row)
+    # Over all rows of the table, because a reader looks for the smallest p among all of them.
     adjusted = holm([row.get("p") for row in rows])
     for row, p_holm in zip(rows, adjusted, strict=True):
         row["p_holm"] = p_holm
@@ -217,7 +230,7 @@ def _result_to_compare(results: Results, baseline: str | None, family: str, plac
     """The baseline's result at the same place; None where there is none, and for the baseline itself."""
     if baseline is None or family == baseline:
         return None
-    # Runs without KL have one beta, 0, which every other beta is compared with.
+    # Runs without KL have one beta, 0, and every other beta is compared with it.
     if baseline == NO_KL and place.startswith("beta"):
         place = "beta 0"
     return results.get((baseline, place))
@@ -254,23 +267,25 @@ def _at_each_beta(members: pd.DataFrame, metric: str) -> Results:
 PointsBySeed = dict[Any, list[Point]]
 
 
-def _at_each_kl(members: pd.DataFrame, metric: str, kl: str, at_kl: Sequence[float], start: str | None) -> Results:
-    # A run has one end, which counts as the run, and one start, which is a point of the frontier and no run.
+def _at_each_kl(members: pd.DataFrame, metric: str, at_kl: EqualKL) -> Results:
+    # A run has one end, which counts as the run, and one start, which is a point of the frontier but not a run.
     ends: dict[str, PointsBySeed] = {}
     starts: dict[str, PointsBySeed] = {}
     for row in members.fillna({FAMILY: ""}).to_dict("records"):
         family = row[FAMILY]
         seed = row[SEED]
-        end = Point(kl=float(row[kl]), reward=float(row[metric]), collapsed=row.get("collapsed") is True)
+        end = Point(kl=float(row[at_kl.column]), reward=float(row[metric]), collapsed=row.get("collapsed") is True)
         ends.setdefault(family, {}).setdefault(seed, []).append(end)
-        if start is not None:
-            begin = Point(kl=0.0, reward=float(row[start]))
+        if at_kl.start is not None:
+            begin = Point(kl=0.0, reward=float(row[at_kl.start]))
             starts.setdefault(family, {}).setdefault(seed, []).append(begin)
 
     results: Results = {}
     for family, seeds in ends.items():
-        # Runs without KL are beta 0 of the family, so they are points of its frontier.
-        families = [family] if family == NO_KL else [family, NO_KL]
+        families = [family]
+        # Runs without KL are beta 0 of every family, so they are points of its frontier too.
+        if family != NO_KL:
+            families.append(NO_KL)
         runs: list[Point] = []
         frontiers: PointsBySeed = {}
         for seed in seeds:
@@ -278,7 +293,7 @@ def _at_each_kl(members: pd.DataFrame, metric: str, kl: str, at_kl: Sequence[flo
             runs += seed_ends
             frontiers[seed] = seed_ends + _points_of(starts, families, seed)
         collapsed = sum(run.collapsed for run in runs)
-        for nats in at_kl:
+        for nats in at_kl.nats:
             # A text says why this seed's frontier has no reward at this KL.
             reward_or_reason = {seed: reward_at_kl(points, nats) for seed, points in frontiers.items()}
             rewards = {seed: value for seed, value in reward_or_reason.items() if not isinstance(value, str)}
@@ -302,10 +317,14 @@ def _points_of(points: Mapping[str, PointsBySeed], families: Sequence[str], seed
 
 
 def aggregate(frame: pd.DataFrame, groups: Sequence[str], metrics: Sequence[str], baseline: str | None) -> pd.DataFrame:
-    """One row per group: the interquartile mean over seeds and tasks (each metric is a task), and P(better than the
-    baseline). Raises :class:`UserError` for an unknown baseline."""
+    """One row per group: the interquartile mean over seeds and tasks (each metric is a task), and the probability that
+    a run is better than one of the baseline.
+
+    ``baseline`` is the group's values, joined by a comma and a space. Raises :class:`UserError` for an unknown one.
+    """
     import pandas as pd
 
+    # One generator for all rows: the intervals depend on the order of the groups.
     rng = generator()
     scores: dict[tuple[str, ...], dict[str, list[float]]] = {}
     for keys, members in groups_of(frame, groups):
@@ -317,16 +336,20 @@ def aggregate(frame: pd.DataFrame, groups: Sequence[str], metrics: Sequence[str]
                 values_by_task[name] = values
         if values_by_task:
             scores[keys] = values_by_task
+    # A group has several values, and the option names it as a table's row shows it.
     keys_of_label = {", ".join(keys): keys for keys in scores}
-    if baseline is not None and baseline not in keys_of_label:
-        raise bad_value("--baseline", baseline, list(keys_of_label))
+    baseline_keys = None
+    if baseline is not None:
+        if baseline not in keys_of_label:
+            raise bad_value("--baseline", baseline, list(keys_of_label))
+        baseline_keys = keys_of_label[baseline]
     rows = []
     for keys, tasks in scores.items():
         row: dict[str, Any] = dict(zip(map(short, groups), keys, strict=True))
         mean = iqm(tasks, rng)
         row |= {"iqm": mean.mean, "low": mean.low, "high": mean.high, "tasks": len(tasks), "scores": mean.n}
-        if baseline is not None and keys != keys_of_label[baseline]:
-            better = probability_of_improvement(tasks, scores[keys_of_label[baseline]], rng)
+        if baseline_keys is not None and keys != baseline_keys:
+            better = probability_of_improvement(tasks, scores[baseline_keys], rng)
             row |= {"p_better": better.mean, "p_low": better.low, "p_high": better.high}
         rows.append(row)
     return pd.DataFrame(rows)

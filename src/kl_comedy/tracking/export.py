@@ -65,31 +65,41 @@ def write_export(
     import pandas as pd
 
     ids = frame["run_id"]
-    extra: dict[str, list[str | None]] = {COMPLETIONS: []}
+    extra: dict[str, pd.Series[Any]] = {}
+    completions = []
     for run_id in ids:
         rows = [shortened(row) for row in runs.completions(run_id)]
-        extra[COMPLETIONS].append(json.dumps(rows))
+        completions.append(json.dumps(rows))
+    extra[COMPLETIONS] = pd.Series(completions, frame.index)
     if PLUGINS in frame:
-        extra[PLUGIN_SOURCE] = [_plugin_source(runs, run_id) for run_id in ids.where(frame[PLUGINS].notna())]
-    names = [short(str(name)) for name in frame if str(name).startswith("metrics.")]
+        sources = [_plugin_source(runs, run_id) for run_id in ids.where(frame[PLUGINS].notna())]
+        extra[PLUGIN_SOURCE] = pd.Series(sources, frame.index)
+    names = [short(name) for name in frame.columns if name.startswith("metrics.")]
     # The empty frame gives the table its columns where no metric matches.
     parts = [pd.DataFrame(columns=CURVE_COLUMNS)]
     for name in names:
         if any(fnmatch(name, pattern) for pattern in curves):
             parts.append(thinned(runs.history(ids, name), points).assign(metric=name))
-    table = pd.concat(parts, ignore_index=True)[[*CURVE_COLUMNS]]
+    table = pd.concat(parts, ignore_index=True)[list(CURVE_COLUMNS)]
     # 32 bits are enough for steps and halve those columns.
     table = table.astype({"step": "int32", "value": float, "recorded": "int32"})
     out.parent.mkdir(parents=True, exist_ok=True)
     # The copy is in one block: assigning to a frame of hundreds of columns warns of fragmentation otherwise.
     frame = frame.copy().assign(**extra)
+    # Rows of the same runs are replaced: they may have ended, or been evaluated, since the last export.
     if append and out.is_file():
         frame = pd.concat([_rows_of_other_runs(out, ids), frame], ignore_index=True)
         table = pd.concat([_rows_of_other_runs(curves_file(out), ids), table], ignore_index=True)
     frame.to_parquet(out, index=False, compression="zstd")
     # Ids, names and steps repeat; values do not, and their bytes compress better when split.
-    encoding = {"use_dictionary": [*CURVE_COLUMNS[:3], "recorded"], "column_encoding": {"value": "BYTE_STREAM_SPLIT"}}
-    table.to_parquet(curves_file(out), index=False, compression="zstd", **encoding)
+    table.to_parquet(
+        curves_file(out),
+        index=False,
+        compression="zstd",
+        engine="pyarrow",
+        use_dictionary=["run_id", "metric", "step", "recorded"],
+        column_encoding={"value": "BYTE_STREAM_SPLIT"},
+    )
     return table
 
 

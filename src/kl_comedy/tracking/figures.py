@@ -19,14 +19,17 @@ from kl_comedy.errors import UserError
 from kl_comedy.io import atomic_write
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.typing import RcKeyType
 
 SUFFIXES = (".svg", ".pdf", ".png")
 COLUMN = 3.4
 PAGE = 7.0
 """Inches: the widths of a column and of a page of two columns."""
 
-STYLE: dict[str, Any] = {
+STYLE: dict[RcKeyType, Any] = {
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.titlelocation": "left",
@@ -83,7 +86,7 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def plain_ticks(axis: Any) -> None:
+def plain_ticks(axis: Axis) -> None:
     """Ticks as 0.1 or 20 of an axis whose limits are set; of a short logarithmic one also between powers of ten."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
@@ -99,14 +102,15 @@ def plain_ticks(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def legend_below(figure: Figure, title: str = "", more: Sequence[Any] = ()) -> None:
+def legend_below(figure: Figure, title: str = "", more: Sequence[Artist] = ()) -> None:
     """Each name once, and the handles ``more``, below all panels; the figure grows by the legend's height."""
-    handles: dict[str, Any] = {}
+    # The figure grows, so that the panels keep the size that they were given.
+    handles: dict[str, Artist] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             # Panels repeat the same lines.
             handles.setdefault(label, handle)
-    handles |= {handle.get_label(): handle for handle in more}
+    handles |= {str(handle.get_label()): handle for handle in more}
     # Inches, measured for the sizes of STYLE: a character is 0.055 wide in the title and 0.052 in an entry, a handle
     # takes 0.5, a line is 0.155 high.
     width, height = figure.get_size_inches()
@@ -115,9 +119,16 @@ def legend_below(figure: Figure, title: str = "", more: Sequence[Any] = ()) -> N
     columns = max(1, min(len(handles), int((width - 0.1) / widest_entry)))
     lines = math.ceil(len(handles) / columns) + title.count("\n") + 1
     figure.set_size_inches(width, height + 0.1 + 0.155 * lines)
-    options: dict[str, Any] = {"ncols": columns, "columnspacing": 1.2, "handlelength": 2.6, "borderpad": 0.1}
     figure.legend(
-        [*handles.values()], [*handles], loc="outside lower left", title=title or None, alignment="left", **options
+        list(handles.values()),
+        list(handles),
+        loc="outside lower left",
+        title=title or None,
+        alignment="left",
+        ncols=columns,
+        columnspacing=1.2,
+        handlelength=2.6,
+        borderpad=0.1,
     )
 
 
@@ -147,7 +158,9 @@ def save_figure(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix.lower() == ".svg":
         atomic_write(path, svg(figure))
-    else:
-        # A PDF holds the time at which it was made unless it is told not to.
-        metadata = {"CreationDate": None} if path.suffix.lower() == ".pdf" else None
-        figure.savefig(path, dpi=300, metadata=metadata)
+        return
+    metadata = None
+    if path.suffix.lower() == ".pdf":
+        # Without this, a PDF holds the time at which it was made, and its bytes differ from run to run.
+        metadata = {"CreationDate": None}
+    figure.savefig(path, dpi=300, metadata=metadata)

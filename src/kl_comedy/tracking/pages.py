@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.tracking.runs import NoCurves, open_runs
+from kl_comedy.tracking.runs import Export, NoCurves, open_runs
 from kl_comedy.tracking.verify import listed
 
 TABLE_COMMANDS = ("table", "compare", "aggregate")
@@ -140,6 +140,7 @@ def _pages(path: Path) -> list[Path]:
 
 
 def _verify_table(table: MarkdownTable, page: Path, recompute: Recompute) -> dict[str, Any]:
+    # A table that cannot be made again is a row of the result: the others are checked all the same.
     try:
         program, *words = shlex.split(table.command)
         if program == "unchecked:":
@@ -176,15 +177,18 @@ def _verify_by_command(table: MarkdownTable, page: Path, words: list[str], recom
         position = words.index("--uri")
         export = page.parent / words[position + 1]
         words = words[:position] + words[position + 2 :]
+    # startswith, because --out=FILE is one word. A page must not make the check write or fetch anything.
     has_forbidden_option = any(word.startswith(FORBIDDEN_OPTIONS) for word in words)
     if words[0] not in TABLE_COMMANDS or has_forbidden_option:
         raise UserError(f"{table.command!r} does not print a table ({', '.join(TABLE_COMMANDS)})")
     if not export.is_file():
         return {"verdict": "unchecked", "why": f"there is no {export}"}
     current = markdown_tables(recompute(words, export))[0]
+    runs = open_runs(export)
+    has_curves = isinstance(runs, Export) and len(runs.curves) > 0
     not_computable = []
     # The rule of collapse compares with the first value of a curve.
-    if "collapsed" in table.header and not open_runs(export).curves:
+    if "collapsed" in table.header and not has_curves:
         not_computable = ["collapsed"]
     return _compare(table, current, not_computable)
 
@@ -211,8 +215,11 @@ def _compare(table: MarkdownTable, current: MarkdownTable, unchecked: Sequence[s
         for row, current_row in zip(table.rows, current.rows, strict=False):
             if row[position] != current_row[current_position]:
                 differences.append(f"{name}: {row[position]!r} -> {current_row[current_position]!r}")
+    verdict = "same"
+    if differences:
+        verdict = "changed"
     return {
-        "verdict": "changed" if differences else "same",
+        "verdict": verdict,
         "cells": compared_cells,
         "unchecked": ", ".join(unchecked),
         "why": listed(differences, MOST_SHOWN),

@@ -12,7 +12,8 @@ import math
 import textwrap
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kl_comedy.errors import UserError
 from kl_comedy.statistics import Interval, geometric_interval, interval
@@ -35,6 +36,10 @@ from kl_comedy.tracking.runs import BETA, FAMILY, LABEL, NO_KL, family_of, short
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+    from matplotlib.lines import Line2D
 
 MOST_LINES = 8
 """More lines than this cannot be told apart in one panel."""
@@ -96,13 +101,22 @@ def panels_of(frame: pd.DataFrame, keys: Sequence[str]) -> Panels:
     others = [key for key in keys if key not in KL_KEYS]
     by_kl = FAMILY in frame and len(others) < len(keys)
     # Split by KL, the runs without any would be a panel of their own, and compared with nothing.
-    without_kl = frame[FAMILY] == NO_KL if by_kl else pd.Series(False, frame.index)
-    shared, covered, panels = dict(groups_of(frame[without_kl], others)), set(), []
+    without_kl = pd.Series(False, frame.index)
+    if by_kl:
+        without_kl = frame[FAMILY] == NO_KL
+    shared = dict(groups_of(frame[without_kl], others))
+    covered: set[tuple[str, ...]] = set()
+    panels: Panels = []
     for values, members in groups_of(frame[~without_kl], keys):
-        rest = tuple(value for key, value in zip(keys, values, strict=True) if key in others)
-        covered.add(rest)
-        panels.append((group_title(keys, values), pd.concat([shared.get(rest, members[:0]), members])))
-    return panels + [(_no_kl(others, rest), shared[rest]) for rest in shared if rest not in covered]
+        other_values = tuple(value for key, value in zip(keys, values, strict=True) if key in others)
+        covered.add(other_values)
+        no_runs = members[:0]
+        runs = pd.concat([shared.get(other_values, no_runs), members])
+        panels.append((group_title(keys, values), runs))
+    for other_values, runs in shared.items():
+        if other_values not in covered:
+            panels.append((_no_kl(others, other_values), runs))
+    return panels
 
 
 def lines_and_panels(frame: pd.DataFrame, groups: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -112,15 +126,27 @@ def lines_and_panels(frame: pd.DataFrame, groups: Sequence[str]) -> tuple[list[s
     way round where that makes fewer panels; other keys make panels.
     """
     names = list(groups)
-    if FAMILY not in frame or not {*KL_KEYS} & {*names} or len(groups_of(frame, names)) <= MOST_LINES:
+    separates_by_kl = any(key in names for key in KL_KEYS)
+    if FAMILY not in frame or not separates_by_kl:
+        return names, []
+    number_of_groups = len(groups_of(frame, names))
+    if number_of_groups <= MOST_LINES:
         return names, []
     others = [name for name in names if name not in (*KL_KEYS, NAME) and frame[name].nunique() > 1]
-    if NAME in names and len(groups_of(frame, [*others, LABEL])) < len(groups_of(frame, names)):
+    if NAME in names and len(groups_of(frame, [*others, LABEL])) < number_of_groups:
         return names, []  # the names separate what no other key does
     with_kl = frame[frame[FAMILY] != NO_KL]
-    families, betas = with_kl[FAMILY].nunique(), with_kl[BETA].nunique()
-    line, panel = (FAMILY, BETA) if betas <= families else (BETA, FAMILY)
-    return [line], [*others, panel] if min(families, betas) > 1 else others
+    families = with_kl[FAMILY].nunique()
+    betas = with_kl[BETA].nunique()
+    line = FAMILY
+    panel = BETA
+    # The key with fewer values makes the panels.
+    if betas > families:
+        line = BETA
+        panel = FAMILY
+    if min(families, betas) <= 1:
+        return [line], others
+    return [line], [*others, panel]
 
 
 def group_title(keys: Sequence[str], values: Sequence[str]) -> str:
@@ -137,13 +163,19 @@ def group_title(keys: Sequence[str], values: Sequence[str]) -> str:
 
 
 def _no_kl(keys: Sequence[str], values: Sequence[str]) -> str:
-    return ", ".join(filter(None, [group_title(keys, values), NO_KL]))
+    title = group_title(keys, values)
+    if not title:
+        return NO_KL
+    return f"{title}, {NO_KL}"
 
 
 def line_label(groups: Sequence[str], values: Sequence[str]) -> str:
     """The name of a line: its values, ``no KL`` for whatever has none."""
     given = dict(zip(groups, values, strict=True))
-    if NO_KL in (given.get(FAMILY), given.get(LABEL)) or (given.get(BETA) == "0" and FAMILY not in given):
+    is_named_no_kl = NO_KL in (given.get(FAMILY), given.get(LABEL))
+    # Where families are panels, a line is a beta, and runs without KL are beta 0.
+    is_beta_0 = given.get(BETA) == "0" and FAMILY not in given
+    if is_named_no_kl or is_beta_0:
         others = [key for key in groups if key not in KL_KEYS]
         return _no_kl(others, [given[key] for key in others])
     return group_title(groups, values) or "all runs"
@@ -166,21 +198,33 @@ def styles(lines: Iterable[str], families: Iterable[str] | None = None) -> dict[
 
     Without KL is grey and dotted.
     """
-    pairs = dict(zip(lines, families or itertools.repeat(""), strict=families is not None))
+    if families is None:
+        family_of_line = dict.fromkeys(lines, "")
+    else:
+        family_of_line = dict(zip(lines, families, strict=True))
+    looks: dict[str, Look] = {}
+    if NO_KL in family_of_line:
+        looks[NO_KL] = WITHOUT_KL
+    labels = [label for label in family_of_line if label != NO_KL]
+    names = [family_of_line[label] for label in labels]
     # Without names, or with one for two lines, a look by family would be ambiguous.
-    names = [family for label, family in pairs.items() if label != NO_KL]
-    looks = {NO_KL: WITHOUT_KL} if NO_KL in pairs else {}
-    if "" in names or len({*names}) < len(names) or len(names) > len(OTHER_LOOKS):
-        return looks | {label: look(at) for at, label in enumerate(label for label in pairs if label != NO_KL)}
-    places = {family: at for at, family in enumerate(METHODS)}
+    is_ambiguous = "" in names or len(set(names)) < len(names)
+    if is_ambiguous or len(names) > len(OTHER_LOOKS):
+        for number, label in enumerate(labels):
+            looks[label] = look(number)
+        return looks
+    look_of_family = {family: number for number, family in enumerate(METHODS)}
     for family in names:
-        if family not in METHODS:
-            # Not hash(): it differs from process to process, and a family must look the same in every figure.
-            at = zlib.crc32(family.encode())
-            while OTHER_LOOKS[at % len(OTHER_LOOKS)] in places.values():
-                at += 1
-            places[family] = OTHER_LOOKS[at % len(OTHER_LOOKS)]
-    return looks | {label: look(places[family]) for label, family in pairs.items() if label != NO_KL}
+        if family in METHODS:
+            continue
+        # Not hash(): it differs from process to process, and a family must look the same in every figure.
+        place = zlib.crc32(family.encode())
+        while OTHER_LOOKS[place % len(OTHER_LOOKS)] in look_of_family.values():
+            place += 1
+        look_of_family[family] = OTHER_LOOKS[place % len(OTHER_LOOKS)]
+    for label in labels:
+        looks[label] = look(look_of_family[family_of_line[label]])
+    return looks
 
 
 def _styles_of(frame: pd.DataFrame, groups: Sequence[str]) -> dict[str, Look]:
@@ -188,7 +232,10 @@ def _styles_of(frame: pd.DataFrame, groups: Sequence[str]) -> dict[str, Look]:
     lines: dict[str, str] = {}
     for values, _ in groups_of(frame, groups):
         given = dict(zip(groups, values, strict=True))
-        lines[line_label(groups, values)] = given.get(FAMILY) or family_of(given.get(LABEL, ""))[0]
+        family = given.get(FAMILY, "")
+        if not family:
+            family, _ = family_of(given.get(LABEL, ""))
+        lines[line_label(groups, values)] = family
     return styles(lines, lines.values())
 
 
@@ -201,7 +248,7 @@ def plot_curves(
     panels: Sequence[str] = (),
     log: Collection[str] = (),
     smooth: int = 1,
-) -> Any:
+) -> Figure:
     """The figure of metrics over updates, a row of panels for each; a line is the mean over a group's runs.
 
     ``points``: metric to columns run_id, step, value (:func:`kl_comedy.tracking.runs.history`). ``smooth`` replaces
@@ -211,12 +258,15 @@ def plot_curves(
     """
     parts = panels_of(frame, panels)
     lines = [key for key in groups if key not in panels]
+    # Each run before the mean over runs, so that the band is that of smoothed runs.
     smoothed = {metric: smooth_curves(values, smooth) for metric, values in points.items()}
     curves_of_panels: dict[str, list[dict[str, pd.DataFrame]]] = {}
     for metric, values in smoothed.items():
         curves_of_panels[metric] = [_bands(values, runs, lines, log=metric in log) for _, runs in parts]
         if not any(curves_of_panels[metric]):
-            condition = " above 0, as --log needs," if metric in log else ""
+            condition = ""
+            if metric in log:
+                condition = " above 0, as --log needs,"
             raise UserError(f"--metric: no finite point{condition} of {metric!r} in these {len(frame)} runs")
     seed_counts = _seed_counts(curves_of_panels)
     looks = {label: style for label, style in _styles_of(frame, lines).items() if label in seed_counts}
@@ -255,7 +305,9 @@ def _seed_counts(curves_of_panels: Mapping[str, list[dict[str, pd.DataFrame]]]) 
 def _common_count(seed_counts: Mapping[str, set[int]]) -> str:
     """The number of seeds that every point of every line has; empty where they differ."""
     all_counts = set.union(*seed_counts.values())
-    return str(min(all_counts)) if len(all_counts) == 1 else ""
+    if len(all_counts) > 1:
+        return ""
+    return str(min(all_counts))
 
 
 def _curve_name(label: str, counts: set[int], common_count: str) -> str:
@@ -268,7 +320,7 @@ def _curve_name(label: str, counts: set[int], common_count: str) -> str:
     return in_words(f"{label} (n={n})")
 
 
-def _draw_curves(axes: Any, curves: Mapping[str, pd.DataFrame], names: Mapping[str, str], looks: Looks) -> None:
+def _draw_curves(axes: Axes, curves: Mapping[str, pd.DataFrame], names: Mapping[str, str], looks: Looks) -> None:
     """Lines with their bands. Many bands over one another are paler, or they would hide the lines."""
     shade = 0.15 if len(curves) < 4 else 0.07
     for place, (label, curve) in enumerate(curves.items()):
@@ -279,7 +331,7 @@ def _draw_curves(axes: Any, curves: Mapping[str, pd.DataFrame], names: Mapping[s
         axes.fill_between(curve["step"], curve["low"], curve["high"], color=style["color"], alpha=shade, linewidth=0)
 
 
-def _limit_curves(axes: Any, values: pd.Series, *, log: bool) -> None:
+def _limit_curves(axes: Axes, values: pd.Series[float], *, log: bool) -> None:
     """Cut bands that reach far beyond the runs' own points, as those of two seeds do."""
     shown = values[values.abs() < math.inf]
     if log:
@@ -290,6 +342,7 @@ def _limit_curves(axes: Any, values: pd.Series, *, log: bool) -> None:
         axes.set_ylim(max(low, least / 1.3, most / 10**DECADES), min(high, most * 1.3))
         plain_ticks(axes.yaxis)
     else:
+        # A flat curve has no range: it gets a margin of its size, and one of zeros a fixed one.
         margin = 0.05 * (most - least) or 0.05 * abs(most) or 0.05
         axes.set_ylim(max(low, least - margin), min(high, most + margin))
 
@@ -305,8 +358,9 @@ def _curves_title(metrics: Collection[str], log: Collection[str], common_count: 
         middle = "geometric mean"
     else:
         middle = "mean (log: geometric)"
-    seeds = f"of {common_count} seeds" if common_count else "over seeds"
-    return f"{middle} and 95% interval {seeds}"
+    if not common_count:
+        return f"{middle} and 95% interval over seeds"
+    return f"{middle} and 95% interval of {common_count} seeds"
 
 
 def smooth_curves(points: pd.DataFrame, last: int) -> pd.DataFrame:
@@ -324,9 +378,13 @@ def _bands(points: pd.DataFrame, frame: pd.DataFrame, groups: Sequence[str], *, 
     for keys, members in groups_of(frame, groups):
         seeds = seeds_of(members.set_index("run_id", drop=False))
         finite = points[points["run_id"].isin(seeds.index) & (points["value"].abs() < math.inf)]
-        values = finite.groupby([finite["run_id"].map(seeds).rename("seed"), "step"], sort=False)["value"].mean()
-        curves[line_label(groups, keys)] = band(values.reset_index(), log=log)
-    return {label: curve for label, curve in curves.items() if len(curve)}
+        seed_of_point = finite["run_id"].map(seeds).rename("seed")
+        # Runs of one seed are not independent, so their mean at a step is one observation of the band.
+        values = finite.groupby([seed_of_point, "step"], sort=False)["value"].mean()
+        curve = band(values.reset_index(), log=log)
+        if len(curve) > 0:
+            curves[line_label(groups, keys)] = curve
+    return curves
 
 
 @paper_style()
@@ -338,34 +396,32 @@ def frontier(
     panels: Sequence[str] = (),
     *,
     certificates: bool = False,
-) -> Any:
+) -> Figure:
     """A metric against KL, a line for each group through its betas in the order of KL; before it, where
     ``certificates``, bias and variance of each group's certificate. A row of panels for each metric.
 
     The size of a mark is its beta, and a hollow one collapsed. KL is on a logarithmic axis where all of it is above 0.
     Raises :class:`UserError` where no run has what is drawn.
     """
-    from matplotlib.lines import Line2D
-
-    for column in (BIAS, VARIANCE) if certificates else ():
-        if column not in frame or frame[column].isna().all():
-            why = "which these runs lack: an older version tracked them"
-            raise UserError(f"--kind: plane needs the tag {short(column)}, {why}")
     parts = panels_of(frame, panels)
     lines = [key for key in groups if key not in panels]
     looks = _styles_of(frame, lines)
-    betas = sorted({*frame.loc[frame[FAMILY] != NO_KL, BETA]}, key=sort_key) if FAMILY in frame else []
-    # Points: from just above a line's width to as large as marks can be without hiding each other.
-    sizes = {beta: 3.0 + 3.5 * (at + 1) / len(betas) for at, beta in enumerate(betas)}
-    first: Panels = [("certificates", frame)] if certificates else []
+    sizes = _mark_sizes(frame)
+    first: Panels = []
+    if certificates:
+        _check_certificates(frame)
+        first = [("certificates", frame)]
     figure, grid = _layout([*first, *parts], len(metrics))
     scale = ""
     for row, metric in zip(grid, metrics, strict=True):
+        # A run has a place only if both of its values are known.
         finite = (frame[f"metrics.{metric}"].abs() < math.inf) & (frame[kl].abs() < math.inf)
         if not finite.any():
             raise UserError(f"--metric: no run has a finite {metric!r} and {short(kl)!r}")
         log = bool((frame.loc[finite, kl] > 0).all())
-        scale = " (of KL in logarithms)" if log else ""
+        scale = ""
+        if log:
+            scale = " (of KL in logarithms)"
         for axes, (_, runs) in zip(row[len(first) :], parts, strict=True):
             placed = runs.assign(x=runs[kl].where(finite[runs.index]), y=runs[f"metrics.{metric}"])
             _draw_frontier(axes, placed, lines, looks, sizes, log=log)
@@ -373,57 +429,122 @@ def frontier(
         if certificates:
             row[1].set_ylabel(row[0].get_ylabel())
             _draw_certificates(row[0], frame, lines, looks)
-    grey = {"color": "0.4", "linestyle": "none"}
-    marks = [Line2D([], [], label=in_words(label), **style | {"linestyle": "none"}) for label, style in looks.items()]
-    marks += [Line2D([], [], marker="o", markersize=size, label=f"beta {beta}", **grey) for beta, size in sizes.items()]
-    if collapsed_runs(frame):
-        half = {"fillstyle": "left", "markerfacecoloralt": "white"}
-        marks.append(Line2D([], [], marker="o", label="some runs collapsed", **half, **grey))
-        marks.append(Line2D([], [], marker="o", label="all runs collapsed", fillstyle="none", **grey))
-    legend_below(figure, f"mean and 95% interval over seeds{scale}, cut at the edges", marks)
+    title = f"mean and 95% interval over seeds{scale}, cut at the edges"
+    legend_below(figure, title, _frontier_marks(looks, sizes, has_collapsed=bool(collapsed_runs(frame))))
     return figure
 
 
+def _check_certificates(frame: pd.DataFrame) -> None:
+    """Raise :class:`UserError` where no run has the tags of a certificate."""
+    for column in (BIAS, VARIANCE):
+        if column not in frame or frame[column].isna().all():
+            why = "which these runs lack: an older version tracked them"
+            raise UserError(f"--kind: plane needs the tag {short(column)}, {why}")
+
+
+def _mark_sizes(frame: pd.DataFrame) -> dict[str, float]:
+    """The size of a mark in points, by beta; larger betas have larger marks."""
+    if FAMILY not in frame:
+        return {}
+    betas = sorted(set(frame.loc[frame[FAMILY] != NO_KL, BETA]), key=sort_key)
+    # From just above a line's width to as large as marks can be without hiding each other.
+    return {beta: 3.0 + 3.5 * (place + 1) / len(betas) for place, beta in enumerate(betas)}
+
+
+def _frontier_marks(looks: Looks, sizes: Mapping[str, float], *, has_collapsed: bool) -> list[Line2D]:
+    """The legend's entries: groups by colour and marker, betas by size, collapsed runs by how a mark is filled."""
+    from matplotlib.lines import Line2D
+
+    def grey_mark(label: str, **options: Any) -> Line2D:
+        return Line2D([], [], marker="o", label=label, color="0.4", linestyle="none", **options)
+
+    marks = [Line2D([], [], label=in_words(label), **style | {"linestyle": "none"}) for label, style in looks.items()]
+    marks += [grey_mark(f"beta {beta}", markersize=size) for beta, size in sizes.items()]
+    if has_collapsed:
+        marks.append(grey_mark("some runs collapsed", fillstyle="left", markerfacecoloralt="white"))
+        marks.append(grey_mark("all runs collapsed", fillstyle="none"))
+    return marks
+
+
+class _Spot(NamedTuple):
+    """The runs of one group and beta as a mark: their KL and metric, and matplotlib's ``fillstyle``."""
+
+    x: float
+    y: float
+    x_bar: list[list[float]] | None
+    """The interval, below and above the mean; None for a single seed."""
+    y_bar: list[list[float]] | None
+    beta: str
+    fill: str
+
+
 def _draw_frontier(
-    axes: Any, frame: pd.DataFrame, groups: Sequence[str], looks: Looks, sizes: Mapping[str, float], *, log: bool
+    axes: Axes, frame: pd.DataFrame, groups: Sequence[str], looks: Looks, sizes: Mapping[str, float], *, log: bool
 ) -> None:
     """The betas of each group in the order of their mean KL ``x``, joined by solid lines only where no run collapsed:
     nothing is read off across a collapsed one either. Runs whose ``x`` is missing are not placed."""
     for keys, members in groups_of(frame, groups):
         style = looks[line_label(groups, keys)]
-        spots: list[tuple[Interval, Interval, str, str]] = []
-        for (beta,), side in groups_of(members, [BETA]):
-            placed = side[side["x"].notna()]
-            if len(placed) == 0:
-                continue
-            kl_values = by_seed(placed, "x")
-            x = geometric_interval(kl_values) if log else interval(kl_values)
-            spots.append((x, interval(by_seed(placed, "y")), beta, _fill_style(side)))
-        # By KL and not by beta: a line that went back and forth could not be read off.
-        spots.sort(key=lambda spot: spot[0].mean or 0.0)
+        spots = _spots(members, log=log)
         colour = style["color"]
         for left, right in itertools.pairwise(spots):
-            ends = [left[0].mean, right[0].mean], [left[1].mean, right[1].mean]
             # A dotted line is no frontier: reward_at_kl does not interpolate across a collapsed run.
-            dash = "-" if left[3] == right[3] == "full" else ":"
-            axes.plot(*ends, dash, color=colour, alpha=0.5, linewidth=0.9)
-        for x, y, beta, fill in spots:
-            bars = {"xerr": _reach(x), "yerr": _reach(y), "ecolor": (colour, 0.35), "elinewidth": 0.6}
-            mark = {"fmt": style["marker"], "color": colour, "fillstyle": fill, "markerfacecoloralt": "white"}
-            mark |= {"markeredgecolor": "white", "markeredgewidth": 0.4} if fill == "full" else {}
-            axes.errorbar([x.mean], [y.mean], markersize=sizes.get(beta, 5.0), **bars, **mark)
+            dash = ":"
+            if left.fill == right.fill == "full":
+                dash = "-"
+            axes.plot([left.x, right.x], [left.y, right.y], dash, color=colour, alpha=0.5, linewidth=0.9)
+        for spot in spots:
+            options: dict[str, Any] = {
+                "xerr": spot.x_bar,
+                "yerr": spot.y_bar,
+                "ecolor": (colour, 0.35),
+                "elinewidth": 0.6,
+                "fmt": style["marker"],
+                "color": colour,
+                "fillstyle": spot.fill,
+                "markerfacecoloralt": "white",
+                "markersize": sizes.get(spot.beta, 5.0),
+            }
+            # Only full marks: without its edge a hollow one would be invisible.
+            if spot.fill == "full":
+                options |= {"markeredgecolor": "white", "markeredgewidth": 0.4}
+            axes.errorbar([spot.x], [spot.y], **options)
     finite = frame[frame["x"].notna()]
-    if len(finite):  # the axes hold every run, a quarter wider; the bar of two seeds may reach far beyond
-        low, high = finite["y"].min(), finite["y"].max()
-        margin = 0.25 * (high - low) or 0.05 * abs(high) or 0.05
-        axes.set_ylim(low - margin, high + margin)
-        least, most = finite["x"].min(), finite["x"].max()
-        if log:
-            axes.set_xscale("log")
-            axes.set_xlim(least / 1.5, most * 1.5)
-            plain_ticks(axes.xaxis)
-        else:
-            axes.set_xlim(min(0.0, 1.3 * least), 1.3 * max(most, 0.1))
+    if finite.empty:
+        return
+    # The axes hold every run, a quarter wider; the bar of two seeds may reach far beyond.
+    low = finite["y"].min()
+    high = finite["y"].max()
+    margin = 0.25 * (high - low) or 0.05 * abs(high) or 0.05
+    axes.set_ylim(low - margin, high + margin)
+    least = finite["x"].min()
+    most = finite["x"].max()
+    if log:
+        axes.set_xscale("log")
+        axes.set_xlim(least / 1.5, most * 1.5)
+        plain_ticks(axes.xaxis)
+    else:
+        axes.set_xlim(min(0.0, 1.3 * least), 1.3 * max(most, 0.1))
+
+
+def _spots(members: pd.DataFrame, *, log: bool) -> list[_Spot]:
+    """A mark for each beta that has a placed run, in the order of their KL."""
+    interval_of_kl = geometric_interval if log else interval
+    spots = []
+    for (beta,), runs in groups_of(members, [BETA]):
+        placed = runs[runs["x"].notna()]
+        if placed.empty:
+            continue
+        kl = interval_of_kl(by_seed(placed, "x"))
+        reward = interval(by_seed(placed, "y"))
+        # A placed run has both values, so that neither mean is None.
+        assert kl.mean is not None
+        assert reward.mean is not None
+        spots.append(
+            _Spot(x=kl.mean, y=reward.mean, x_bar=_reach(kl), y_bar=_reach(reward), beta=beta, fill=_fill_style(runs))
+        )
+    # By KL and not by beta: a line that went back and forth could not be read off.
+    return sorted(spots, key=lambda spot: spot.x)
 
 
 def _fill_style(runs: pd.DataFrame) -> str:
@@ -443,7 +564,7 @@ def _reach(bar: Interval) -> list[list[float]] | None:
     return [[bar.mean - bar.low], [bar.high - bar.mean]]
 
 
-def _draw_certificates(axes: Any, frame: pd.DataFrame, groups: Sequence[str], looks: Looks) -> None:
+def _draw_certificates(axes: Axes, frame: pd.DataFrame, groups: Sequence[str], looks: Looks) -> None:
     for keys, members in groups_of(frame, groups):
         # A group has one configuration, so the certificates of its runs are the same.
         known = members[[BIAS, VARIANCE]].dropna().astype(float)[:1]
@@ -456,73 +577,112 @@ def _draw_certificates(axes: Any, frame: pd.DataFrame, groups: Sequence[str], lo
 
 
 @paper_style()
-def heatmap(frame: pd.DataFrame, metrics: Sequence[str], panels: Sequence[str]) -> Any:
-    """KL family by beta: the mean over the seeds of a cell. Runs without KL are one row."""
+def heatmap(frame: pd.DataFrame, metrics: Sequence[str], panels: Sequence[str]) -> Figure:
+    """KL family by beta: the mean over the seeds of a cell. Runs without KL are one row.
+
+    Raises :class:`UserError` for a metric that no run has.
+    """
     with_kl = frame[frame[FAMILY] != NO_KL]
-    rows = list(dict.fromkeys(frame[FAMILY]))
-    betas = sorted({*with_kl[BETA]}, key=sort_key) or ["0"]
+    families = list(dict.fromkeys(frame[FAMILY].astype(str)))
+    betas = sorted(set(with_kl[BETA].astype(str)), key=sort_key) or ["0"]
     parts = panels_of(frame, [key for key in panels if key not in KL_KEYS])
     # Inches: 1.9 for the families' names and the colour bar, 0.6 for a column of cells with its text.
     columns = min(len(parts), max(1, int((PAGE - 1.9) / (0.6 * len(betas)))))
-    size = max(COLUMN, min(PAGE, 2.2 + 0.62 * len(betas) * columns)), 0.45 + 0.4 * len(rows)
-    figure, grid = _layout(parts, len(metrics), columns=columns, size=size)
-    for line, metric in zip(grid, metrics, strict=True):
-        column = f"metrics.{metric}"
-        means = [_cells(runs, column, rows, betas) for _, runs in parts]
-        # All panels of a metric have one scale of colours.
-        known = [value for image, _ in means for value in image.stack().dropna()]
+    width = max(COLUMN, min(PAGE, 2.2 + 0.62 * len(betas) * columns))
+    row_height = 0.45 + 0.4 * len(families)
+    figure, grid = _layout(parts, len(metrics), columns=columns, size=(width, row_height))
+    for axes_of_metric, metric in zip(grid, metrics, strict=True):
+        cells_of_panels = [_cells(runs, f"metrics.{metric}", families, betas) for _, runs in parts]
+        known: list[float] = []
+        seed_counts: set[int] = set()
+        for cells in cells_of_panels:
+            known += cells.means.values()
+            seed_counts.update(cells.seeds.values())
         if not known:
             raise UserError(f"--metric: no run has a finite {metric!r}")
-        counts = {n for _, numbers in means for n in numbers.values()}
-        for axes, (image, numbers), (_, runs) in zip(line, means, parts, strict=True):
-            shown = axes.imshow(image, cmap="viridis", aspect="auto", vmin=min(known), vmax=max(known))
-            for (family, beta), members in runs.groupby([FAMILY, BETA]):
-                lost = collapsed_runs(members)
-                if family == NO_KL:
-                    # One text in the middle of the row, whose cells are all the same.
-                    value = image.at[family, betas[0]]
-                    column_place = (len(betas) - 1) / 2
-                else:
-                    value = image.at[family, beta]
-                    column_place = betas.index(beta)
-                text = "-" if math.isnan(value) else f"{value:.3g}"
-                if len(counts) > 1:
-                    text += f"\nn={numbers.get((family, beta), 0)}"
-                if lost:
-                    text += f"\n{lost} of {len(members)}\ncollapsed"
-                is_dark = not math.isnan(value) and shown.norm(value) < 0.6
-                colour = "w" if is_dark else "k"
-                axes.text(column_place, rows.index(family), text, ha="center", va="center", fontsize=6, color=colour)
-            names = ["\n".join(textwrap.wrap(in_words(name), 18)) for name in rows]
+        for axes, cells, (_, runs) in zip(axes_of_metric, cells_of_panels, parts, strict=True):
+            # All panels of a metric have one scale of colours, which the colour bar of the last one shows.
+            image = axes.imshow(cells.image(), cmap="viridis", aspect="auto", vmin=min(known), vmax=max(known))
+            _write_cells(axes, image, cells, runs, with_counts=len(seed_counts) > 1)
+            names = ["\n".join(textwrap.wrap(in_words(name), 18)) for name in families]
             axes.set_xticks(range(len(betas)), betas)
-            axes.set_yticks(range(len(rows)), names)
+            axes.set_yticks(range(len(families)), names)
             axes.grid(visible=False)
             axes.set_xlabel("beta")
             axes.label_outer(remove_inner_ticks=True)
-        seeds = f"mean of {counts.pop()} seeds" if len(counts) == 1 else "mean over seeds"
+        seeds = "mean over seeds"
+        if len(seed_counts) == 1:
+            seeds = f"mean of {min(seed_counts)} seeds"
         words, unit = metric_label(metric)
-        in_brackets = f"{unit}, {seeds}" if unit else seeds
+        in_brackets = seeds
+        if unit:
+            in_brackets = f"{unit}, {seeds}"
         text = "\n".join(textwrap.wrap(f"{words} ({in_brackets})", 30))
-        figure.colorbar(shown, ax=line, label=text, aspect=30)
+        figure.colorbar(image, ax=axes_of_metric, label=text, aspect=30)
     return figure
 
 
-def _cells(
-    frame: pd.DataFrame, column: str, rows: Sequence[str], betas: Sequence[str]
-) -> tuple[pd.DataFrame, dict[tuple[str, str], int]]:
-    """The mean over seeds of each family and beta, without KL in every column; the number of seeds of each."""
+class _Cells(NamedTuple):
+    """The cells of a heatmap: a row for each family and a column for each beta."""
+
+    families: Sequence[str]
+    betas: Sequence[str]
+    means: Mapping[tuple[str, str], float]
+    """Mean over seeds by family and beta; runs without KL are beta 0. Cells without a finite value are left out."""
+    seeds: Mapping[tuple[str, str], int]
+    """Number of seeds by family and beta."""
+
+    def mean(self, family: str, beta: str) -> float:
+        """What a cell shows: NaN where there is no value, one value in the whole row of the runs without KL."""
+        if family == NO_KL:
+            beta = "0"
+        return self.means.get((family, beta), math.nan)
+
+    def image(self) -> list[list[float]]:
+        return [[self.mean(family, beta) for beta in self.betas] for family in self.families]
+
+
+def _cells(frame: pd.DataFrame, column: str, families: Sequence[str], betas: Sequence[str]) -> _Cells:
     finite = frame[frame[column].abs() < math.inf]
-    of_seeds = finite.groupby([FAMILY, BETA, seeds_of(finite).rename("seed")])[column].mean().groupby(level=[0, 1])
-    image = of_seeds.mean().unstack().reindex(index=rows, columns=[*dict.fromkeys([*betas, "0"])])
-    if NO_KL in rows:
-        # Runs without KL are beta 0, and their row shows the same value under every beta.
-        image.loc[NO_KL] = image.at[NO_KL, "0"]
-    return image[list(betas)], {(str(family), str(beta)): int(n) for (family, beta), n in of_seeds.size().items()}
+    means_of_seeds = finite.groupby([FAMILY, BETA, seeds_of(finite).rename("seed")])[column].mean()
+    cells = means_of_seeds.groupby(level=[0, 1])
+    # The cast: pandas' types do not say that the keys of an index with two levels are pairs.
+    means = cast("dict[tuple[str, str], float]", cells.mean().to_dict())
+    seeds = cast("dict[tuple[str, str], int]", cells.size().to_dict())
+    return _Cells(families=families, betas=betas, means=means, seeds=seeds)
+
+
+def _write_cells(axes: Axes, image: AxesImage, cells: _Cells, runs: pd.DataFrame, *, with_counts: bool) -> None:
+    """Write the mean into each cell that has a run, the number of seeds where it differs, and the collapsed runs."""
+    import numpy as np
+
+    # Sorted: a figure's bytes depend on the order of its texts, and the same data must give the same bytes.
+    for (family, beta), members in sorted(groups_of(runs, [FAMILY, BETA]), key=itemgetter(0)):
+        mean = cells.mean(family, beta)
+        column_place = (len(cells.betas) - 1) / 2
+        # Runs without KL have one text in the middle of their row, whose cells are all the same.
+        if family != NO_KL:
+            column_place = cells.betas.index(beta)
+        text = "-"
+        colour = "k"
+        if not math.isnan(mean):
+            text = f"{mean:.3g}"
+            # The cast: the norm of one number is a number, which matplotlib's types do not say.
+            brightness = cast("float", image.norm(np.asarray(mean)))
+            if brightness < 0.6:
+                colour = "w"
+        if with_counts:
+            text += f"\nn={cells.seeds.get((family, beta), 0)}"
+        collapsed = collapsed_runs(members)
+        if collapsed:
+            text += f"\n{collapsed} of {len(members)}\ncollapsed"
+        row = cells.families.index(family)
+        axes.text(column_place, row, text, ha="center", va="center", fontsize=6, color=colour)
 
 
 def _layout(
     panels: Panels, metrics: int, *, share: bool = False, columns: int = 0, size: tuple[float, float] | None = None
-) -> tuple[Any, list[list[Any]]]:
+) -> tuple[Figure, list[list[Axes]]]:
     """A figure and its axes, ``[metric][panel]``, those of one metric with the same scales where they ``share``.
 
     One panel: metrics in two columns. Several: those of one metric below those of another, in up to four columns, as
@@ -545,6 +705,7 @@ def _layout(
     figure = new_figure(width, height * rows)
     flat = list(figure.subplots(rows, columns, squeeze=False).flat)
     blocks = [flat[start : start + len(panels)] for start in range(0, metrics * places, places)]
+    # Places that no panel fills would show empty axes.
     for axes in set(flat).difference(*blocks):
         axes.set_axis_off()
     for block in blocks:
@@ -556,9 +717,11 @@ def _layout(
     return figure, blocks
 
 
-def _name_axes(row: Sequence[Any], x: str, metric: str) -> None:
+def _name_axes(row: Sequence[Axes], x: str, metric: str) -> None:
     """``x`` below the panels with none beneath them, ``metric`` in words at the left ones."""
-    columns = row[0].get_subplotspec().get_gridspec().ncols
+    place = row[0].get_subplotspec()
+    assert place is not None  # every panel is a subplot of _layout's grid
+    columns = place.get_gridspec().ncols
     for axes in row[-columns:]:
         axes.set_xlabel(x)
     for axes in row[::columns]:

@@ -10,9 +10,11 @@ import base64
 import hashlib
 import math
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kl_comedy.tracking.compare import groups_of
@@ -26,9 +28,12 @@ from kl_comedy.tracking.tables import bounds, number
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 TEMPLATES = Path(__file__).parent / "templates"
 CERTIFICATE = ("verdict", "target", "relative_bias", "cosine", "strength", "variance")
+COMPLETION_FACTS = ("problem", "answer", "reward", "status", "stop_reason")
+"""What a page shows of a sampled completion beside its text, where it was recorded."""
 TARGET = "tags.kl.target"
 PROVENANCE = (
     "config.",
@@ -49,6 +54,9 @@ PROVENANCE = (
     "seed",
 )
 """Tags with these beginnings say where a run comes from."""
+
+Row = Mapping[Hashable, Any]
+"""A row of a frame by column."""
 
 
 class Cell(NamedTuple):
@@ -98,38 +106,76 @@ class Study:
     groups: Sequence[str]
     metrics: Sequence[str]
 
-    def page(self, *, kl: str | None, parts: Sequence[str] = (), **texts: Any) -> str:
+    def page(
+        self,
+        *,
+        kl: str | None,
+        parts: Sequence[str] = (),
+        title: str,
+        command: str,
+        rules: Sequence[str],
+        warnings: Sequence[str],
+    ) -> str:
         """The HTML page. ``parts`` are some of ``groups``: a table and its pictures for each of their values.
 
-        ``texts``: ``title``, ``command``, and the lines ``rules`` and ``warnings``.
+        ``kl`` is the column of the KL for the frontier. ``rules`` and ``warnings`` are lines above the results, and
+        ``command`` is the command that makes the page.
         """
-        frame, groups = self.frame, self.groups
-        counts = ", ".join(f"{count} {name.lower()}" for name, count in frame["status"].value_counts().items())
-        code = f" Code: {', '.join(sorted(set(frame[CODE])))}." if CODE in frame else ""
-        configurations = groups_of(frame, groups)
-        links = {keys: f"configuration-{at}" for at, (keys, _) in enumerate(configurations, start=1)}
+        configurations = groups_of(self.frame, self.groups)
+        links = {keys: f"configuration-{number}" for number, (keys, _) in enumerate(configurations, start=1)}
+        # Read once for all parts: a curve is a query of the store per run.
         points = {metric: self.curves(metric) for metric in self.metrics}
-        columns = [name for name in frame if name.startswith(tuple(f"tags.{tag}" for tag in PROVENANCE))]
-        alike = [name for name in columns if frame[name].notna().all() and frame[name].nunique() == 1]
-        shared = {name.removeprefix("tags."): str(frame[name].iloc[0]) for name in alike} if len(frame) > 1 else {}
+        shared = self._shared_tags()
+
         sections = []
-        for values, members in groups_of(frame, parts):
-            inside = {keys: links[keys] for keys, _ in groups_of(members, groups)}
-            pictures = list(self.pictures(members, points, kl, parts))
-            results = self.results_table(members, inside)
-            sections.append({"title": group_title(parts, values), "results": results, "pictures": pictures})
+        for values, members in groups_of(self.frame, parts):
+            links_inside = {keys: links[keys] for keys, _ in groups_of(members, self.groups)}
+            sections.append(
+                {
+                    "title": group_title(parts, values),
+                    "results": self.results_table(members, links_inside),
+                    "pictures": list(self.pictures(members, points, kl, parts)),
+                }
+            )
+        details = []
+        for keys, members in configurations:
+            label = line_label(self.groups, keys)
+            details.append({"id": links[keys], "label": label, **self.configuration(members)})
         return render_page(
-            summary=f"{len(frame)} runs ({counts}) of {len(configurations)} configurations.{code}",
+            title=title,
+            command=command,
+            rules=rules,
+            warnings=warnings,
+            summary=self._counts(len(configurations)),
             headline=list(self.headline()),
             parts=sections,
             runs=self.runs_table(links, shared),
-            configurations=[
-                {"id": links[keys], "label": line_label(groups, keys), **self.configuration(members)}
-                for keys, members in configurations
-            ],
+            configurations=details,
             common=sorted(shared.items()),
-            **texts,
         )
+
+    def _counts(self, configurations: int) -> str:
+        """The number of runs, by status, and the versions of the code that made them."""
+        by_status = self.frame["status"].value_counts()
+        counts = ", ".join(f"{count} {str(status).lower()}" for status, count in by_status.items())
+        line = f"{len(self.frame)} runs ({counts}) of {configurations} configurations."
+        if CODE in self.frame:
+            line += f" Code: {', '.join(sorted(set(self.frame[CODE])))}."
+        return line
+
+    def _shared_tags(self) -> dict[str, str]:
+        """The tags of provenance that have one value in all runs; the page shows them once. None of a single run."""
+        shared: dict[str, str] = {}
+        if len(self.frame) <= 1:
+            return shared
+        beginnings = tuple(f"tags.{tag}" for tag in PROVENANCE)
+        for column in self.frame.columns:
+            if not column.startswith(beginnings):
+                continue
+            values = self.frame[column]
+            if values.notna().all() and values.nunique() == 1:
+                shared[column.removeprefix("tags.")] = str(values.iloc[0])
+        return shared
 
     def headline(self) -> Iterable[str]:
         """The extremes of the first metric, and how many runs collapsed in how many configurations.
@@ -139,71 +185,97 @@ class Study:
         median row compete.
         """
         metric = self.metrics[0]
-        lines = self.summary[self.summary["metric"] == metric]
-        means = lines[lines["n"] > 0]
-        means = means[means["n"] >= means["n"].median()]
-        if len(means) > 1:
-            for word, index in (("Highest", means["mean"].idxmax()), ("Lowest", means["mean"].idxmin())):
-                line = means.loc[index]
-                others = means.drop(index=index)
-                # Two intervals that do not overlap differ for certain; overlapping ones may differ too.
-                apart = (others["high"] < line["low"]) | (others["low"] > line["high"])
-                verdict = "resolved: no other interval overlaps this one"
-                if math.isnan(line["low"]):
-                    verdict = "not resolved: a single seed has no interval"
-                elif not apart.all():
-                    near = others[~apart]
-                    next_one = self._describe(near.loc[(near["mean"] - line["mean"]).abs().idxmin()])
-                    which = f"{len(near)} of {len(others)} other intervals overlap this one"
-                    verdict = f"not resolved: {which}, nearest {next_one}"
-                yield f"{word} mean of {short(metric)} among {len(means)}: {self._describe(line)}; {verdict}."
+        rows = self.summary[self.summary["metric"] == metric].to_dict("records")
+        with_mean = [row for row in rows if row["n"] > 0]
+        candidates = []
+        if with_mean:
+            typical_seeds = median(row["n"] for row in with_mean)
+            candidates = [row for row in with_mean if row["n"] >= typical_seeds]
+        if len(candidates) > 1:
+            highest = max(candidates, key=itemgetter("mean"))
+            lowest = min(candidates, key=itemgetter("mean"))
+            for word, extreme in (("Highest", highest), ("Lowest", lowest)):
+                others = [row for row in candidates if row is not extreme]
+                which = f"{word} mean of {short(metric)} among {len(candidates)}"
+                yield f"{which}: {self._describe(extreme)}; {self._separation(extreme, others)}."
         if "collapsed" in self.summary:
-            some, runs = int((lines["collapsed"] > 0).sum()), int(self.frame["collapsed"].eq(True).sum())
-            yield f"Collapsed: {runs} of {len(self.frame)} runs, in {some} of {len(lines)} configurations."
+            configurations = sum(row["collapsed"] > 0 for row in rows)
+            runs = int(self.frame["collapsed"].eq(True).sum())
+            yield f"Collapsed: {runs} of {len(self.frame)} runs, in {configurations} of {len(rows)} configurations."
 
-    def _describe(self, line: pd.Series) -> str:
+    def _separation(self, extreme: Row, others: Sequence[Row]) -> str:
+        """Whether the intervals separate the extreme row from the others, and from which one they do not."""
+        if math.isnan(extreme["low"]):
+            return "not resolved: a single seed has no interval"
+        overlapping = []
+        for row in others:
+            # Two intervals that do not overlap differ for certain; overlapping ones may differ too. A row of a single
+            # seed has no bounds: both comparisons with NaN are false, and it counts as overlapping.
+            is_apart = row["high"] < extreme["low"] or row["low"] > extreme["high"]
+            if not is_apart:
+                overlapping.append(row)
+        if not overlapping:
+            return "resolved: no other interval overlaps this one"
+        nearest = min(overlapping, key=lambda row: abs(row["mean"] - extreme["mean"]))
+        which = f"{len(overlapping)} of {len(others)} other intervals overlap this one"
+        return f"not resolved: {which}, nearest {self._describe(nearest)}"
+
+    def _describe(self, row: Row) -> str:
         """A row of the summary: mean, interval, seeds and name."""
-        name = line_label(self.groups, [str(line[group]) for group in self.groups])
-        return f"{number(line['mean'])}{bounds(line, line['n'])} (n={line['n']}), {name}"
+        name = line_label(self.groups, [str(row[group]) for group in self.groups])
+        return f"{number(row['mean'])}{bounds(row, row['n'])} (n={row['n']}), {name}"
 
     def results_table(self, frame: pd.DataFrame, links: Mapping[tuple[str, ...], str]) -> Table:
         """A row for each configuration in ``links``, a column for each metric: mean and interval, the first drawn too.
 
         Group keys of which these configurations have a single value are left out.
         """
-        groups, summary = list(self.groups), self.summary
-        shown = [group for group in groups if frame[group].fillna("").nunique() > 1] or groups[-1:]
-        # KL first: it is what the study varies.
-        shown = sorted(shown, key=lambda group: group not in (LABEL, FAMILY))
-        lines = {keys: side.to_dict("records") for keys, side in groups_of(summary, groups) if keys in links}
-        means = [mean for of_metrics in lines.values() if not math.isnan(mean := of_metrics[0]["mean"])]
-        # Without two different means there is nothing to draw a bar between.
-        margin = (max(means) - min(means)) / 10 if means else 0.0
-        counted = [name for name in ("failed", "collapsed") if name in summary]
-        counted = [name for name in counted if name == "collapsed" or summary[name].any()]
-        members_of = dict(groups_of(frame, groups))
-        rows = []
-        for keys, of_metrics in lines.items():
-            given = dict(zip(groups, keys, strict=True))
-            name, *more = [given[key] for key in shown] or ["all runs"]
-            n, first = max(line["n"] for line in of_metrics), of_metrics[0]
+        shown_groups = self._varying_groups(frame)
+        rows_of_configuration: dict[tuple[str, ...], list[Row]] = {}
+        for keys, summary in groups_of(self.summary, self.groups):
+            if keys in links:
+                rows_of_configuration[keys] = [*summary.to_dict("records")]
+        axis = _BarAxis.of([rows[0]["mean"] for rows in rows_of_configuration.values()])
+        counted = self._counted_columns()
+        members_of = dict(groups_of(frame, self.groups))
+
+        table = []
+        for keys, rows in rows_of_configuration.items():
+            value_of_group = dict(zip(self.groups, keys, strict=True))
+            name, *more_names = [value_of_group[group] for group in shown_groups] or ["all runs"]
             cells = [Cell(name or "(none)", _number(name), link=links[keys])]
-            cells += [Cell(text, _number(text)) for text in more]
-            for line in of_metrics:
-                bar = None
-                if margin and line is first:
-                    # The bar's axis runs from the least to the greatest mean, a tenth wider on either side.
-                    ends = [line["mean"] if math.isnan(line[end]) else line[end] for end in ("low", "mean", "high")]
-                    bar = [min(max((end - min(means) + margin) / (12 * margin), 0.0), 1.0) * 100 for end in ends]
-                mean = Cell(number(line["mean"]), line["mean"], soft=bounds(line, n), bar=bar)
-                cells.append(mean if line["n"] else Cell("-", math.nan))
-            cells.append(Cell(str(n) if n == first["runs"] else f"{n} of {first['runs']}", float(n)))
-            cells += [Cell(str(first[name]), float(first[name]), bad=first[name] > 0) for name in counted]
-            targets = members_of[keys].get(TARGET, default=frame["run_id"][:0]).dropna()
-            optimizes = " or ".join(target or "no target" for target in dict.fromkeys(targets)) or "not certified"
-            rows.append((*cells, Cell(optimizes)))
-        heads = map(short, [*(shown or ["configuration"]), *self.metrics])
-        return Table((*heads, "runs", *counted, "optimizes"), rows)
+            cells += [Cell(text, _number(text)) for text in more_names]
+
+            first = rows[0]
+            most_seeds = max(row["n"] for row in rows)
+            cells.append(_mean_cell(first, most_seeds, axis))
+            cells += [_mean_cell(row, most_seeds) for row in rows[1:]]
+
+            seeds = str(most_seeds)
+            if most_seeds != first["runs"]:
+                seeds = f"{most_seeds} of {first['runs']}"
+            cells.append(Cell(seeds, float(most_seeds)))
+            cells += [Cell(str(first[column]), float(first[column]), bad=first[column] > 0) for column in counted]
+            cells.append(Cell(_targets(members_of[keys])))
+            table.append(cells)
+        names = [short(column) for column in [*(shown_groups or ["configuration"]), *self.metrics]]
+        return Table([*names, "runs", *counted, "optimizes"], table)
+
+    def _varying_groups(self, frame: pd.DataFrame) -> list[str]:
+        """The group keys that tell these configurations apart, the KL first: it is what a study varies."""
+        groups = list(self.groups)
+        varying = [group for group in groups if frame[group].fillna("").nunique() > 1]
+        # A single configuration is named by its last key.
+        return sorted(varying or groups[-1:], key=lambda group: group not in (LABEL, FAMILY))
+
+    def _counted_columns(self) -> list[str]:
+        """The columns of the summary that count runs: those that failed only where any did."""
+        counted = []
+        if "failed" in self.summary and self.summary["failed"].any():
+            counted.append("failed")
+        if "collapsed" in self.summary:
+            counted.append("collapsed")
+        return counted
 
     def runs_table(self, links: Mapping[tuple[str, ...], str], shared: Mapping[str, str]) -> Table:
         """A row for each run: its final metrics, where it comes from, and the command that runs it again."""
@@ -211,35 +283,45 @@ class Study:
         for row in self.frame.to_dict("records"):
             texts = {str(key): value for key, value in row.items() if isinstance(value, str)}
             keys = tuple(texts.get(group, "") for group in self.groups)
-            tags = {key[5:]: value for key, value in sorted(texts.items()) if key.startswith("tags.")}
-            origin = [(key, tags[key]) for key in tags if key.startswith(PROVENANCE) and key not in shared]
-            commands = [command for command in (self.reproduce(row), tags.get("run.command")) if command]
-            seed, bad = texts.get("params.seed", ""), row.get("collapsed") is True or row["status"] == "FAILED"
+            seed = texts.get("params.seed", "")
+            has_failed = row.get("collapsed") is True or row["status"] == "FAILED"
             cells = [
                 Cell(str(row["run_name"] or row["run_id"])),
                 Cell(seed, _number(seed)),
-                Cell(_status(row), bad=bad),
+                Cell(_status(row), bad=has_failed),
             ]
             cells += [Cell(_shown(row[metric]), float(row[metric])) for metric in self.metrics]
             cells.append(Cell(line_label(self.groups, keys), link=links[keys]))
-            code = Cell(texts.get(CODE, "unknown"), details=[("run id", row["run_id"]), *origin], commands=commands)
-            rows.append([*cells, code])
-        heads = map(short, self.metrics)
-        return Table(("run", "seed", "status", *heads, "configuration", "code and provenance"), rows)
+
+            origin = [("run id", row["run_id"])]
+            # What all runs share stands once on the page and not in every row.
+            for column, text in sorted(texts.items()):
+                tag = column.removeprefix("tags.")
+                if tag != column and tag.startswith(PROVENANCE) and tag not in shared:
+                    origin.append((tag, text))
+            # The second command is the one that was typed; it may name a config that has changed since.
+            commands = [self.reproduce(row)]
+            if texts.get("tags.run.command"):
+                commands.append(texts["tags.run.command"])
+            cells.append(Cell(texts.get(CODE, "unknown"), details=origin, commands=commands))
+            rows.append(cells)
+        names = [short(metric) for metric in self.metrics]
+        return Table(["run", "seed", "status", *names, "configuration", "code and provenance"], rows)
 
     def configuration(self, members: pd.DataFrame) -> dict[str, Any]:
         """Certificate, runs and completions of a group; the completions of its first finished run (else its first)."""
         runs = []
         for row in members.to_dict("records"):
-            ends = [f"{short(name)} {number(row[name])}" for name in self.metrics if not math.isnan(row[name])]
-            line = f"seed {row.get('params.seed', '?')}, {_status(row)}: {', '.join(ends) or 'no values'}"
+            values = [f"{short(name)} {number(row[name])}" for name in self.metrics if not math.isnan(row[name])]
+            line = f"seed {row.get('params.seed', '?')}, {_status(row)}: {', '.join(values) or 'no values'}"
             runs.append((line, self.reproduce(row)))
+        # Stable: the first of the finished runs stays first.
         run = members.sort_values("status", key=lambda status: status != "FINISHED", kind="stable").iloc[0]
         samples = []
-        for row in open_runs(self.uri).completions(str(run["run_id"])):
-            text = shorten(str(row.get("completion", "")), LONGEST_COMPLETION)
-            names = [name for name in ("problem", "answer", "reward", "status", "stop_reason") if name in row]
-            samples.append({"text": text, "facts": [(name, str(row[name])) for name in names]})
+        for completion in open_runs(self.uri).completions(str(run["run_id"])):
+            text = shorten(str(completion.get("completion", "")), LONGEST_COMPLETION)
+            facts = [(name, str(completion[name])) for name in COMPLETION_FACTS if name in completion]
+            samples.append({"text": text, "facts": facts})
         tags = {str(key): value for key, value in run.items() if isinstance(value, str)}
         return {"certificate": _certificate(tags), "runs": runs, "samples": samples}
 
@@ -250,20 +332,32 @@ class Study:
 
         Exact KL is on a logarithmic axis.
         """
-        varying = [key for key in self.groups if key in KL_KEYS or (key not in parts and frame[key].nunique() > 1)]
+        # Within a part its own keys have one value. KL keys stay even so: a line has its name and its look from them.
+        other_keys = [key for key in self.groups if key not in (*KL_KEYS, *parts)]
+        varying_keys = [key for key in other_keys if frame[key].nunique() > 1]
+        varying = [key for key in self.groups if key in KL_KEYS or key in varying_keys]
         lines, panels = lines_and_panels(frame, varying)
         for metric in self.metrics:
             curve = points[metric][points[metric]["run_id"].isin(list(frame["run_id"]))]
-            if curve["value"].notna().any() and curve["step"].nunique() > 2:
-                log = [short(metric)] if "kl/exact_" in metric and (curve["value"] > 0).any() else []
-                figure = plot_curves({short(metric): curve}, frame, lines, panels=panels, log=log)
-                words, _ = metric_label(short(metric))
-                yield _picture(figure, f"{words} over updates: mean and 95% band over seeds")
+            if not curve["value"].notna().any() or curve["step"].nunique() <= 2:
+                continue
+            name = short(metric)
+            is_exact_kl = "kl/exact_" in metric
+            # A logarithmic axis needs a value above 0.
+            log = [name] if is_exact_kl and (curve["value"] > 0).any() else []
+            figure = plot_curves({name: curve}, frame, lines, panels=panels, log=log)
+            words, _ = metric_label(name)
+            yield _picture(figure, f"{words} over updates: mean and 95% band over seeds")
+
         first = self.metrics[0]
-        if kl not in (None, first) and FAMILY in frame and (frame[first].notna() & frame[kl].notna()).any():
-            others = [key for key in varying if key not in (*KL_KEYS, NAME)]
-            figure = frontier(frame, [FAMILY, *others], [short(first)], str(kl))
-            reward, distance = metric_label(short(first))[0], metric_label(short(str(kl)))[0]
+        if kl is None or kl == first or FAMILY not in frame:
+            return
+        has_both = frame[first].notna() & frame[kl].notna()
+        if has_both.any():
+            groups = [FAMILY, *(key for key in varying_keys if key != NAME)]
+            figure = frontier(frame, groups, [short(first)], kl)
+            reward, _ = metric_label(short(first))
+            distance, _ = metric_label(short(kl))
             yield _picture(figure, f"{reward} against {distance}: one line per KL family, hollow where runs collapsed")
 
     def curves(self, metric: str) -> pd.DataFrame:
@@ -271,27 +365,84 @@ class Study:
         try:
             return history(self.uri, self.frame["run_id"], short(metric))
         except NoCurves:
+            # Without runs, every export gives an empty frame with the right columns.
             return history(self.uri, [], short(metric))
 
-    def reproduce(self, row: Mapping[Any, Any]) -> str:
+    def reproduce(self, row: Row) -> str:
+        """The command that runs this run again and compares its metrics."""
         return shlex.join(["kl-comedy", "reproduce", row["run_id"], "--uri", self.uri])
+
+
+class _BarAxis(NamedTuple):
+    """The axis of the bars in a table, from the least to the greatest mean and ``margin`` more on either side."""
+
+    least: float
+    margin: float
+    """A tenth of the distance from the least to the greatest mean; 0 where there are no two different means."""
+
+    @staticmethod
+    def of(means: Iterable[float]) -> _BarAxis:
+        known = [mean for mean in means if not math.isnan(mean)]
+        if not known:
+            return _BarAxis(least=0.0, margin=0.0)
+        return _BarAxis(least=min(known), margin=(max(known) - min(known)) / 10)
+
+    def bar(self, row: Row) -> list[float] | None:
+        """Where low, mean and high of a row are, in percent of the axis; None where there is nothing to compare."""
+        if self.margin == 0:
+            return None
+        percents = []
+        for bound in ("low", "mean", "high"):
+            value = row[bound]
+            # A single seed has no bounds: its bar is a point.
+            if math.isnan(value):
+                value = row["mean"]
+            # Ten margins between the least and the greatest mean and one on either side are twelve.
+            share = (value - self.least + self.margin) / (12 * self.margin)
+            percents.append(min(max(share, 0.0), 1.0) * 100)
+        return percents
+
+
+def _mean_cell(row: Row, seeds: int, axis: _BarAxis | None = None) -> Cell:
+    """The mean of a row with its interval, drawn on ``axis`` if given; its n where that is not ``seeds``."""
+    if not row["n"]:
+        return Cell("-", math.nan)
+    bar = None
+    if axis is not None:
+        bar = axis.bar(row)
+    return Cell(number(row["mean"]), row["mean"], soft=bounds(row, seeds), bar=bar)
+
+
+def _targets(members: pd.DataFrame) -> str:
+    """What the runs' certificates say that they optimize."""
+    if TARGET not in members:
+        return "not certified"
+    targets = dict.fromkeys(members[TARGET].dropna())
+    return " or ".join(target or "no target" for target in targets) or "not certified"
 
 
 def _certificate(tags: Mapping[str, str]) -> list[tuple[str, str]]:
     """The certificate in a run's tags, and of each term where there are several."""
-    numbers = [number for number in range(len(tags)) if f"tags.kl.{number}.verdict" in tags]
-    terms = {"": "tags.kl"} | {f"term {at} ": f"tags.kl.{at}" for at in numbers if len(numbers) > 1}
-    facts = [("terms", tags[LABEL]), ("regime", tags.get("tags.kl.regime"))] if LABEL in tags else []
-    for name, prefix in terms.items():
-        facts += [(f"{name}{fact}".replace("_", " "), tags.get(f"{prefix}.{fact}")) for fact in CERTIFICATE]
+    prefixes = {"": "tags.kl"}
+    term_numbers = [number for number in range(len(tags)) if f"tags.kl.{number}.verdict" in tags]
+    if len(term_numbers) > 1:
+        for term_number in term_numbers:
+            prefixes[f"term {term_number} "] = f"tags.kl.{term_number}"
+    facts = []
+    if LABEL in tags:
+        facts.append(("terms", tags[LABEL]))
+        facts.append(("regime", tags.get("tags.kl.regime", "")))
+    for name, prefix in prefixes.items():
+        for fact in CERTIFICATE:
+            facts.append((f"{name}{fact}".replace("_", " "), tags.get(f"{prefix}.{fact}", "")))
     return [(name, text) for name, text in facts if text]
 
 
-def _picture(figure: Any, alt: str) -> dict[str, str]:
+def _picture(figure: Figure, alt: str) -> dict[str, str]:
     return {"alt": alt, "data": base64.b64encode(svg(figure).encode("utf-8")).decode("ascii")}
 
 
-def _status(row: Mapping[Any, Any]) -> str:
+def _status(row: Row) -> str:
     status = str(row["status"]).lower()
     if row.get("collapsed") is True:
         status += ", collapsed"
@@ -299,7 +450,9 @@ def _status(row: Mapping[Any, Any]) -> str:
 
 
 def _shown(value: float) -> str:
-    return "-" if math.isnan(value) else number(value)
+    if math.isnan(value):
+        return "-"
+    return number(value)
 
 
 def _number(text: str) -> float | None:

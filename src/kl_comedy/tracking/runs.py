@@ -155,6 +155,7 @@ class Runs(Protocol):
 def open_runs(uri: str | Path) -> Runs:
     """The reader of a store (its address) or of an export (its path). Raises :class:`UserError` for a bad export."""
     path = Path(uri)
+    # An address is a store whatever it ends in: a SQLite file may be called runs.csv.
     if path.suffix not in EXPORTS or "://" in str(uri):
         return Store(str(uri))
     return _read_export(path, _changed_at(path), _changed_at(curves_file(path)))
@@ -162,7 +163,9 @@ def open_runs(uri: str | Path) -> Runs:
 
 def _changed_at(file: Path) -> int:
     """When the file was changed, in nanoseconds; 0 for a file that is not there."""
-    return file.stat().st_mtime_ns if file.is_file() else 0
+    if not file.is_file():
+        return 0
+    return file.stat().st_mtime_ns
 
 
 def runs_frame(
@@ -192,6 +195,7 @@ class Store:
         self, experiment: str | None = None, where: str | None = None, *, mark_dead: bool = False
     ) -> pd.DataFrame:
         """:meth:`Runs.frame`; MLflow filters."""
+        # Before the store is opened, which takes seconds: a filter that cannot be read is reported at once.
         mlflow_filter, columns = translate(where or "")
         client = store.open_existing(self.uri)
         experiments = self._experiments(client, experiment)
@@ -224,6 +228,7 @@ class Store:
             names = {str(item.experiment_id): item.name for item in client.search_experiments()}
         except Exception as error:
             raise store.cannot_be_read(self.uri, error) from error
+        # Ids and not names: MLflow's search takes ids.
         if experiment is None:
             return names
         chosen = {key: name for key, name in names.items() if name == experiment}
@@ -255,7 +260,10 @@ class Store:
         def files_below(folder: str) -> list[str]:
             files: list[str] = []
             for item in client.list_artifacts(run_id, folder):
-                files += files_below(item.path) if item.is_dir else [item.path]
+                if item.is_dir:
+                    files += files_below(item.path)
+                else:
+                    files.append(item.path)
             return files
 
         for folder in ("tables/eval", "tables/samples"):
@@ -305,9 +313,10 @@ def _read_export(path: Path, *changed_at: int) -> Export:
         raise UserError(f"{path}: is not an export of runs (it lacks run_id or status)")
     if path.suffix == ".csv":
         # A CSV holds texts alone, and nothing for a missing value.
-        numeric = [name for name in frame if str(name).startswith(("metrics.", "duration_s"))]
+        numeric = [name for name in frame.columns if name.startswith(("metrics.", "duration_s"))]
         try:
-            frame = frame.mask(frame == "").assign(**{name: pd.to_numeric(frame[name]) for name in numeric})
+            numbers = {name: pd.to_numeric(frame[name]) for name in numeric}
+            frame = frame.mask(frame == "").assign(**numbers)
         except (ValueError, TypeError) as error:
             raise UserError(f"{path}: metrics are not numbers: {store.first_line(error)}") from None
     file = curves_file(path)
@@ -318,7 +327,8 @@ def _read_export(path: Path, *changed_at: int) -> Export:
     missing = [name for name in CURVE_COLUMNS if name not in points]
     if missing:
         raise UserError(f"{file}: lacks {', '.join(missing)}")
-    return Export(path, frame, dict(iter(points.groupby("metric", sort=False))))
+    curves = {str(metric): curve for metric, curve in points.groupby("metric", sort=False)}
+    return Export(path, frame, curves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,7 +353,7 @@ class Export:
             frame = frame[[holds(value) for value in frame[column]]]
         if len(frame) > 0:
             # As in a store, whose runs have the columns of their own keys alone.
-            empty = [name for name in frame if name.startswith(PREFIXES) and frame[name].isna().all()]
+            empty = [name for name in frame.columns if name.startswith(PREFIXES) and frame[name].isna().all()]
             frame = frame.drop(columns=empty)
         return frame.reset_index(drop=True).copy()
 
@@ -352,13 +362,14 @@ class Export:
         import pandas as pd
 
         ids = list(run_ids)
-        # No runs have empty curves, whether the export has the metric or not.
-        if ids and metric not in self.curves:
-            raise NoCurves(f"the export has no curve of {metric}; `kl-comedy results export --curves` writes curves")
-        curve_of_run = {}
+        curves: list[pd.DataFrame] = []
+        # A question about no runs needs no curves, so that it has an answer whether the export has the metric or not.
         if ids:
-            curve_of_run = dict(iter(self.curves[metric].groupby("run_id", sort=False)))
-        curves = [curve_of_run[run_id] for run_id in ids if run_id in curve_of_run]
+            if metric not in self.curves:
+                problem = f"the export has no curve of {metric}"
+                raise NoCurves(f"{problem}; `kl-comedy results export --curves` writes curves")
+            curve_of_run = {str(run_id): curve for run_id, curve in self.curves[metric].groupby("run_id", sort=False)}
+            curves = [curve_of_run[run_id] for run_id in ids if run_id in curve_of_run]
         columns = [name for name in CURVE_COLUMNS if name != "metric"]
         points = pd.DataFrame(columns=columns)
         if curves:
@@ -428,16 +439,19 @@ def nested(texts: Mapping[str, str]) -> dict[str, Any]:
             return node
         values = {name: with_lists(value) for name, value in node.items()}
         positions = [str(position) for position in range(len(values))]
+        # Keys 0 to n - 1 without a gap. Nothing else says that a node was a list; empty ones are values of their own.
         if values and set(values) == set(positions):
             return [values[position] for position in positions]
         return values
 
+    # First as dictionaries, because a list's length is known only when all of its keys have been read.
     root: dict[str, Any] = {}
     for key, text in texts.items():
         *parents, name = key.split(".")
         node = root
         for parent in parents:
             node = node.setdefault(parent, {})
+        # As store.param_texts writes them: JSON, except for texts, which are as they are.
         try:
             node[name] = json.loads(text)
         except ValueError:
@@ -465,15 +479,17 @@ def _query(client: Any, experiments: dict[str, str], where: str) -> pd.DataFrame
 def _run_row(run: Any, experiments: Mapping[str, str]) -> dict[str, Any]:
     """The row of an MLflow run in a runs frame."""
     info = run.info
+    duration_s = None
     # A run that was resumed has the end of its first attempt until it ends again.
-    has_ended = info.status != "RUNNING" and info.end_time
+    if info.status != "RUNNING" and info.end_time:
+        duration_s = (info.end_time - info.start_time) / 1000
     row = {
         "run_id": info.run_id,
         "run_name": info.run_name,
         "experiment": experiments[str(info.experiment_id)],
         "status": info.status,
         "start_time": info.start_time,
-        "duration_s": (info.end_time - info.start_time) / 1000 if has_ended else None,
+        "duration_s": duration_s,
         "stale": _stale(run.data),
     }
     row |= {f"params.{key}": text for key, text in run.data.params.items()}
@@ -488,7 +504,9 @@ def _stale(data: Any) -> str:
     steps = {metric.key: metric.step for metric in data._metric_objs}  # no public attribute has the steps
     last = steps.get(UPDATES, max(steps.values(), default=0))
     stale = {name: step for name, step in sorted(steps.items()) if step < last}
-    return json.dumps(stale) if stale else ""
+    if not stale:
+        return ""
+    return json.dumps(stale)
 
 
 def _logged_value(value: float) -> float:
@@ -512,6 +530,7 @@ def read_table(path: Path) -> pd.DataFrame:
     """A CSV (every cell a text), JSON or Parquet table. Raises :class:`UserError` for another file."""
     import pandas as pd
 
+    # By the suffix alone: a file's content is not guessed.
     if path.suffix not in (".csv", ".json", ".parquet"):
         raise UserError(f"{path}: allowed: a table that ends in .csv, .json or .parquet")
     if not path.is_file():
@@ -541,9 +560,11 @@ def translate(where: str, columns: Collection[str] = ()) -> tuple[str, list[str]
     def translated(match: re.Match[str]) -> str:
         token = match[0]
         if match["number"]:
-            # MLflow compares params and tags as texts.
-            follows_text = named_columns and named_columns[-1].startswith(("params.", "tags."))
-            return f"'{token}'" if follows_text else token
+            # MLflow compares params and tags as texts, so a number after one of them needs quotes.
+            follows_text = len(named_columns) > 0 and named_columns[-1].startswith(("params.", "tags."))
+            if follows_text:
+                return f"'{token}'"
+            return token
         if not match["name"]:
             return token
         if token.upper() in KEYWORDS:
@@ -555,7 +576,10 @@ def translate(where: str, columns: Collection[str] = ()) -> tuple[str, list[str]
         entity, key = _entity_and_key(token, columns)
         column = f"{entity}.{key}"
         named_columns.append(column)
-        return column if entity == "attributes" else f"{entity}.`{key}`"
+        if entity == "attributes":
+            return column
+        # Without the backticks MLflow would read the slash or the dot of a key as its own syntax.
+        return f"{entity}.`{key}`"
 
     return _TOKEN.sub(translated, where), named_columns
 
@@ -572,7 +596,9 @@ def _entity_and_key(token: str, columns: Collection[str]) -> tuple[str, str]:
     if "/" in token:
         return "metrics", key
     is_tag_only = f"tags.{token}" in columns and f"params.{token}" not in columns
-    return ("tags" if is_tag_only else "params"), key
+    if is_tag_only:
+        return "tags", key
+    return "params", key
 
 
 def conditions(frame: pd.DataFrame, where: str) -> list[tuple[str, Callable[[Any], bool]]]:
@@ -613,33 +639,49 @@ def _condition(sign: str, given: float | list[str]) -> Callable[[Any], bool]:
 
     Raises ValueError, IndexError or KeyError for a sign that does not fit what is given.
     """
-
-    def missing(value: Any) -> bool:
-        return value is None or value != value
-
-    if sign in ("IS NULL", "IS NOT NULL"):
-        # As in SQL, a missing value satisfies no other condition, not even !=.
-        return lambda value: missing(value) == (sign == "IS NULL")
-    if isinstance(given, list) and sign in ("IN", "NOT IN"):
-        return lambda value: not missing(value) and (value in given) == (sign == "IN")
-    if isinstance(given, list) and sign in ("LIKE", "ILIKE"):
-        pattern = _sql_pattern(given[0], ignore_case=sign == "ILIKE")
-        return lambda value: not missing(value) and pattern.fullmatch(value) is not None
-    right: float | str
+    if sign == "IS NULL":
+        return _is_missing
+    if sign == "IS NOT NULL":
+        return lambda value: not _is_missing(value)
     if isinstance(given, float):
-        right = given
-        compare = _NUMBER_COMPARISONS[sign]
+        satisfies = _number_condition(sign, given)
     else:
-        right = given[0]
-        compare = _TEXT_COMPARISONS[sign]
-    return lambda value: not missing(value) and bool(compare(value, right))
+        satisfies = _text_condition(sign, given)
+    # As in SQL, a missing value satisfies no other condition, not even !=.
+    return lambda value: not _is_missing(value) and satisfies(value)
+
+
+def _number_condition(sign: str, right: float) -> Callable[[Any], bool]:
+    compare = _NUMBER_COMPARISONS[sign]
+    return lambda value: bool(compare(value, right))
+
+
+def _text_condition(sign: str, texts: Sequence[str]) -> Callable[[Any], bool]:
+    if sign == "IN":
+        return lambda value: value in texts
+    if sign == "NOT IN":
+        return lambda value: value not in texts
+    right = texts[0]
+    if sign in ("LIKE", "ILIKE"):
+        pattern = _sql_pattern(right, ignore_case=sign == "ILIKE")
+        return lambda value: pattern.fullmatch(value) is not None
+    compare = _TEXT_COMPARISONS[sign]
+    return lambda value: bool(compare(value, right))
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a cell holds nothing: None, or NaN, which alone differs from itself."""
+    return value is None or bool(value != value)
 
 
 def _sql_pattern(like: str, *, ignore_case: bool) -> re.Pattern[str]:
     """SQL's LIKE as a regular expression: ``%`` is any text, ``_`` any character."""
     wildcards = {"%": ".*", "_": "."}
     parts = [wildcards.get(character, re.escape(character)) for character in like]
-    flags = re.DOTALL | re.IGNORECASE if ignore_case else re.DOTALL
+    # SQL's % matches a line end too.
+    flags = re.DOTALL
+    if ignore_case:
+        flags |= re.IGNORECASE
     return re.compile("".join(parts), flags)
 
 
@@ -670,22 +712,27 @@ def resolve(frame: pd.DataFrame, key: str, option: str) -> str:
             return column
 
     asks_for_metric = option in ("--metric", "--kl", "metrics")
-    columns = [name for name in frame if name.startswith("metrics.")] if asks_for_metric else list(frame)
-    names = sorted({short(name) for name in columns})
-    hint = ""
-    keys_below = [name for name in names if name.startswith(f"{key}.")]
-    near = nearest(short(key), names)
-    if keys_below:
-        hint = f"; it is a group of keys: {', '.join(keys_below[:8])}"
-    elif near and near == short(key):
-        # The name is right and its prefix wrong: name the column with its own prefix.
-        whole_names = [prefix + near for prefix in PREFIXES if prefix + near in frame]
-        hint = f"; did you mean {(whole_names or [near])[0]!r}?"
-    elif near:
-        hint = f"; did you mean {near!r}?"
+    names = sorted({short(name) for name in frame.columns if not asks_for_metric or name.startswith("metrics.")})
+    hint = _hint(frame, key, names)
     if asks_for_metric:
         hint += f"; these runs have: {', '.join(names[:40]) or '(no metrics)'}"
     raise UserError(f"{option}: got {key!r}; no such key in these runs{hint}")
+
+
+def _hint(frame: pd.DataFrame, key: str, names: Sequence[str]) -> str:
+    """What a user may have meant by ``key``, which no column has: one of the short ``names``."""
+    keys_below = [name for name in names if name.startswith(f"{key}.")]
+    if keys_below:
+        return f"; it is a group of keys: {', '.join(keys_below[:8])}"
+    near = nearest(short(key), names)
+    if not near:
+        return ""
+    if near == short(key):
+        # The name is right and its prefix wrong: name the column with its own prefix.
+        for prefix in PREFIXES:
+            if prefix + near in frame.columns:
+                return f"; did you mean {prefix + near!r}?"
+    return f"; did you mean {near!r}?"
 
 
 def short(column: str) -> str:
@@ -702,7 +749,7 @@ def drop_columns(frame: pd.DataFrame, patterns: Sequence[str]) -> pd.DataFrame:
     """
     dropped: set[str] = set()
     for pattern in patterns:
-        matches = [name for name in frame if fnmatch(name, pattern) or fnmatch(short(name), pattern)]
+        matches = [name for name in frame.columns if fnmatch(name, pattern) or fnmatch(short(name), pattern)]
         if not matches:
             matches = [resolve(frame, pattern, "--without")]
         dropped.update(matches)
@@ -715,12 +762,15 @@ def with_derived(frame: pd.DataFrame) -> pd.DataFrame:
     """``frame`` with ``tags.kl.family``, ``tags.kl.betas`` and ``tags.code`` where their sources are present."""
     derived: dict[str, Any] = {}
     if LABEL in frame:
-        derived[FAMILY], derived[BETA] = zip(*map(family_of, frame[LABEL].fillna("").astype(str)), strict=True)
+        families_and_betas = [family_of(label) for label in frame[LABEL].fillna("").astype(str)]
+        derived[FAMILY] = [family for family, _ in families_and_betas]
+        derived[BETA] = [beta for _, beta in families_and_betas]
     if "tags.git.commit" in frame:
         # Runs of a store in which none was dirty lack the two other tags.
         git = frame.reindex(columns=["tags.git.commit", "tags.git.dirty", "tags.git.diff"], fill_value="").fillna("")
-        commit, dirty, diff = (git[name] for name in git)
-        derived[CODE] = commit.str[:12] + ("+" + diff.mask(diff == "", "dirty")).where(dirty == "true", "")
+        commit = git["tags.git.commit"].str[:12]
+        change = git["tags.git.diff"].mask(git["tags.git.diff"] == "", "dirty")
+        derived[CODE] = commit + ("+" + change).where(git["tags.git.dirty"] == "true", "")
     return frame.assign(**derived)
 
 
@@ -734,15 +784,19 @@ def family_of(label: str) -> tuple[str, str]:
     """
     if label == NO_KL:
         return NO_KL, "0"
-    terms = [term.partition(" ") for term in label.split(" + ")]
-    # A label of another program is its own family, without a beta.
-    if not all(beta and space for beta, space, _ in terms):
-        return label, ""
-    betas = [beta for beta, _, _ in terms]
+    betas = []
+    names = []
+    for term in label.split(" + "):
+        beta, space, name = term.partition(" ")
+        # A label of another program is its own family, without a beta.
+        if not beta or not space:
+            return label, ""
+        betas.append(beta)
+        names.append(name)
+    # Terms with one beta have one axis in figures.
     if len(set(betas)) == 1:
         betas = betas[:1]
-    family = " + ".join(name for _, _, name in terms)
-    return family, " + ".join(betas)
+    return " + ".join(names), " + ".join(betas)
 
 
 def sort_by_groups(frame: pd.DataFrame, groups: Sequence[str]) -> pd.DataFrame:
@@ -754,7 +808,11 @@ def sort_by_groups(frame: pd.DataFrame, groups: Sequence[str]) -> pd.DataFrame:
         return frame
     columns: list[str] = []
     for group in groups:
-        columns += [FAMILY, BETA] if group == LABEL else [group]
+        if group == LABEL:
+            # A label begins with its beta, so that sorting labels would tear families apart.
+            columns += [FAMILY, BETA]
+        else:
+            columns.append(group)
     keys = list(frame[columns].fillna("").astype(str).map(sort_key).itertuples(index=False, name=None))
     return frame.iloc[sorted(range(len(keys)), key=keys.__getitem__)]
 
@@ -765,16 +823,20 @@ def sort_key(text: str) -> tuple[tuple[int, float, str], ...]:
     >>> sorted(["10", "9", "no KL", "a10", "a9", "1e-3"], key=sort_key)
     ['no KL', '1e-3', '9', '10', 'a9', 'a10']
     """
-    without_kl_first = (0 if text == NO_KL else 1, 0.0, "")
+    if text == NO_KL:
+        return ((0, 0.0, ""),)
+    after_no_kl = (1, 0.0, "")
     # A whole number comes before a number within a text, and that before text.
     with contextlib.suppress(ValueError):
         number = float(text)
         if not math.isnan(number):
-            return (without_kl_first, (0, number, ""))
-    keys = [without_kl_first]
+            return (after_no_kl, (0, number, ""))
+    keys = [after_no_kl]
     # re.split gives the texts at even places and the numbers between them at odd ones.
     for place, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", text)):
-        if not part:
-            continue
-        keys.append((1, float(part), "") if place % 2 == 1 else (2, 0.0, part))
+        is_number = place % 2 == 1
+        if is_number:
+            keys.append((1, float(part), ""))
+        elif part:
+            keys.append((2, 0.0, part))
     return tuple(keys)

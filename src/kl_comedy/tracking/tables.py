@@ -32,9 +32,6 @@ def render(frame: pd.DataFrame, format: str, notes: Sequence[str] = ()) -> str:
     """
     if format not in FORMATS:
         raise bad_value("--format", format, FORMATS)
-    import numpy as np
-    from tabulate import tabulate
-
     names = [printable(str(name)) for name in frame.columns]
     rows = list(frame.itertuples(index=False, name=None))
     if format == "json":
@@ -43,20 +40,43 @@ def render(frame: pd.DataFrame, format: str, notes: Sequence[str] = ()) -> str:
         # Names of metrics and tags come from configs and plugins, so the header is escaped too.
         safe = frame.set_axis([_csv(name) for name in names], axis=1).map(_csv)
         return str(safe.to_csv(index=False, lineterminator="\n")).rstrip("\n")
+
     # Notes quote labels of the store, which may hold terminal escapes.
-    notes = list(map(printable, notes))
-    columns = list(zip(*rows, strict=True))
-    numeric = [all(isinstance(value, int | float | np.number) for value in column) for column in columns]
+    notes = [printable(note) for note in notes]
     cells = [[_text(value) for value in row] for row in rows]
+    numeric = [all(map(_is_number, column)) for column in zip(*rows, strict=True)]
     if format == "markdown":
-        return "\n".join([markdown(names, cells, numeric), *(f"\n{_escaped(note)}" for note in notes)])
-    style = "latex_booktabs" if format == "latex" else "simple"  # the former escapes the cells
-    options = {"colalign": ["right" if right else "left" for right in numeric]} if rows else {}
-    # The cells are formatted already; tabulate would parse them and round again.
-    text = tabulate(cells, headers=names, tablefmt=style, disable_numparse=True, **options)
+        lines = [markdown(names, cells, numeric)]
+        # An empty line before each note makes it a paragraph.
+        lines += [f"\n{_escaped(note)}" for note in notes]
+        return "\n".join(lines)
     if format == "latex":
-        notes = [rf"\par{{\footnotesize {_latex(note)}}}" for note in notes]
-    return "\n".join([*(line.rstrip() for line in text.splitlines()), *notes])
+        # This style escapes the cells; a note is escaped here.
+        lines = _tabulated(cells, names, "latex_booktabs", numeric)
+        lines += [rf"\par{{\footnotesize {_latex(note)}}}" for note in notes]
+        return "\n".join(lines)
+    return "\n".join([*_tabulated(cells, names, "simple", numeric), *notes])
+
+
+def _is_number(value: Any) -> bool:
+    import numpy as np
+
+    return isinstance(value, int | float | np.number)
+
+
+def _tabulated(
+    rows: Sequence[Sequence[str]], names: Sequence[str], style: str, numeric: Sequence[bool] = ()
+) -> list[str]:
+    """The lines of a table of texts, as tabulate lays it out; ``numeric`` columns stand right."""
+    from tabulate import tabulate  # type: ignore[import-untyped]  # its stubs are a package of their own
+
+    options: dict[str, Any] = {}
+    # tabulate refuses an alignment for a table without rows.
+    if rows and numeric:
+        options["colalign"] = ["right" if is_number else "left" for is_number in numeric]
+    # The cells are formatted already; tabulate would parse them and round again.
+    text: str = tabulate(rows, headers=names, tablefmt=style, disable_numparse=True, **options)
+    return [line.rstrip() for line in text.splitlines()]
 
 
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[bool] = ()) -> str:
@@ -71,7 +91,7 @@ def markdown(names: Sequence[str], rows: Iterable[Sequence[str]], numeric: Seque
     def line(cells: Iterable[str]) -> str:
         return f"| {' | '.join(map(_escaped, cells))} |"
 
-    rules = ["---:" if right else "---" for right in numeric]
+    rules = ["---:" if is_number else "---" for is_number in numeric]
     rules += ["---"] * (len(names) - len(numeric))
     rule = "|".join(rules)
     return "\n".join([line(names), f"|{rule}|", *map(line, rows)])
@@ -154,18 +174,20 @@ def _csv(value: Any) -> Any:
 
 
 def _latex(text: str) -> str:
-    """``text`` as LaTeX prints it: a table of one cell, whose first line tabulate escapes."""
-    from tabulate import tabulate
-
-    row = tabulate([[" ".join(text.split())]], tablefmt="latex", disable_numparse=True).splitlines()[2]
+    """``text`` with the characters escaped that LaTeX would interpret, as tabulate does it in a cell."""
+    # The third line is the row of the only cell; above it are the beginning of the table and a rule.
+    row = _tabulated([[" ".join(text.split())]], (), "latex")[2]
     return row.removesuffix("\\\\").strip()
 
 
 def _text(value: Any) -> str:
+    """A value as a reader sees it, on one line; nothing for a missing one."""
     if value is None:
         return ""
     if isinstance(value, float):
-        return "" if math.isnan(value) else number(value)
+        if math.isnan(value):
+            return ""
+        return number(value)
     return " ".join(printable(str(value)).split())
 
 
@@ -173,8 +195,8 @@ def _json(value: Any) -> Any:
     """A value strict JSON can hold: missing and non-finite numbers are null."""
     if hasattr(value, "item"):  # a number of numpy
         value = value.item()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
         return value
     return str(value)

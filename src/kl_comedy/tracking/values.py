@@ -10,10 +10,11 @@ import math
 import operator
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kl_comedy.config import Config, flatten, to_plain
-from kl_comedy.config.load import NOT_IDENTITY, NOT_IDENTITY_WITHIN, REMOVED
+from kl_comedy.config.load import NOT_IDENTITY, NOT_IDENTITY_WITHIN
+from kl_comedy.config.old_names import default_params
 from kl_comedy.errors import bad_value
 from kl_comedy.statistics import Condition
 from kl_comedy.tracking import store
@@ -74,14 +75,14 @@ def separating_keys(frame: pd.DataFrame, groups: Sequence[str], pool: Collection
     """
     settings = _settings(frame)
     seed = settings.get("params.seed", frame["run_id"])
-    further_seeds = [name for name in settings if name.endswith(".seed") and name != "params.seed"]
+    further_seeds = [name for name in settings.columns if name.endswith(".seed") and name != "params.seed"]
     # A seed that follows from the run's seed separates repetitions, not configurations.
     following_seeds = [name for name in further_seeds if (settings[name].groupby(seed).nunique() <= 1).all()]
     ignored = {"params.seed", *groups, *pool, *following_seeds}
     separating: list[str] = []
     # The column of one value lets the runs be grouped where there are no groups yet.
     keys = frame[list(dict.fromkeys(groups))].fillna("").astype(str).assign(all="")
-    for name in settings:
+    for name in settings.columns:
         if name in ignored or settings[name].nunique() <= 1:
             continue
         values_in_groups = settings[name].groupby([keys[key] for key in keys]).nunique()
@@ -97,28 +98,35 @@ def mixed_code(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
     The same code is the same source of the package and the same diff of tracked files; of runs from before that source
     was hashed, the same commit. Plugins are settings (:func:`separating_keys`).
     """
-    names = [name for name in frame if name.startswith("tags.version.") or name == "tags.host.python"]
+    names = [name for name in frame.columns if name.startswith("tags.version.") or name == "tags.host.python"]
     # Unlike NaN, this text counts as a value: a run without a version differs from one that has it.
     compared = frame[[name for name in names if name not in groups]].fillna("\0")
     if CODE in frame and CODE not in groups:
         texts = frame.reindex(columns=["tags.code.package", "tags.git.diff", CODE]).fillna("").astype(str)
         sources = []
         for package, diff, code in texts.itertuples(index=False):
-            sources.append(package + diff if package else code)
+            if package:
+                sources.append(package + diff)
+            else:
+                sources.append(code)
         compared = compared.assign(**{CODE: sources})
-    keys = [frame[group].fillna("") for group in groups] or [frame["status"].map(lambda _: "")]
+    keys = [frame[group].fillna("") for group in groups]
+    if not keys:
+        # pandas needs a key; this one has the same value in all runs, which are one group.
+        keys = [frame["status"].map(lambda _: "")]
     counts = compared.groupby(keys).nunique()
-    return [name for name in compared if (counts[name] > 1).any()]
+    return [name for name in compared.columns if (counts[name] > 1).any()]
 
 
 def _settings(frame: pd.DataFrame) -> pd.DataFrame:
     """What makes a run's configuration, seed included: a param that a run lacks is at its default."""
     defaults = store.param_texts(flatten(to_plain(Config())))
-    # Runs of earlier versions have params that no longer exist.
-    defaults |= {".".join(key): str(value) for key, value in REMOVED.items()}
-    settings = {}
-    for name in frame:
+    # Runs of earlier versions have params that no longer exist or have other names now.
+    defaults |= store.param_texts(flatten(default_params()))
+    settings: dict[str, pd.Series[Any]] = {}
+    for name in frame.columns:
         if _is_setting(name):
+            # Options of a part have no default here; this text, which no param has, tells a run without one apart.
             settings[name] = frame[name].fillna(defaults.get(short(name), "\0")).astype(str)
     if PLUGINS in frame:
         settings[PLUGINS] = frame[PLUGINS].fillna("")
@@ -173,11 +181,18 @@ def with_values(uri: str, frame: pd.DataFrame, columns: Sequence[str], of: str) 
 
 def at_last_update(frame: pd.DataFrame) -> pd.DataFrame:
     """``frame`` without values of metrics that belong to an earlier update than the run's last (column ``stale``)."""
-    runs = _stale_metrics(frame)
-    columns = {f"metrics.{name}" for stale in runs for name in stale} & set(frame)
-    # A mask for each column at once: assigning them one by one is slow in wide frames.
-    masks = {column: [short(column) in stale for stale in runs] for column in columns}
-    return frame.assign(**{column: frame[column].mask(mask) for column, mask in masks.items()})
+    import numpy as np
+
+    stale_of_runs = _stale_metrics(frame)
+    stale_names = {name for stale in stale_of_runs for name in stale}
+    current = {}
+    for name in stale_names:
+        column = f"metrics.{name}"
+        if column in frame:
+            is_stale = np.array([name in stale for stale in stale_of_runs])
+            current[column] = frame[column].mask(is_stale)
+    # All at once: assigning columns one by one is slow in wide frames.
+    return frame.assign(**current)
 
 
 def stale_notes(frame: pd.DataFrame, columns: Iterable[str]) -> list[str]:
@@ -207,8 +222,11 @@ def _stale_metrics(frame: pd.DataFrame) -> list[dict[str, int]]:
         return [{} for _ in range(len(frame))]
     stale_of_runs = []
     for text in frame["stale"]:
-        is_given = isinstance(text, str) and text != ""
-        stale_of_runs.append(json.loads(text) if is_given else {})
+        stale: dict[str, int] = {}
+        # An empty cell of a CSV export is read as NaN.
+        if isinstance(text, str) and text != "":
+            stale = json.loads(text)
+        stale_of_runs.append(stale)
     return stale_of_runs
 
 
@@ -218,7 +236,9 @@ def _values(points: pd.DataFrame, of: str) -> pd.Series:
         return points.groupby("run_id")["value"].first()
     finite = points[points["value"].abs() < math.inf]
     by_run = finite.groupby("run_id")["value"]
-    last_values = int(of.removeprefix("mean:")) if of.startswith("mean:") else 0
+    last_values = 0
+    if of.startswith("mean:"):
+        last_values = int(of.removeprefix("mean:"))
     # An export's curves are thinned, except their last points: a rule that reads all would silently change.
     needs_all_points = of == "area" or last_values > NEVER_THINNED
     if needs_all_points and "recorded" in points:
@@ -276,8 +296,10 @@ def with_collapsed(uri: str, frame: pd.DataFrame, rule: Sequence[Condition]) -> 
             points = history(uri, frame["run_id"], metric).groupby("run_id").tail(last_values)
             values = points.groupby("run_id")["value"]
             # The condition holds for all of these values if it holds for the one nearest to a sound run's.
-            needs_low_values = compare in (operator.lt, operator.le)
-            nearest_to_sound = values.max() if needs_low_values else values.min()
+            if compare in (operator.lt, operator.le):
+                nearest_to_sound = values.max()
+            else:
+                nearest_to_sound = values.min()
             last = frame["run_id"].map(nearest_to_sound.where(values.size() == last_values))
             known = not_finite | (last.abs() < math.inf)
         verdicts.append((not_finite | compare(last, bound * start)).astype("boolean").where(known))

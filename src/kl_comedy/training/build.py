@@ -17,7 +17,7 @@ from kl_comedy.models.load import pick_device
 from kl_comedy.models.sources import check_source
 from kl_comedy.objective import PolicyTerm, check_policy_term
 from kl_comedy.rewards import check_options
-from kl_comedy.rollouts import Sampler, check_training_sampling
+from kl_comedy.rollouts import Sampler
 from kl_comedy.tracking.loggers import check_loggers
 from kl_comedy.tracking.store import check_uri
 from kl_comedy.training.loss import named_terms
@@ -88,7 +88,6 @@ def build_run(config: Config) -> Run:
     (:data:`kl_comedy.training.rules.RULES`), and for an option that the sampler does not take.
     """
     terms = resolve_terms(config.kl)
-    check_training_sampling(config.rollout)
     check_policy_term(PolicyTerm.of(config.algorithm))
     # The rules come last: they read terms that are valid by themselves.
     broken = broken_rule(TrainingSettings(config=config, terms=terms))

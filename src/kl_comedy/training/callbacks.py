@@ -79,8 +79,10 @@ def configured_callbacks(config: Config) -> list[Callback]:
     Raises :class:`UserError` for an unknown name or option, as a callback's own ``check_config(config)`` may.
     """
     callbacks = []
+    # All of them before a model is loaded: a wrong option should not cost the start of a run.
     for requested in _requested_callbacks(config):
         callback = _build_callback(requested)
+        # A plugin's callback is any callback of Lightning's, which knows nothing of configs.
         if hasattr(callback, "check_config"):
             callback.check_config(config)
         callbacks.append(callback)
@@ -105,19 +107,26 @@ def _build_callback(requested: RequestedCallback) -> Callback:
 
 def sample_rows(rows: Sequence[Scored]) -> list[dict[str, Any]]:
     """The first completions as table rows, with their text unchanged."""
-    return [
-        {
-            "problem": row.rollout.prompt.problem.text,
-            "answer": row.rollout.prompt.problem.answer,
-            "completion": row.rollout.text,
-            "reward": row.reward.value,
-            "status": row.reward.status,
-            "tokens": len(row.rollout.completion_ids),
-            "stop_reason": row.rollout.stop_reason,
-            "version": row.rollout.versions[0] if row.rollout.versions else None,
-        }
-        for row in rows[:SAMPLE_ROWS]
-    ]
+    table = []
+    for row in rows[:SAMPLE_ROWS]:
+        rollout = row.rollout
+        version = None
+        if rollout.versions:
+            # That of the first token: with weights in flight later ones may have another.
+            version = rollout.versions[0]
+        table.append(
+            {
+                "problem": rollout.prompt.problem.text,
+                "answer": rollout.prompt.problem.answer,
+                "completion": rollout.text,
+                "reward": row.reward.value,
+                "status": row.reward.status,
+                "tokens": len(rollout.completion_ids),
+                "stop_reason": rollout.stop_reason,
+                "version": version,
+            }
+        )
+    return table
 
 
 class RecordRollouts(Callback):
@@ -138,6 +147,7 @@ class RecordRollouts(Callback):
         pl_module.ranks.on_rank_zero(lambda: self._writer.remove_from(next_batch))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        # Once per batch: its later updates learn from the same rows.
         if batch.first:
             pl_module.ranks.on_rank_zero(lambda: self._writer.write(batch.iteration, batch.batch))
 
@@ -175,6 +185,7 @@ class EvaluationCallback(Callback):
         ranks = pl_module.ranks
         loaded = pl_module.loaded
         reference = pl_module.references["initial"]
+        # Here, because policy and reference are loaded after the callbacks are built.
         self._measure = completion_metrics(self._config, loaded=loaded, reference=reference, ranks=ranks)
         self._choice_scorer = choice_scorer(self._config, loaded, ranks)
 
@@ -202,6 +213,7 @@ class EvaluationCallback(Callback):
                 # The same seed at every evaluation: scores of a run differ by the policy, not by the draw.
                 seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
                 result = evaluate(data.backend, data.scorer, eval_set, settings, seed=seed)
+                # By update, so that a resumed run that repeats one replaces its score.
                 self.history.setdefault(result.name, {})[version] = result.row()["reward"]
                 self._report(trainer, version, result)
                 trainer.logger.log_table(f"eval/{result.name}", sample_rows(result.rows), step=version)
@@ -223,6 +235,7 @@ class EvaluationCallback(Callback):
         rewards = [values[version] for values in self.history.values() if version in values]
         if not rewards:
             return None
+        # The mean is over sets and not over problems: a large set should not decide alone which checkpoint is best.
         return sum(rewards) / len(rewards)
 
     def state_dict(self) -> dict[str, Any]:
@@ -254,6 +267,7 @@ class CheckpointCallback(Checkpoint):
         self._since = time.monotonic()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        # The longest and not the last: a stop may come in an update that evaluates.
         self._update_s = max(self._update_s, time.monotonic() - self._since)
         version = pl_module.version
         is_due = self._is_due(version)
@@ -263,8 +277,12 @@ class CheckpointCallback(Checkpoint):
         received = {signal for signal in pl_module.ranks.gather(self._request.signal) if signal is not None}
         if received and version < self._train.steps:
             # An end outranks a pause, as in stop_signals.py.
-            self._request.signal = SIGTERM if SIGTERM in received else received.pop()
+            if SIGTERM in received:
+                self._request.signal = SIGTERM
+            else:
+                self._request.signal = received.pop()
             trainer.should_stop = True
+            # Saved once, also where a regular checkpoint falls on this update.
             if not is_due:
                 self.save(trainer, version)
         self._warn_if_a_stop_takes_too_long()
@@ -324,6 +342,7 @@ class SignalWarning(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         metrics = pl_module.last_metrics
         rows = pl_module.last_batch.rows
+        # With one completion per prompt every group's rewards are equal, which says nothing.
         has_groups = len({row.rollout.group_id for row in rows}) < len(rows)
         if has_groups:
             is_silent = metrics["train/groups_without_signal"] == 1.0
@@ -420,6 +439,7 @@ class ConsoleProgress(ProgressBar):
         if self._console.is_terminal:
             return
         now = time.monotonic()
+        # The first shows that a run has begun to learn, the last how it ended.
         is_first_or_last = version in (1, self._steps)
         if is_first_or_last or now - self._printed >= PLAIN_EVERY_S:
             self._printed = now
@@ -427,7 +447,9 @@ class ConsoleProgress(ProgressBar):
             left = seconds_per_update * (self._steps - version)
             self._console.print(f"update {version}/{self._steps}  {line}  {left:.0f} s left", soft_wrap=True)
 
-    def on_train_end(self, trainer: Any, pl_module: Any, *exception: BaseException) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._bar.stop()
 
-    on_exception = on_train_end
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        # A bar that is still live would draw over the error message.
+        self._bar.stop()

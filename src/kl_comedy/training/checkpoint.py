@@ -28,10 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import fsync_path, is_file_name, read_json, sha256_file, write_json
@@ -178,13 +180,13 @@ def load_tensors(tensors: Mapping[str, Tensor], reader: SafeReader) -> None:
     """Fill ``tensors`` in place by name, each process its shards. Raises where the checkpoint lacks one."""
     # DCP warns that it works without processes, which is what no_dist asks for.
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+        load_distributed(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
 
 
 def _save_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), no_dist=not dist.is_initialized())
+            save_distributed(tensors, storage_writer=FileSystemWriter(folder), no_dist=not dist.is_initialized())
     except CheckpointException as error:
         _raise_interrupt(error)
         raise
@@ -235,7 +237,7 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a checkpoint's index holds {module}.{name}")
 
 
-class SafeReader(dcp.FileSystemReader):
+class SafeReader(FileSystemReader):
     """DCP's reader, with an index that cannot run code or read files outside the checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:

@@ -122,13 +122,21 @@ class Ranks:
         for rank, reported in enumerate(self.gather(report)):
             if reported is not None:
                 kind, text = reported
-                raise kind(text if rank == 0 else f"{text} (on rank {rank})") from failure
+                if rank != 0:
+                    text = f"{text} (on rank {rank})"
+                raise kind(text) from failure
         done: T = result
         return done
 
     def on_rank_zero(self, action: Callable[[], T]) -> T | None:
         """Call ``action`` on rank 0 only, and raise on all ranks where it fails. None on the other ranks."""
-        return self.raise_on_all_ranks(lambda: action() if self.is_rank_zero else None)
+
+        def act() -> T | None:
+            if self.is_rank_zero:
+                return action()
+            return None
+
+        return self.raise_on_all_ranks(act)
 
 
 def _kind_of(error: BaseException) -> type[Exception]:
@@ -322,7 +330,7 @@ def cluster_environment(config: Config) -> Any:
     Raises :class:`UserError` where several nodes are asked for and nothing starts processes on the others, and where
     srun, torchrun or another launcher started another number of processes than the config says.
     """
-    from lightning.pytorch.plugins.environments import LightningEnvironment
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
     devices = config.train.devices
     nodes = config.train.nodes
@@ -347,7 +355,9 @@ def cluster_environment(config: Config) -> Any:
 
 def _detected_environment() -> tuple[Any, str]:
     """What starts the processes, and the variable in which it says how many there are."""
-    from lightning.pytorch.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
     # torchrun first: it may itself be started by srun, once per node.
     if TorchElasticEnvironment.detect():

@@ -49,6 +49,7 @@ class TrainingPrompts:
 
     def __init__(self, config: Config, prompts: Sequence[Prompt], ranks: Ranks) -> None:
         self.indices = PromptOrder(len(prompts), config.rollout.prompts_per_batch, config.seed).indices
+        # Rows are stored by position: a prompt's text is in the run's data already.
         self.positions = {prompt.problem.id: position for position, prompt in enumerate(prompts)}
         self._config = config
         self._prompts = prompts
@@ -167,6 +168,7 @@ class ExperienceStream:
         return self
 
     def __next__(self) -> UpdateBatch:
+        # Lightning would otherwise ask for one batch more, which would be drawn for nothing.
         if self._handed_out >= self._updates:
             raise StopIteration
         # The updates of a batch are its parts in order, and the same again in each epoch.
@@ -177,6 +179,7 @@ class ExperienceStream:
             batch = self.source.take(iteration)
             self._current = tuple(batch.rows)
             metrics = batch.metrics
+        # Whole groups: prompts_per_batch is a multiple of the parts.
         size = len(self._current) // self._parts
         offset = update_in_batch % self._parts * size
         self._handed_out += 1
@@ -233,6 +236,7 @@ class DrawnHere:
             start = time.perf_counter()
             rollouts = self._prompts.draw(self._generate, self._drawn, self._prompts.indices(self._drawn))
             generated = time.perf_counter()
+            # Scored when drawn, so that a checkpoint holds no completion without its reward.
             self._queue.append(self._scorer.score(rollouts))
             generate_s += generated - start
             score_s += time.perf_counter() - generated

@@ -66,8 +66,10 @@ class ExperienceModule(lightning.LightningDataModule):
         # Rewards before the policy: a verifier that rejects the answers is found before a model is loaded.
         rewards = RewardSum(config.rewards)
         self._to_close.callback(rewards.close)
+        # On one rank: the answers are the same on all, and verifying them may take minutes.
         for dataset in (problems.train, *problems.evals.values()):
             ranks.on_rank_zero(partial(check_golds, rewards, dataset))
+        # After everything that can be refused without a model.
         module.load(ranks)
         self.prompts = ranks.raise_on_all_ranks(
             lambda: render_prompts(config, problems, module.loaded, pool=rewards.pool, ranks=ranks)
@@ -96,6 +98,7 @@ class ExperienceModule(lightning.LightningDataModule):
         if lag.mode == "async":
             engines = build_engines(sampler, loaded, ranks, asynchronous=True)
             self.backend = engines
+            # It draws in a thread of its own, while this one learns.
             source = Producer(config, engines, prompts, rewards, ranks, self._precision)
             self._to_close.callback(source.close)  # closes the engines too
         elif sampler.beside:
@@ -116,6 +119,7 @@ class ExperienceModule(lightning.LightningDataModule):
         self, recording: ReplayRollouts, lag: Lag, prompts: TrainingPrompts, rewards: RewardSum, ranks: Ranks
     ) -> Recorded:
         """Batches of a recording, once it was checked against this run's prompts and rewards."""
+        # Recorded rewards are sums under weights; with others they would be another reward.
         weights = {part.label: part.weight for part in rewards.parts}
         ranks.on_rank_zero(
             lambda: recording.bind(
@@ -128,6 +132,7 @@ class ExperienceModule(lightning.LightningDataModule):
         return Recorded(recording, prompts, self.scorer, ranks)
 
     def _generate(self, prompts: list[Prompt], **settings: Any) -> list[Rollout]:
+        # Autocast belongs to the thread: a sampler that is called elsewhere has to enter it again.
         with self._precision():
             return self.backend.generate(prompts, **settings)
 

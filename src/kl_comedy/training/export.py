@@ -42,8 +42,9 @@ def save_policy(run: RunDir, module: PolicyModule) -> None:
     """
     loaded, config, ranks = module.loaded, module.config, module.ranks
     weights: dict[str, Tensor] = {}
-    for bucket in stream_weights(loaded.model, config.rollout.bucket_mib * 2**20):
+    for bucket in stream_weights(loaded.model, config.train.fsdp.bucket_mib * 2**20):
         if ranks.is_rank_zero:
+            # Bucket by bucket to the host: a gathered policy need not fit on a GPU.
             weights |= {name: tensor.cpu() for name, tensor in bucket}
     if not ranks.is_rank_zero:  # these have taken part in gathering the shards
         return
@@ -60,6 +61,7 @@ def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path
     The adapter of a LoRA policy goes to ``out/adapter``. Holds the whole policy in memory. Returns the checkpoint.
     Raises :class:`UserError` where there is no such undamaged checkpoint, or ``out`` is not a new or empty folder.
     """
+    # An older export in the same folder might leave files that the new one does not overwrite.
     is_new_or_empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     if not is_new_or_empty:
         raise UserError(f"{out} exists and is not an empty folder; name a new one")
@@ -68,6 +70,7 @@ def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path
     if config.model.gguf_file is None:
         model = skeleton(config.model)  # without weights: the checkpoint has all of them
     else:
+        # A GGUF file has no config.json of which a skeleton could be built.
         model = load_base(config.model)
     tokenizer = load_tokenizer(config.model)
     loaded = LoadedModel(model=model, tokenizer=tokenizer, device=torch.device("cpu"), source=config.model.source)
@@ -90,6 +93,7 @@ def _checkpoint_weights(checkpoint: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     with unreadable(checkpoint):
         for name, metadata in reader.read_metadata().state_dict_metadata.items():
+            # A checkpoint has the optimizer's moments too, which are twice the policy.
             if name.startswith(_CHECKPOINT_PREFIX):
                 tensors[name] = torch.empty(metadata.size, dtype=metadata.properties.dtype)
         load_tensors(tensors, reader)
@@ -151,6 +155,7 @@ def _card_text(name: str, header: Mapping[str, str], facts: Mapping[str, Any]) -
     lines += [f"# {name}", "", f"A policy trained with kl_comedy {kl_comedy.__version__}.", ""]
     lines += ["| | |", "|---|---|"]
     for fact, value in facts.items():
+        # A bar would end the cell of the table.
         cell = str(value).replace("|", "&#124;")
         lines.append(f"| {fact} | {cell} |")
     lines += [
@@ -175,6 +180,7 @@ def _atomic_folder(target: Path) -> Iterator[Path]:
     folder.mkdir(parents=True)
     try:
         yield folder
+        # Before the rename: a folder under its final name is whole and can be checked.
         write_checksums(folder)
         if target.exists():
             shutil.rmtree(target)

@@ -75,6 +75,7 @@ class MetricAccumulator:
 
     def add(self, name: str, *terms: float | Tensor, reduction: str = "mean") -> None:
         """Add each term to its sum; the last term is a count. ``name`` is the ``reduction`` of all sums."""
+        # Sums and counts, not means: micro-batches and ranks have different numbers of tokens.
         sums = self._sums.setdefault((reduction, name), [0.0] * len(terms))
         for position, term in enumerate(terms):
             sums[position] += float(term)
@@ -84,6 +85,7 @@ class MetricAccumulator:
 
     def sample(self, name: str, values_N: Tensor) -> None:
         """Store values for their quantiles; ``*`` in ``name`` becomes the percentage, as in ``01``."""
+        # Quantiles of parts cannot be combined into those of the whole, so that all values are kept.
         self._samples[name].append(values_N.cpu())
 
     def merged(self, ranks: Ranks) -> MetricAccumulator:
@@ -119,6 +121,7 @@ def _quantiles(values_N: Tensor, percents: Sequence[int]) -> dict[int, float]:
     ordered_N = values_N.sort().values
     quantiles = {}
     for percent in percents:
+        # A value that occurred, and not one between two: ratios may be infinite.
         rank = math.ceil(percent / 100 * len(ordered_N))
         quantiles[percent] = float(ordered_N[rank - 1])
     return quantiles
@@ -149,12 +152,14 @@ def accumulate_micro_batch(
     log_probs = {"logp_BT": logp_BT, "behaviour_logp_BT": experience.behaviour_logp_BT, "mask_BT": mask_BT}
     # By position, because stored runs and tables have these names.
     for position, (name, term) in enumerate(terms.items()):
+        # In float64: sums over thousands of tokens of terms that nearly cancel.
         metrics.add(f"kl_term/{position}/value_token", result.values[name].double().sum(), tokens)
         ref_logp_BT = micro.reference_of(term).logp_BT
         for key, value in kl_diagnostics(term, ref_logp_BT=ref_logp_BT, **log_probs).items():
             if key == "ratio_max":
                 metrics.maximum(f"kl_term/{position}/ratio_max", value)
             else:
+                # A share of this micro-batch, weighted by its tokens.
                 metrics.add(f"kl_term/{position}/{key}", value * tokens, tokens)
 
 
@@ -163,6 +168,7 @@ def accumulate_reference(
     metrics: MetricAccumulator, name: str, micro: MicroBatch, passes: Mapping[str, TokenPass]
 ) -> None:
     """Divergences from a reference that is not the initial policy: k1, and the exact ones that the update computed."""
+    # Every pass has the policy's log-probs; they are the same in all of them.
     policy = passes.get(name, passes["initial"])
     mask_BT = micro.experience.mask_BT
     log_ratio_BT = policy.logp_BT - micro.references[name].logp_BT
@@ -195,6 +201,7 @@ def measured_kl(values: Mapping[str, float], reference: str, level: str) -> floa
     if reference == "sampler":
         length = values["train/length"] if level == "sequence" else 1.0
         return length * values["kl/k3_policy_behaviour_token"]
+    # Always there, since k1 needs the sampled tokens only.
     sampled = values[_against(reference, "k1_reverse", level)]
     return values.get(_against(reference, "exact_reverse", level), sampled)
 
@@ -227,6 +234,7 @@ def accumulate_divergence(
         metrics.add(f"kl/{name}_token", value_BT.sum(), tokens)
         metrics.add(f"kl/{name}_sequence", value_BT.sum(), rows)
         if policy.kl_BT is not None:
+            # An estimator's error at a prefix; its root mean square is the noise that a term would add.
             error_BT = value_BT - policy.kl_BT.double()
             error_B = error_BT.sum(1)
             metrics.add(f"kl_error/{name}_token", error_BT.sum(), tokens)
@@ -251,6 +259,7 @@ def accumulate_behaviour(metrics: MetricAccumulator, experience: Experience, log
     delta_BT = torch.where(mask_BT, logp_BT - experience.behaviour_logp_BT, 0.0)
     delta_N = delta_BT[mask_BT].double()
     ratio_N = delta_N.exp()
+    # The ratio of the whole completion: its effective sample size shrinks with length.
     weight_B = delta_BT.double().sum(-1).exp()
     # expm1, because rho - 1 of nearly equal policies would lose the digits that count.
     metrics.add("kl/k1_behaviour_token", -delta_N.sum(), tokens)
@@ -262,6 +271,7 @@ def accumulate_behaviour(metrics: MetricAccumulator, experience: Experience, log
     metrics.add(
         "policy/ess", weight_B.sum(), weight_B.square().sum(), len(weight_B), reduction="effective_sample_share"
     )
+    # Another run counts its own updates: their difference to ours is no age.
     dated_BT = mask_BT & (versions_BT != FOREIGN_VERSION)
     metrics.add("policy/staleness", (version - versions_BT)[dated_BT].double().sum(), dated_BT.sum())
     # The product of a row is 1 up to its first token of another version: later tokens have a prefix that the
@@ -297,6 +307,7 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     rewards_of_group: dict[int, set[float]] = defaultdict(set)
     parts: dict[str, list[float]] = defaultdict(list)
     for row in rows:
+        # A set: a group with one distinct reward has an advantage of 0 everywhere.
         rewards_of_group[row.rollout.group_id].add(row.reward.value)
         for name, value in row.reward.parts.items():
             if not is_failed_part(name):  # only failures have it: its mean would always be 1
@@ -306,6 +317,7 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     status["failed"] = sum(failed(row.reward) for row in rows)  # these have the status refused, too
     return {
         "train/reward": float(rewards.mean()),
+        # The population's standard deviation exists for one row too.
         "train/reward_std": float(rewards.std(correction=0)),
         "train/length": sum(len(row.rollout.completion_ids) for row in rows) / count,
         "train/truncated_share": sum(row.rollout.stop_reason == "length" for row in rows) / count,
@@ -317,6 +329,7 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
 
 def time_metrics(rows: Sequence[Scored], of_batch: Mapping[str, float], learn_s: float) -> dict[str, float]:
     """Seconds of an update, and what follows from them. ``of_batch`` holds those of sampling at a batch's first use."""
+    # Later updates from a batch sample nothing, and their times are 0 and not absent.
     times = {"time/generate": 0.0, "time/score": 0.0, "time/wait": 0.0} | dict(of_batch)
     tokens = sum(len(row.rollout.completion_ids) for row in rows)
     total = times["time/wait"] + learn_s
@@ -355,6 +368,7 @@ def critic_metrics(micro_batches: Sequence[MicroBatch], ranks: Ranks = SINGLE_PR
         for value_N, target_N in pairs_of_rank:
             values.append(value_N)
             targets.append(target_N)
+    # Over all ranks at once: an explained variance cannot be averaged.
     value_N = torch.cat(values).double()
     target_N = torch.cat(targets).double()
     spread = target_N.var(correction=0)
@@ -424,6 +438,7 @@ def completion_metrics(
         for packed in packer.micro_batches(rows):
             other = None if reference is None else reference.forward_pass(**model_inputs(packed))
             policy = token_pass(loaded.model, options, wanted, **model_inputs(packed), reference=other)
+            # This rank only keeps step with the others; the rows are counted there.
             if packed.empty:
                 continue
             log_ratio_BT = None
@@ -465,12 +480,13 @@ def _reference_model(evaluated: ModelConfig, named: str) -> ModelConfig:
         model = load_config(named).model
     else:
         model = ModelConfig(source=named)
-    return dataclasses.replace(
+    reference = dataclasses.replace(
         model,
         dtype=evaluated.dtype,
         device=evaluated.device,
         attention=evaluated.attention,
-        trust_remote_code=evaluated.trust_remote_code,
         gradient_checkpointing=False,
         lora=None,
     )
+    # None removes the option: code of the reference runs only where the evaluated model allows code.
+    return reference.with_options(trust_remote_code=evaluated.trust_remote_code or None)

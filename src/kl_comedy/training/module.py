@@ -170,13 +170,14 @@ class PolicyModule(lightning.LightningModule):
         if self.value_head is not None:
             rate = self.config.algorithm.value.lr or settings.lr
             groups.append({"params": list(self.value_head.parameters()), "lr": rate})
-        first, second = settings.betas
+        adamw = settings.adamw
+        first, second = adamw.betas
         optimizer = torch.optim.AdamW(
             groups,
             lr=settings.lr,
             betas=(first, second),
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
+            eps=adamw.eps,
+            weight_decay=adamw.weight_decay,
             fused=True,
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(settings, step, steps))

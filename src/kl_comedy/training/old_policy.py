@@ -29,8 +29,8 @@ def record_old_policy(
 ) -> list[OldPolicyRow] | None:
     """What the policy of this moment says about each row; None where the algorithm needs neither. All ranks call.
 
-    With ``algorithm.value.bootstrap_truncated`` a completion cut at the limit gets the value after its last token;
-    every other's is 0.
+    With the option ``bootstrap_truncated`` of ``gae`` a completion cut at the limit gets the value after its last
+    token; every other's is 0.
     """
     if value_head is None and algorithm.proximal != "recomputed":
         return None

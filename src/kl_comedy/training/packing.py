@@ -70,6 +70,7 @@ class Packer:
 
     def micro_batches(self, rows: Sequence[Scored]) -> list[Packed]:
         """This rank's micro-batches of ``rows``, as many as on every other rank."""
+        # The position breaks ties, so that every rank takes the same row.
         shortest = min(range(len(rows)), key=lambda position: (_tokens(rows, [position]), position))
         packs = []
         for positions in self.ranks.split(by_token_budget(rows, self.budget)):

@@ -77,9 +77,11 @@ def _load_suites(config: Config, taken_names: set[str]) -> list[tuple[SuiteConfi
     suites: list[tuple[SuiteConfig, Sequence[Problem]]] = []
     for name in config.eval.suites:
         suite = get_suite(name, key="eval.suites")
+        # Metrics are eval/NAME/..., so that two of one name would overwrite each other.
         if suite.name in taken_names:
             raise bad_value("eval.suites", name, "names that neither data.eval nor another suite has")
         taken_names.add(suite.name)
+        # Now, before a model is loaded: files may be missing or of another version.
         suites.append((suite, suite_problems(suite, root=root)))
     return suites
 
@@ -110,6 +112,7 @@ def render_prompts(
     if problems.train:
         train, report = render(problems.train, config.data.prompt, loaded.tokenizer)
         counts |= _render_counts("train", report)
+        # The problems are hashed and not the prompts: a template is part of the config, the data is not.
         hashes["train"] = data_hash(problems.train)
 
     choice_sets: list[ChoiceSet] = []
@@ -119,6 +122,7 @@ def render_prompts(
         hashes[f"eval.{suite.name}"] = data_hash(asked)
         if suite.kind == "likelihood":
             template = resolve_template(suite, loaded.tokenizer)
+            # Scored by likelihood, without sampling.
             choice_sets.append(tokenize_choices(suite, prompts, loaded, template=template))
         else:
             scorer = _suite_scorer(suite, asked, pool, ranks)
@@ -149,5 +153,12 @@ def _suite_scorer(suite: SuiteConfig, asked: Sequence[Problem], pool: RewardPool
 def eval_sampling(config: Config, suite: SuiteConfig | None = None) -> Sampling:
     """How completions are drawn in evaluation; a suite has stop strings and a length of its own."""
     settings = suite or config.rollout
-    tokens = config.eval.max_new_tokens or settings.max_new_tokens
-    return Sampling(temperature=config.eval.temperature, max_new_tokens=tokens, stop=tuple(settings.stop))
+    truncation = config.eval.truncation
+    return Sampling(
+        temperature=config.eval.temperature,
+        max_new_tokens=config.eval.max_new_tokens or settings.max_new_tokens,
+        top_p=truncation.top_p,
+        top_k=truncation.top_k,
+        min_p=truncation.min_p,
+        stop=tuple(settings.stop),
+    )

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kl_comedy.config import AlgorithmConfig, Config
-from kl_comedy.config.schema import SHARDED, TeacherConfig, ValueConfig
+from kl_comedy.config.schema import SHARDED, TeacherConfig, TeacherServerOptions, ValueOptions
+from kl_comedy.config.validate import field_types
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.term import REFERENCES
@@ -23,7 +24,7 @@ from kl_comedy.training.loss import uses_critic
 UNUSED_BY_DPO = (
     "reward_weight",
     "advantage",
-    "value",
+    "advantage_options",
     "policy_loss",
     "policy_loss_options",
     "correction",
@@ -33,7 +34,7 @@ UNUSED_BY_DPO = (
 )
 """Fields of ``algorithm`` that have no meaning beside ``algorithm.dpo``."""
 
-UNUSED_BY_A_SERVER = ("adapter", "gguf_file", "dtype", "trust_remote_code", "options")
+UNUSED_BY_A_SERVER = ("adapter", "dtype")
 """Fields of ``reference.teacher`` that say how a model is loaded, which the server at ``url`` has already done."""
 
 
@@ -84,11 +85,11 @@ def trained_weights_in_16_bit(settings: TrainingSettings) -> UserError | None:
 
 def value_settings_without_critic(settings: TrainingSettings) -> UserError | None:
     algorithm = settings.config.algorithm
-    if uses_critic(algorithm) or algorithm.value == ValueConfig():
+    if uses_critic(algorithm) or algorithm.value == ValueOptions():
         return None
     return UserError(
-        f"algorithm.value: {algorithm.advantage} has no value function, so these settings would do nothing; "
-        "remove them or set algorithm.advantage=gae"
+        f"algorithm.advantage_options: {algorithm.advantage} has no value function, so these would do "
+        "nothing; remove them or set algorithm.advantage=gae"
     )
 
 
@@ -143,6 +144,25 @@ def loading_options_of_a_served_teacher(settings: TrainingSettings) -> UserError
         if value != default:
             reason = "the server at reference.teacher.url has loaded its model"
             return bad_value(f"reference.teacher.{name}", value, str(default), reason)
+    # The tokenizer is loaded here, at this revision.
+    allowed = [*field_types(TeacherServerOptions), "revision"]
+    for name, value in teacher.options.items():
+        if name not in allowed:
+            reason = "the server at reference.teacher.url has loaded its model"
+            return bad_value(f"reference.teacher.options.{name}", value, f"only {', '.join(allowed)}", reason)
+    return None
+
+
+def server_options_of_a_loaded_teacher(settings: TrainingSettings) -> UserError | None:
+    teacher = settings.config.reference.teacher
+    if teacher is None or teacher.url is not None:
+        return None
+    for name in field_types(TeacherServerOptions):
+        if name in teacher.options:
+            reason = "it says which server has the teacher"
+            return bad_value(
+                f"reference.teacher.options.{name}", teacher.options[name], "null without reference.teacher.url", reason
+            )
     return None
 
 
@@ -246,6 +266,7 @@ RULES: tuple[Callable[[TrainingSettings], UserError | None], ...] = (
     term_without_teacher,
     teacher_without_term,
     loading_options_of_a_served_teacher,
+    server_options_of_a_loaded_teacher,
     temperature_of_a_served_teacher,
     term_needs_more_than_a_server_gives,
     adapter_of_a_sharded_teacher,

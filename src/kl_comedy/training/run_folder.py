@@ -164,6 +164,7 @@ def find_run(config: Config) -> RunDir | None:
 
 def create_run(config: Config) -> RunDir:
     """A new folder, numbered after those of the same config, with the resolved config in it."""
+    # After the largest number and not the count: runs may have been deleted.
     number = max((_number(path) for path in _earlier(config)), default=0) + 1
     run = RunDir(path=Path(config.output) / f"{config.name}-{config_hash(config)}-{number}")
     try:
@@ -207,6 +208,7 @@ def finished_run(config: Config) -> Outcome | None:
     if run is None:
         return None
     summary = readable_summary(run)
+    # A failed run has a summary too; it is resumed.
     if summary is None or summary["status"] != "FINISHED":
         return None
     return Outcome(run=run, summary=summary, already_finished=True)
@@ -222,6 +224,7 @@ def repair_config(run: RunDir, config: Config) -> None:
 
 def _is_damaged(file: Path, config: Config) -> bool:
     """Whether the file is not the config that was written there: by its checksum, or without one by its hash."""
+    # Older runs have a config without a checksum.
     is_changed = yaml_is_changed(file)
     if is_changed is not None:
         return is_changed

@@ -18,6 +18,7 @@ from kl_comedy.training.run_folder import RunDir
 
 def resume_command(command: str) -> str:
     """The command that resumes the run that ``command`` started."""
+    # A command that is resumed twice need not have it twice.
     if "resume=auto" in command.split():
         return command
     return f"{command} resume=auto"
@@ -27,12 +28,19 @@ def evaluate_command(run: RunDir, config: Config) -> str:
     """The command that evaluates the policy of a finished run."""
     arguments = ["kl-comedy", "evaluate", str(run.path / "config.yaml"), f"model.source={run.policy}"]
     if config.model.options:
-        arguments.append("model.options={}")
+        arguments.append(options_of_exported(config))
     if config.model.lora is not None:
         arguments.append("model.lora=null")  # RUN/policy is merged
     if config.eval.kl:
         arguments.append(f"eval.reference={run.path / 'config.yaml'}")
     return shlex.join(arguments)
+
+
+def options_of_exported(config: Config) -> str:
+    """The override of ``model.options`` for an exported policy, whose files have the other options applied."""
+    if config.model.trust_remote_code:
+        return "model.options={trust_remote_code: true}"
+    return "model.options={}"
 
 
 def run_summary(
@@ -67,6 +75,7 @@ def write_failed_batch(run: RunDir, reason: str, rows: Sequence[Scored]) -> Path
     file = run.path / "failed_batch.json"
     entries = []
     for row in rows:
+        # With the sampler's log-probs, without which the update cannot be repeated.
         entry = dict(sample_rows((row,))[0])
         entry["completion_ids"] = row.rollout.completion_ids
         entry["behaviour_logps"] = row.rollout.logps

@@ -68,11 +68,13 @@ class BroadcastRollouts:
     def load(self) -> None:
         """Let the engines load what is published and not loaded yet."""
         with self._loading:
+            # The other thread may have loaded the same weights while this one waited for the lock.
             if self.loaded != self.version:
                 self.loaded = self.engines.load()
 
     def update_weights(self, version: int) -> None:
         self.publish(version)
+        # Asynchronously the producer loads them at its next turn, or in flight.
         if not self._asynchronous:
             self._ranks.on_rank_zero(self.load)
 
@@ -86,6 +88,7 @@ class BroadcastRollouts:
                 self.load()
                 return self.engines.generate(prompts, **settings)
 
+        # None on the other ranks, which receive the completions below.
         drawn = self._ranks.on_rank_zero(draw) or []
         received = self._ranks.broadcast(_without_prompts(drawn))
         return _with_prompts(received, prompts)
@@ -104,6 +107,7 @@ class BroadcastRollouts:
             return evaluation or self._evaluations == 0
 
         with self.changed:
+            # Counted before waiting, so that the producer sees it when its turn ends.
             self._evaluations += evaluation
             self.changed.wait_for(is_free)
             self._busy = True
@@ -138,6 +142,7 @@ class ShardedRollouts:
         self._refresh = refresh
 
     def update_weights(self, version: int) -> None:
+        # First: the replica must have the weights that the version names.
         self._refresh()
         self.inner.update_weights(version)
         self.version = int(self.inner.version)
@@ -147,6 +152,7 @@ class ShardedRollouts:
 
     def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[Rollout]:
         """See :class:`RolloutBackend`; what fails on one rank is raised on all."""
+        # Parts follow each other by rank: joined in that order they are the batch.
         part = self._ranks.bounds(len(prompts))
         drawn_here = self._ranks.raise_on_all_ranks(lambda: self.inner.generate_part(prompts, part, **settings))
         rollouts: list[Rollout] = []
@@ -176,6 +182,7 @@ class ShardedScorer:
         """The rollouts with their rewards, on every rank; what fails on one rank is raised on all."""
         start, end = self._ranks.bounds(len(rollouts))
         scored_here = self._ranks.raise_on_all_ranks(lambda: self._inner.score(rollouts[start:end]))
+        # Rewards alone travel: the completions are on every rank.
         rewards: list[Reward] = []
         for rewards_of_rank in self._ranks.gather([row.reward for row in scored_here]):
             rewards += rewards_of_rank
@@ -206,7 +213,7 @@ def build_backend(config: Config, loaded: LoadedModel, ranks: Ranks) -> RankBack
     """This rank's sampler and, with several processes, what spreads the prompts over the ranks.
 
     A sharded policy is sampled from a whole copy of it on every rank. Raises :class:`UserError` where that does not fit
-    ``rollout.replica_gib``.
+    ``train.strategy_options.replica_gib``.
     """
     build: Callable[..., Any] = ROLLOUTS.get(config.rollout.backend).fn
     if config.train.strategy == "single":
@@ -219,7 +226,7 @@ def build_backend(config: Config, loaded: LoadedModel, ranks: Ranks) -> RankBack
     replica = ranks.raise_on_all_ranks(lambda: _make_replica(config, loaded))
 
     def refresh() -> None:
-        copy_into(replica.model, stream_weights(loaded.model, config.rollout.bucket_mib * 2**20))
+        copy_into(replica.model, stream_weights(loaded.model, config.train.fsdp.bucket_mib * 2**20))
 
     # The skeleton has no weights yet.
     refresh()
@@ -234,11 +241,11 @@ def _make_replica(config: Config, loaded: LoadedModel) -> LoadedModel:
     size = weight_bytes(loaded.model)
     if bf16:
         size -= sum(parameter.nbytes // 2 for parameter in rounded_parameters(loaded.model))
-    limit = int(config.rollout.replica_gib * 2**30)
+    limit = int(config.train.fsdp.replica_gib * 2**30)
     if size > limit:
         raise UserError(
-            f"rollout.replica_gib: got {limit / 2**30:g}; this policy takes {size / 2**30:.1f} GiB, and the hf "
-            "backend samples from a whole copy of it on every rank; raise the limit where that fits"
+            f"train.strategy_options.replica_gib: got {limit / 2**30:g}; this policy takes {size / 2**30:.1f} GiB, and "
+            "the hf backend samples from a whole copy of it on every rank; raise the limit where that fits"
         )
     dtype = next(iter(loaded.model.parameters())).dtype
     model = unsharded_skeleton(config.model).to(dtype).requires_grad_(False).eval()

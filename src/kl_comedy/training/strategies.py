@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,18 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from kl_comedy.config import Config
 from kl_comedy.errors import bad_value
@@ -38,8 +46,11 @@ GRADIENT_BUCKET_BYTES = 64 * 2**20
 """Gradients summed in one exchange under ``ddp``: large enough to fill a network, small beside a model."""
 
 
-class _FolderCheckpoints:
-    """Weights, optimizer and loops are saved in the folder format of :mod:`kl_comedy.training.checkpoint`."""
+class _FolderCheckpoints(Strategy):
+    """Weights, optimizer and loops are saved in the folder format of :mod:`kl_comedy.training.checkpoint`.
+
+    A mixin: it stands before one of Lightning's strategies in the bases.
+    """
 
     # Which checkpoint is the newest is decided once the processes are connected.
     restore_checkpoint_after_setup = True
@@ -48,25 +59,30 @@ class _FolderCheckpoints:
     newest_checkpoint: Path | None = None
 
     @property
-    def ranks(self: Any) -> Ranks:
+    def ranks(self) -> Ranks:
         """The processes of the run; call once they are connected."""
-        return Ranks(rank=self.global_rank, size=getattr(self, "world_size", 1), sharded=self.sharded)
-
-    def _nothing(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return {}
+        if isinstance(self, ParallelStrategy):
+            return Ranks(rank=self.global_rank, size=self.world_size, sharded=self.sharded)
+        return Ranks(rank=0, size=1, sharded=self.sharded)
 
     # Lightning would gather whole weights on rank 0. :meth:`save_checkpoint` collects them in shards instead, and
-    # :meth:`load_checkpoint` has loaded them before Lightning asks for them.
-    lightning_module_state_dict = _nothing
-    optimizer_state = _nothing
-    load_model_state_dict = _nothing
-    load_optimizer_state_dict = _nothing
+    # :meth:`load_checkpoint` has loaded them before Lightning asks for them. So these four do nothing.
 
-    def save_checkpoint(self: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None: ...
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None: ...
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         write_checkpoint(Path(filepath), checkpoint, self.lightning_module, self.optimizers, self.ranks)
 
-    def load_checkpoint(self: Any, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(checkpoint_path)
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        path: Path | None = Path(checkpoint_path)
         if checkpoint_path == NEWEST:
             path = self.newest_checkpoint
         if path is None:
@@ -99,23 +115,26 @@ class RankLauncher(_SubprocessScriptLauncher):
         return function(*args, **kwargs)
 
 
-class _SeveralProcesses(_FolderCheckpoints):
+class _SeveralProcesses(_FolderCheckpoints, ParallelStrategy):
     """The processes of a run, which meet at the address of rank 0."""
 
-    def _configure_launcher(self: Any) -> None:
-        strategy: Any = super()
-        strategy._configure_launcher()
+    num_processes: int
+    num_nodes: int
+    cluster_environment: ClusterEnvironment
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        # ModelParallelStrategy has none where SLURM or torchrun has started every process.
         if self._launcher is not None:
             self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
-    def setup_environment(self: Any) -> None:
+    def setup_environment(self) -> None:
         """Connect them. Where rank 0 fails, it ends those that it started: they would wait for :data:`TIMEOUT`."""
-        strategy: Any = super()  # the class after this mixin
         try:
-            strategy.setup_environment()
+            super().setup_environment()
         except RuntimeError as error:
             # The others wait for this address; only the process that started them can end them now.
-            if self.launcher is not None:
+            if isinstance(self.launcher, RankLauncher):
                 self.launcher.kill(signal.SIGKILL)
             address = f"{self.cluster_environment.main_address}:{self.cluster_environment.main_port}"
             allowed = "an address with a free port, which all processes reach"
@@ -131,6 +150,7 @@ class Replicated(_SeveralProcesses, DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Start from rank 0's weights; no wrapper."""
+        assert self.model is not None, "Lightning calls this after it has set the model"
         tensors = [*self.model.parameters(), *self.model.buffers()]
         with torch.no_grad():
             for tensor in tensors:
@@ -152,14 +172,13 @@ def strategy_for(config: Config) -> Strategy:
     # Exchanges of Python objects are on the CPU, those of tensors where the tensors are.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     groups: dict[str, Any] = {"process_group_backend": backend, "timeout": TIMEOUT}
-    strategy: Any
+    strategy: ParallelStrategy
     if train.strategy == "fsdp":
         strategy = Sharded(data_parallel_size=train.devices * train.nodes, tensor_parallel_size=1, **groups)
     else:
         strategy = Replicated(**groups)
     strategy.cluster_environment = cluster_environment(config)
-    built: Strategy = strategy
-    return built
+    return strategy
 
 
 @torch.no_grad()
@@ -190,8 +209,9 @@ def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks, *, divisor: 
 def _sum_bucket(bucket: Sequence[Tensor], ranks: Ranks, divisor: int) -> None:
     """Sum gradients over the ranks in place, by one exchange."""
     sizes = [gradient.numel() for gradient in bucket]
+    # One exchange for many gradients: each has a latency of its own, however small it is.
     flat = ranks.sum(torch.cat([gradient.flatten() for gradient in bucket])) / divisor
-    for gradient, summed in zip(bucket, flat.split(sizes), strict=True):
+    for gradient, summed in zip(bucket, flat.split_with_sizes(sizes), strict=True):
         gradient.copy_(summed.view_as(gradient))
 
 

@@ -6,6 +6,8 @@
 How estimators are declared and tested: CONTRIBUTING.md.
 """
 
+from torch import Tensor
+
 from kl_comedy.registry import ESTIMATORS
 
 
@@ -15,6 +17,6 @@ from kl_comedy.registry import ESTIMATORS
     claims=("pathwise:token_reverse", "nonnegative"),  # `certify` exits 1 where one is false
     needs="log_ratio",
 )
-def my_k2(log_ratio):
+def my_k2(log_ratio: Tensor) -> Tensor:
     """``l^2 / 2``. Keyword parameters with defaults become options of the KL term."""
     return 0.5 * log_ratio.square()

@@ -6,6 +6,8 @@
 Advantages, policy losses, datasets, rollout backends and corrections register in the same way: CONTRIBUTING.md.
 """
 
+from typing import Any
+
 from lightning.pytorch.callbacks import Callback
 
 from kl_comedy.registry import CALLBACKS, REWARDS
@@ -20,7 +22,7 @@ from kl_comedy.registry import CALLBACKS, REWARDS
         {"completion": "I do not know", "answer": "7", "value": 0.0},
     ),
 )
-def ends_with_answer(completion, answer, meta):
+def ends_with_answer(completion: str, answer: str, meta: dict[str, Any]) -> float:
     """1 where the completion ends with the answer."""
     return float(completion.strip().endswith(answer))
 
@@ -32,6 +34,6 @@ class PrintReward(Callback):
     def __init__(self, every: int = 10) -> None:
         self.every = every
 
-    def on_train_batch_end(self, trainer, pl_module, *rest) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         if pl_module.version % self.every == 0:
             print(f"update {pl_module.version}: reward {pl_module.last_metrics['train/reward']:.3f}")

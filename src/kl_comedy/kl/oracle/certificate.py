@@ -82,9 +82,8 @@ class Certificate:
     variance: float
     """The trace variance of one completion's gradient, over the square of the sequence-level reverse-KL gradient."""
     variance_ratio: float | None
-    """That over the variance of the least noisy unbiased term for the target hit (for the sequence-level reverse KL
-    where
-    none is)."""
+    """That over the variance of the least noisy unbiased term for the target that is hit; where none is hit, for the
+    sequence-level reverse KL."""
     strength: float
     """The multiple of the sequence-level reverse-KL gradient that it contains: the beta one gets for a beta of 1."""
     worst_error: float = 0.0
@@ -99,6 +98,7 @@ class Certificate:
     @property
     def claim_holds(self) -> bool:
         """Whether the claimed target is hit; for a term with a bound, while no bound acts."""
+        # Nothing is claimed, or it was hit.
         if self.claimed is None or self.claimed == self.target:
             return True
         return is_bounded(self.terms) and self.claimed == self.near_target
@@ -246,6 +246,7 @@ def battery(
 ) -> tuple[BatteryInstance, ...]:
     """The instances on which a certificate of ``regime`` rests; with a seed, the drawn settings too."""
     near = InstanceSettings(regime=regime, seed=0, parameters=SHARED, distance=DISTANCE, staleness=STALENESS)
+    # The same draw, farther apart: only the distance differs between near and far.
     far = dataclasses.replace(near, distance=FAR_DISTANCE, staleness=FAR_STALENESS)
 
     cases = []
@@ -278,6 +279,7 @@ def with_targets(
     measured = instance
     if sampler_is_reference:
         measured = against_the_sampler(instance)
+    # All of them, whatever is claimed: a verdict names the nearest where none is hit.
     targets = {name: target_gradient(measured, name) for name in TARGETS}
     return BatteryInstance(instance=instance, targets=targets, near=near, shown=shown, setting=setting)
 
@@ -333,9 +335,11 @@ class Question:
             else:
                 enumerated.append(term)
         claimed = None
+        # The claim is that of one term. A sum of terms may hit a target that none of them hits.
         if len(terms) == 1:
             claimed = claimed_target(terms[0], regime)
         tree = TREE
+        # The usual tree has too few tokens to leave a tail outside the top ones.
         if any(term.top is not None for term in terms):
             tree = TOP
         return cls(
@@ -400,6 +404,7 @@ class Judged:
 def _measure(question: Question, seed: int | None, search_seconds: float) -> Measured:
     """Enumerate the terms on the battery, and on the worst setting that a search of ``search_seconds`` finds."""
     cases = battery(question.regime, sampler_is_reference=question.to_sampler, main=question.tree, seed=seed)
+    # One loss for all instances: betas are relative, and nothing in it belongs to an instance.
     loss = terms_loss(question.enumerated)
     pairs = []
     not_finite = False
@@ -446,6 +451,7 @@ def _search(question: Question, not_finite: bool, seed: int | None, seconds: flo
 
 def _judge(question: Question, measured: Measured) -> Judged:
     """Which target is hit on every instance, and the largest error from the claimed one in a drawn setting."""
+    # On every instance, those where bounds act included.
     target = _target_hit(measured.moments, measured.near_target)
     # No instance contradicts such a term, although it misses the target: longer completions, or a batch, would.
     if question.exceeds_every_instance or question.centred:
@@ -479,6 +485,7 @@ def _certificate(name: str, question: Question, measured: Measured, judged: Judg
     # Noise is compared among terms that regularize: not with zero, and not where the pull is towards the sampler.
     if judged.target != "zero" and not question.to_sampler:
         target_of_best = judged.target or measured.near_target or "sequence_reverse"
+        # Against the best term for what is hit, or a term for an easy target would look quiet.
         least = _least_variance(target_of_best, question.regime, question.tree)
         if least:
             variance_ratio = variance / least
@@ -509,6 +516,7 @@ def _batch_bias(terms: Sequence[KLTerm], shown: Sequence[tuple[BatteryInstance, 
     """The mean relative distance of the expected gradients from those in ``shown``, in batches of ``completions``."""
     distances = []
     for case, moments in shown:
+        # Enumerated too: the product of all completions of a small batch.
         in_batches = exact_moments(case.instance, terms_loss(terms), group_size=completions)
         distances.append(in_batches.relative_bias(moments.gradient_D))
     return sum(distances) / len(distances)
@@ -520,6 +528,7 @@ def _target_hit(pairs: Sequence[tuple[BatteryInstance, Moments]], preferred: str
     for name in pairs[0][0].targets:
         if all(moments.equals(case.targets[name], case.tolerance) for case, moments in pairs):
             hits.append(name)
+    # On-policy several targets have one gradient; the claimed name is the one to report.
     if preferred in hits:
         return preferred
     if hits:

@@ -92,6 +92,7 @@ class _Case:
         options = {}
         if self.window is not None:
             options["window"] = self.window
+        # A change in place would also change what the policy loss reads afterwards.
         before_BT = delta_BT.detach().clone()
         try:
             ratio_BT = self.entry.fn(delta_BT, **options)
@@ -121,6 +122,7 @@ def check_correction(entry: Entry[Any], *, seed: int = 0) -> CorrectionCheck:
         raise bad_value(f"correction {entry.name!r}: scope", scope, SCOPES)
     generator = torch.Generator().manual_seed(seed)
     drawn_length = int(torch.randint(LENGTHS[-1] + 1, LONGEST + 1, (1,), generator=generator))
+    # The drawn length is one that no author of a correction can have tuned it to.
     lengths = [*LENGTHS, drawn_length]
     windows = []
     if scope == "prefix" and "window" in inspect.signature(entry.fn).parameters:
@@ -131,6 +133,7 @@ def check_correction(entry: Entry[Any], *, seed: int = 0) -> CorrectionCheck:
             for dtype in (torch.float64, torch.float32):
                 failure = _failure_of(_Case(entry=entry, length=length, window=window, dtype=dtype), generator)
                 if failure is not None:
+                    # The first is enough: a wrong scope fails at every length, in nearly the same words.
                     return CorrectionCheck(failures=[failure], covered=covered)
     return CorrectionCheck(failures=[], covered=covered)
 
@@ -148,6 +151,7 @@ def _failure_of(case: _Case, generator: torch.Generator) -> str | None:
     relative = 1e-5
     if case.in_float64:
         relative = 1e-12
+    # Not equal to the bit: a sum over fewer rows may be added up in another order.
     if not torch.allclose(alone_BT, ratio_BT.detach()[:some], rtol=relative, atol=0):
         return (
             f"correction {case.entry.name!r} declares scope {case.entry.facts['scope']}, and its ratios of "
@@ -170,10 +174,12 @@ def _log_ratios(case: _Case, generator: torch.Generator) -> tuple[Tensor, Tensor
     """
     jump_B = log_ratio_grid(-RANGE, generator)
     if not case.in_float64:
+        # Within what float32 can exponentiate; beyond it a ratio is infinite, which is no mistake.
         jump_B = jump_B * (RANGE32 / RANGE)
     noise = 0.0
     if case.length > 1:
         jump_B = jump_B[torch.randperm(len(jump_B), generator=generator)[:ROWS]]
+        # The sum over a completion stays of the size of a nat, at any length.
         noise = 1 / case.length
     delta_BT = torch.randn(len(jump_B), case.length, generator=generator, dtype=torch.float64) * noise
     jump_at_B = torch.randint(case.length, (len(jump_B),), generator=generator)
@@ -186,6 +192,7 @@ def _wrong_product(case: _Case, log_BT: Tensor, delta_BT: Tensor, jump_at_B: Ten
     """Whether a ratio is not the product of those in scope: its logarithm is their sum."""
     scope_TT = _scope(case.entry.facts, case.length, case.window).to(case.dtype)
     expected_BT = delta_BT @ scope_TT.double().T
+    # Rounding grows with what is added up, not with the result: large ratios may cancel.
     size_B1 = 1.0 + delta_BT.abs().sum(-1, keepdim=True)
     wrong_BT = ~((log_BT - expected_BT).abs() <= case.tolerance * size_B1)  # NaN counts as wrong
     if not bool(wrong_BT.any()):
@@ -202,6 +209,7 @@ def _wrong_product(case: _Case, log_BT: Tensor, delta_BT: Tensor, jump_at_B: Ten
 def _wrong_derivative(case: _Case, log_BT: Tensor, delta_BT: Tensor, read_B: Tensor) -> str | None:
     """Whether the logarithm at token ``read_B`` has not the derivative 1 by each log-ratio in scope (0 if detached)."""
     slope_BT = torch.zeros_like(delta_BT)
+    # A detached ratio has no graph at all, which is a derivative of 0.
     if log_BT.requires_grad:
         picked = log_BT[torch.arange(len(read_B)), read_B].sum()
         (slope_BT,) = torch.autograd.grad(picked, delta_BT, allow_unused=True, materialize_grads=True)
@@ -229,6 +237,7 @@ def _scope(facts: Mapping[str, Any], length: int, window: int | None) -> Tensor:
         return torch.eye(length).double()
     if facts["scope"] == "sequence":
         return ones_TT
+    # Without its own token, a ratio at t ends with the token before.
     last_diagonal = -1
     if facts.get("own", True):
         last_diagonal = 0

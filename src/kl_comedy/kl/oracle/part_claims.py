@@ -57,6 +57,7 @@ def check_estimator(entry: Entry[Any], *, seed: int = 0, options: Iterable[Mappi
     for claim in entry.claims:
         if claim not in CLAIMS:
             raise UserError(f"estimator {entry.name!r} claims {claim!r}; allowed: {', '.join(CLAIMS)}")
+    # One generator for all draws: the same seed checks the same points, on every machine.
     generator = torch.Generator().manual_seed(seed)
     if entry.facts.get("needs") == "top_k":
         return check_top_k(entry, options, generator)
@@ -71,6 +72,7 @@ def check_parts(
     estimators_covered = {}
     for name, options in estimators.items():
         estimator_check = check_estimator(ESTIMATORS.get(name), seed=seed, options=options)
+        # All failures of all parts: who writes a plugin mends them in one go.
         failures += estimator_check.failures
         estimators_covered[name] = estimator_check.covered
     corrections_covered = {}

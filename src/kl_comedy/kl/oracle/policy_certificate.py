@@ -102,6 +102,7 @@ def named_policy_terms() -> Iterator[tuple[str, PolicyTerm]]:
     for correction in POLICY_CORRECTIONS:
         if correction.name != "none":
             yield correction.name, PolicyTerm(corrections={correction.name: {}})
+    # The one combination of a loss and a correction that papers give a name.
     yield "decoupled_ppo", DECOUPLED
 
 
@@ -147,6 +148,7 @@ def _claims_whole_ratio(ratio: Entry[Any], options: Mapping[str, Any]) -> bool:
 def reward_gradient(instance: Instance) -> Tensor:
     """The gradient ``[D]`` of ``-E_pi[R]``, by the chain rule over prefixes: no completion is enumerated."""
     theta_D = instance.theta_D.clone().requires_grad_(True)
+    # The sign is that of a loss, as in the gradients that it is compared with.
     negative_reward = -expected_reward(instance, instance.policy_logp(theta_D))
     return torch.autograd.grad(negative_reward, theta_D)[0]
 
@@ -154,6 +156,7 @@ def reward_gradient(instance: Instance) -> Tensor:
 def expected_reward(instance: Instance, logp_NV: Tensor) -> Tensor:
     """``E[R]`` over completions drawn from next-token log-probs; differentiable."""
     tree = instance.tree
+    # By prefixes: a completion's reward is weighted by the probability of reaching its last one.
     reach_N = tree.reach(logp_NV)
     is_last_N = tree.depth_N == tree.length - 1
     ended_reward_N = instance.reward_N2[:, 0]
@@ -171,6 +174,7 @@ def expected_reward(instance: Instance, logp_NV: Tensor) -> Tensor:
 def reward_loss(term: PolicyTerm, instance: Instance, *, baseline: float | None = None) -> Loss:
     """The policy term with the reward less ``baseline`` (None: the sampler's expected reward) as advantage."""
     if baseline is None:
+        # It changes the variance and not the mean; the sampler's is what a batch would subtract.
         baseline = float(expected_reward(instance, instance.sampler_logp_NV))
     subtracted = baseline
 
@@ -212,9 +216,11 @@ def _certificate(name: str, term: PolicyTerm, regime: str, update: str, seed: in
         target_D = reward_gradient(case.instance)
         instance = case.instance
         if update == "later":
+            # The target stays that of the current policy: only sampler and proximal policy are older.
             instance = instance.at_a_later_update(HALFWAY)
         loss = reward_loss(term, instance)
         moments = exact_moments(instance, loss)
+        # The first miss is the one that is named; later ones would be other words for it.
         if exact and not moments.equals(target_D, case.tolerance):
             exact = False
             if case.setting is not None:
@@ -224,6 +230,7 @@ def _certificate(name: str, term: PolicyTerm, regime: str, update: str, seed: in
             dropped_share = silent_shares(instance, {"": loss})[""]
             figures.append({**moments.figures(target_D), "dropped_share": dropped_share})
     means = {}
+    # Means over the fixed instances, as in the certificates of KL terms.
     for name_of_figure in figures[0]:
         means[name_of_figure] = sum(by_instance[name_of_figure] for by_instance in figures) / len(figures)
     return PolicyCertificate(

@@ -90,6 +90,7 @@ class _Case:
 
     def sampler(self, distributions: _Distributions) -> Tensor:
         """The sampler's log-probs ``[P, V]``: the policy's, or those of another one."""
+        # With another sampler, a claim that holds on-policy only shows.
         if self.regime == "off_policy":
             return distributions.stale_PV
         return distributions.policy_PV.detach()
@@ -103,6 +104,7 @@ class _Case:
         chosen_by_PV = policy_PV.detach()
         if options["tokens"] == "reference":
             chosen_by_PV = ref_PV
+        # At most the vocabulary: k may be larger, as in a run with a small model.
         ids_PK = chosen_by_PV.topk(min(int(options["k"]), VOCABULARY)).indices
         inside_PV = torch.zeros_like(policy_PV, dtype=torch.bool).scatter(1, ids_PK, True)
         # The top tokens are the same whichever token is sampled.
@@ -175,6 +177,7 @@ def _failures_of(case: _Case, distributions: _Distributions) -> dict[str, str]:
     alone_PV = case.value(distributions.select(SMALLER_BATCH)).detach()
     with torch.no_grad():
         without_gradients_PV = case.value(distributions)
+    # An estimator may not look at the other prefixes of its batch.
     among_others_PV = value_PV[SMALLER_BATCH]
     if bool(differs(alone_PV, among_others_PV, among_others_PV).any()):
         failures["batch"] = f"{case.name} has other values {case.where} when prefixes stand in a smaller batch"
@@ -205,6 +208,7 @@ def _broken_claims(case: _Case, distributions: _Distributions, value_PV: Tensor)
         else:
             wrong_P = _wrong_gradient(target, mean_P, exact, distributions.logits_PV)
             reason = f"the mean of its gradient is not that of {target}"
+        # NaN counts as wrong in differs, and so here.
         if bool(wrong_P.any()):
             about = f"estimator {case.entry.name!r} claims {claim}{with_options(case.options)}"
             failures[claim] = f"{about}, and {case.where} {reason}"
@@ -213,6 +217,7 @@ def _broken_claims(case: _Case, distributions: _Distributions, value_PV: Tensor)
 
 def _wrong_gradient(target: str, mean_P: Tensor, exact: Mapping[str, Tensor], logits_PV: Tensor) -> Tensor:
     """Where the gradient of the mean, the sampler held fixed, is not that of a target, ``[P]``."""
+    # Connected to the logits, or autograd would refuse to differentiate a constant.
     target_P = 0.0 * mean_P
     if target != "zero":
         target_P = exact[target.removeprefix("token_")]

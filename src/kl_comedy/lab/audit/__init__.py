@@ -17,13 +17,11 @@ if TYPE_CHECKING:
 
 
 @CALLBACKS.register("audit", source="docs/audit.md")
-def audit(
-    every: int, terms: tuple[str, ...] = ("own",), samples: int | None = None, blocks: int = 8, sketch: int = 65536
-) -> AuditCallback:
+def audit(every: int, terms: tuple[str, ...] = ("own",), samples: int | None = None, blocks: int = 8) -> AuditCallback:
     """Gradient audit of the KL terms every so many updates; `audit.every` adds it."""
     # Imported here, because a lookup in the registry must not import Lightning.
     from kl_comedy.config import AuditConfig
     from kl_comedy.lab.audit.run import AuditCallback
 
-    settings = AuditConfig(every=every, terms=list(terms), samples=samples, blocks=blocks, sketch=sketch)
+    settings = AuditConfig(every=every, terms=list(terms), samples=samples, blocks=blocks)
     return AuditCallback(settings)

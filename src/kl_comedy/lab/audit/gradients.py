@@ -45,6 +45,9 @@ Value = TypeVar("Value")
 MAX_RUNS_OF_BLOCKS = 6
 """A deep model's blocks are audited in at most so many runs, so that the table stays readable."""
 
+SKETCH = 65536
+"""Numbers of a gradient's random projection: products of whole gradients would need all blocks in memory at once."""
+
 
 class Sketch:
     """A linear sketch of a long vector that keeps inner products, so that many gradients fit in memory.
@@ -73,6 +76,7 @@ class Sketch:
     def add(self, folded: Tensor, part: Tensor, start: int) -> None:
         """Add coordinates ``start`` to ``start + len(part)`` of a vector to its sketch ``folded [width]``, in place."""
         if self.exact:
+            # Small enough to be kept as it is: the audit of a small model is exact.
             folded[start : start + len(part)] += part
             return
         self._signs = self._signs.to(part.device)
@@ -97,6 +101,7 @@ def layer_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     is counted there.
     """
     embedding = unwrap(model).get_input_embeddings().weight
+    # Tied: the embeddings' gradient then has a part of the head's.
     if embedding is unwrap(model).get_output_embeddings().weight:
         embedding_label = "embeddings and head"
         last_label = "final norm"
@@ -128,6 +133,7 @@ def layer_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
 
 def _block_labels(blocks: Sequence[int]) -> dict[int, str]:
     """The label of the run that each block belongs to; all runs but the last are of equal length."""
+    # At least 1, for a model without numbered blocks.
     run_length = max(math.ceil(len(blocks) / MAX_RUNS_OF_BLOCKS), 1)
     labels = {}
     for start in range(0, len(blocks), run_length):
@@ -159,6 +165,7 @@ class GradientSketch:
         pairs = zip(self.parameters, gradients, strict=True)
         sketches: list[Tensor] = []
         for sketch, count in zip(self._sketches, self._counts, strict=True):
+            # Every rank has a whole sketch, with its own coordinates only: their sum is the sketch of the whole.
             folded = torch.zeros(sketch.width, device=self.parameters[0].device)
             start = 0
             for parameter, gradient in islice(pairs, count):
@@ -212,6 +219,7 @@ def reference_term(reference: str, *, on_policy: bool, group_size: int) -> KLTer
     The exact KL of each prefix with future credit (2506.09477), off-policy times the ratio of the tokens before,
     less the leave-one-out mean over the group where there is a group.
     """
+    # The ratio of the tokens before a prefix is what makes an exact KL at that prefix unbiased off-policy.
     correction = "none" if on_policy else "prefix_previous"
     baseline = "own" if group_size > 1 else "after"
     return KLTerm(
@@ -265,7 +273,9 @@ def loss_of(
             policy_BT = policy_parts(micro, logp_BT, algorithm).loss_BT
             loss_BT = (policy_with_cost_BT - policy_BT) / item.unit + kl_parts(item.term, **arguments).pathwise_BT
         else:
-            baseline_BT = None if with_term is None else with_term.baselines.get(item.key)
+            baseline_BT = None
+            if with_term is not None:
+                baseline_BT = with_term.baselines.get(item.key)
             loss_BT = kl_surrogate(item.term, **arguments, baseline_BT=baseline_BT)
     # torch.where and not a product: outside the mask a ratio may be infinite, and 0 x inf is NaN.
     inside_BT = torch.where(micro.experience.mask_BT, loss_BT, 0.0)
@@ -280,7 +290,9 @@ def _term_arguments(term: KLTerm, micro: MicroBatch, passes: Mapping[str, TokenP
             "not keep; give the config a term that names it"
         )
     # The sampler is known by its log-probs only. Its terms are sampled ones, which the initial reference's pass serves.
-    pass_name = term.reference if term.reference != "sampler" else "initial"
+    pass_name = term.reference
+    if term.reference == "sampler":
+        pass_name = "initial"
     exact = passes[pass_name]
     arguments: dict[str, Any] = _log_probs(micro, term, passes["initial"].logp_BT)
     arguments["exact_kl_BT"] = exact_divergence(term, exact)

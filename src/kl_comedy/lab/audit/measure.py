@@ -72,6 +72,7 @@ def equal_blocks(rows: Sequence[Scored], blocks: int) -> list[list[Scored]]:
 
     Rows of a group must be adjacent. Blocks must be equal, for their gradients are means over completions.
     """
+    # Whole groups, because rewards are compared within a group: a part of one has other advantages.
     groups = [list(group) for _, group in itertools.groupby(rows, lambda row: row.rollout.group_id)]
     count = min(blocks, len(groups))
     size = len(groups) // count
@@ -102,6 +103,7 @@ def select_terms(
         if name == "own":
             config_terms += _terms_of_config(terms, betas)
         elif name == "panel":
+            # That of the config's first term, so that its row and the panel's rows weigh the same.
             beta = next(iter(betas.values()), PANEL_BETA)
             other_terms += _terms_of_panel(beta, off_policy=is_off_policy(config))
         elif name in RECIPES:
@@ -115,6 +117,7 @@ def select_terms(
         selected_shapes.update(_without_beta(term) for term in terms.values())
     for item in other_terms:
         assert item.term is not None
+        # The config's terms and those of panel and recipes overlap; each gradient is measured once.
         shape = _without_beta(item.term)
         if shape not in selected_shapes:
             selected_shapes.add(shape)
@@ -133,6 +136,7 @@ def _terms_of_config(terms: Mapping[str, KLTerm], betas: Mapping[str, float]) ->
 def _terms_of_panel(beta: float, *, off_policy: bool) -> list[AuditedTerm]:
     items = []
     for term in PANEL:
+        # On-policy every ratio is 1, and a corrected term is the uncorrected one.
         if term.correction == "none" or off_policy:
             items.append(_term_outside_config(term.label(), term.label(), term, beta))
     return items
@@ -142,7 +146,9 @@ def _terms_of_recipe(name: str) -> list[AuditedTerm]:
     terms: tuple[KLTerm, ...] = RECIPES.get(name).fn()
     items = []
     for n, term in enumerate(terms):
-        title = name if len(terms) == 1 else f"{name} {n}"
+        title = name
+        if len(terms) > 1:
+            title = f"{name} {n}"
         beta = BetaState(term.beta).value
         items.append(_term_outside_config(title, f"{title}: {term.label()}", term, beta))
     return items
@@ -150,6 +156,7 @@ def _terms_of_recipe(name: str) -> list[AuditedTerm]:
 
 def _term_outside_config(title: str, label: str, term: KLTerm, beta: float) -> AuditedTerm:
     """A term that the config does not have; its key is the title as part of a metric's name."""
+    # It is part of a metric's name, in which stores allow few characters.
     key = "".join(c if c.isalnum() or c in "_-." else "_" for c in title)
     return AuditedTerm(key=key, label=label, term=term, beta=beta)
 
@@ -200,12 +207,16 @@ def check_beta(
     # A beta of 0 (a warm-up, or a target that is met) is checked at 1: the term's effect is what is asked.
     high_beta = 2.0 * item.beta or 1.0
     betas = module.beta_values
+    # By a difference and not by the term alone: that is the way by which a beta acts in training.
     without = training_gradient(module, rows, {**betas, item.key: 0.0}, sketch)
     doubled = training_gradient(module, rows, {**betas, item.key: high_beta}, sketch)
 
     change = doubled - without
     scale = float(without.norm() + doubled.norm())
-    change_share = float(change.norm()) / scale if scale > 0 else 0.0
+    change_share = 0.0
+    if scale > 0:
+        change_share = float(change.norm()) / scale
+    # Not exactly 0: two passes may add up in another order.
     inert = change_share <= ROUNDING
 
     size = float(term_gradient.norm())
@@ -245,11 +256,13 @@ def audit_blocks(
     if len(blocks) < MINIMUM_BLOCKS:
         raise UserError(f"audit: intervals need at least {MINIMUM_BLOCKS} blocks of whole groups, got {len(blocks)}")
     started = time.perf_counter()
+    # They are differentiated together with the audited terms: one pass of the policy serves all losses.
     references = _reference_terms(audited, module.config, blocks[0])
     losses = _losses(audited, references)
     sketches = GradientSketch(layer_groups(module.policy), sketch)
     gradients, values = _differentiate_blocks(module, blocks, losses, sketches, progress)
 
+    # A block may be larger or smaller than an update, whose noise is what counts for a run.
     scale = len(blocks[0]) / _completions_per_update(module.config, blocks[0])
     products = GradientProducts([loss.key for loss in losses], sketches.names, gradients, seed, scale)
     results = []
@@ -258,12 +271,10 @@ def audit_blocks(
         # A beta of the training step exists only for the config's terms.
         if check and item.position is not None:
             term_gradient = _summed_gradient(gradients[0], losses.index(item))
-            beta_check = check_beta(module, blocks[0], item, term_gradient, sketches)
-            result = dataclasses.replace(result, check=beta_check)
+            result = dataclasses.replace(result, check=check_beta(module, blocks[0], item, term_gradient, sketches))
         results.append(result)
 
     config_terms = [item for item in audited if item.position is not None]
-    bound = _clip_bound(module.config, gradients[0].weight)
     return AuditReport(
         name=module.config.name,
         version=module.version,
@@ -278,7 +289,7 @@ def audit_blocks(
         policy_silent_share=values[f"silent/{POLICY}"],
         clip_share=values.get("clipped"),
         total_kl_to_policy=products.kl_to_policy(config_terms),
-        kl_projection=products.kl_projection(config_terms, bound),
+        kl_projection=products.kl_projection(config_terms, _clip_bound(module.config, gradients[0].weight)),
         sketch=sketch,
         seconds=time.perf_counter() - started,
         terms=results,
@@ -330,6 +341,7 @@ def _reference_terms(audited: Sequence[AuditedTerm], config: Config, rows: Seque
     """
     on_policy = not is_off_policy(config)
     group_size = _first_group_size(rows)
+    # The initial reference always: the headline is about it, whatever the terms read.
     names = {"initial"}
     for item in audited:
         if item.term is not None and item.term.reference != "sampler":
@@ -382,6 +394,7 @@ class GradientProducts:
         self._index = {key: n for n, key in enumerate(keys)}
         self._by_layer: dict[str, Tensor] = {}
         for n, layer in enumerate(layers):
+            # Products only: from here on no gradient is needed, however large the model.
             self._by_layer[layer] = grams.gram([block.by_layer[n] for block in gradients])
         # Layer groups are disjoint sets of parameters, so products of whole gradients are sums over the groups.
         self._whole = torch.stack(list(self._by_layer.values())).sum(0)
@@ -402,6 +415,7 @@ class GradientProducts:
     def reference_noise(self, key: str) -> float:
         """Standard error of a reference gradient over its norm; NaN where noise hides it."""
         gram_KK = self._gram_of(key, key)
+        # Over different blocks, or the noise of each would count as gradient.
         square = float(grams.mean_product(gram_KK))
         variance = max(float(grams.noise(gram_KK)) / len(gram_KK), 0.0)
         if square <= variance:
@@ -421,6 +435,7 @@ class GradientProducts:
         if math.isnan(self.reference_noise(reference_key)):
             return UNDEFINED
 
+        # The update as training takes it: the policy gradient plus beta times each term.
         policy = {POLICY: 1.0}
         update = {POLICY: 1.0}
         for item in items:
@@ -440,6 +455,7 @@ class GradientProducts:
         betas = {item.key: item.beta for item in items}
         kl_square = self._update_square(self._gram_of_sums(betas, betas))
         policy_square = self._update_square(self._gram_of(POLICY, POLICY))
+        # Estimates of squares, which noise can make negative.
         if kl_square >= 0 and policy_square > 0:
             return math.sqrt(kl_square / policy_square)
         return math.nan
@@ -486,6 +502,7 @@ class GradientProducts:
         has_interval = math.isfinite(cosine.value) and math.isfinite(cosine.half_width)
         if has_interval and result.p_no_mean < SIGNIFICANT:
             direction = cosine
+        # Squared, because that has an unbiased estimate; the root of its interval is the bias's.
         squared_bias = grams.estimate(grams.squared_bias, difference_KK, reference_KK)
         term_index = self._index[result.key]
         reference_index = self._index[reference_key]
@@ -513,6 +530,7 @@ class GradientProducts:
 
 def _compare_layer(term_KK: Tensor, with_reference_KK: Tensor, reference_KK: Tensor) -> dict[str, float]:
     """``cosine``, ``delivered`` and ``bias`` over the parameters of one layer group; NaN where noise hides them."""
+    # A layer can hide its part of the gradient where the whole model does not.
     if float(grams.mean_product(reference_KK)) <= 0:
         return dict.fromkeys(("cosine", "delivered", "bias"), math.nan)
     difference_KK = grams.difference_gram(term_KK, with_reference_KK, reference_KK)

@@ -111,6 +111,7 @@ class TermResult:
     def flat_row(self) -> dict[str, Any]:
         """A row for CSV; empty where undefined."""
         row: dict[str, Any] = {"term": self.label, "beta": self.beta}
+        # Value and both ends of the interval: a table without intervals would show differences that are noise.
         for name in ("delivered", "cosine", "bias"):
             estimate: Estimate = getattr(self, name) or UNDEFINED
             row[name] = estimate.value
@@ -228,6 +229,7 @@ class AuditReport:
             "audit/kl_projection": self.kl_projection.value,
         }
         for term in self.terms:
+            # Left out below, as all that is undefined: a metric of 0 would be a claim.
             cosine = UNDEFINED if term.cosine is None else term.cosine
             values = {
                 "cosine": cosine.value,
@@ -244,12 +246,14 @@ class AuditReport:
     def to_plain(self) -> dict[str, Any]:
         """Nested plain data; NaN becomes None, because JSON has no NaN."""
         plain = dataclasses.asdict(self)
+        # The verdict is a property, which asdict does not see.
         plain["terms"] = [{**dataclasses.asdict(term), "verdict": term.verdict} for term in self.terms]
         without_nan: dict[str, Any] = _without_nan(plain)
         return without_nan
 
     def headline(self) -> str:
         """Two lines above the tables: what was audited, and how well the reference gradient is known."""
+        # NaN is no small number: it says that the reference gradient itself was not found.
         if math.isnan(self.reference_noise):
             noise = "hidden by noise"
         else:
@@ -290,6 +294,7 @@ class AuditReport:
 
 
 def _without_nan(value: Any) -> Any:
+    # Infinity too: JSON knows neither.
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -20,6 +20,7 @@ from kl_comedy.config import AuditConfig, Config
 from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.data import PromptOrder
 from kl_comedy.errors import UserError, bad_value
+from kl_comedy.lab.audit.gradients import SKETCH
 from kl_comedy.lab.audit.measure import MINIMUM_BLOCKS, audit_blocks, equal_blocks, select_terms
 from kl_comedy.lab.audit.report import AuditReport
 from kl_comedy.lab.audit.source import AuditSource
@@ -112,7 +113,7 @@ def _in_one_process(config: Config, steps: int) -> Config:
         strategy="single",
         devices=1,
         nodes=1,
-        shards="all",
+        strategy_options={},
     )
     return dataclasses.replace(config, train=settings)
 
@@ -240,7 +241,7 @@ class AuditCallback(Callback):
             module,
             equal_blocks(audited_rows, config.blocks),
             select_terms(config.terms, module.config, key="audit.terms", betas=betas),
-            sketch=config.sketch,
+            sketch=SKETCH,
             seed=module.version,
             check=not self._checked_beta,
         )

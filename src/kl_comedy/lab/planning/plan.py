@@ -38,7 +38,7 @@ from kl_comedy.lab.planning.timing import (
 from kl_comedy.models.introspection import head_chunk
 from kl_comedy.registry import ADVANTAGES
 from kl_comedy.rollouts.decoding import INITIAL_CAPACITY
-from kl_comedy.rollouts.engines.vllm import GPU_SHARE, SERVER_GPU_SHARE
+from kl_comedy.rollouts.engines.options import GPU_SHARE, SERVER_GPU_SHARE
 from kl_comedy.rollouts.sampler import Sampler, capabilities_of, sampler_name
 
 PHASES = ("always", "learning", "sampling")
@@ -139,7 +139,7 @@ class Plan:
         self.sampler = sampler_name(config)
         self.beside = not capabilities_of(self.sampler).in_trainer_ranks
         self.sharded = config.train.strategy in SHARDED and self.load.processes > 1
-        self.copies = config.train.nodes if self.sharded and config.train.shards == "node" else 1
+        self.copies = config.train.nodes if self.sharded and config.train.fsdp.shards == "node" else 1
         self.shards = self.load.processes // self.copies if self.sharded else 1
         self.references = sorted({term.reference for term in self.terms} - {"initial", "sampler"})
 
@@ -149,6 +149,7 @@ class Plan:
     def components(self) -> tuple[Component, ...]:
         """Every component that is not zero."""
         runtime = RUNTIME[self.device.kind] + (NCCL if self.device.kind == "cuda" and self.load.processes > 1 else 0)
+        # Whatever the phase: the largest of the phases comes on top of it.
         always = [*self._always(), ("runtime", runtime, "libraries and context")]
         learning, sampling = (
             [*rows, ("fragments", FRAGMENTS * sum(size for _, size, _ in rows), "allocator")]
@@ -196,8 +197,10 @@ class Plan:
                 size = shape_of(teacher).parameters * ELEMENT_BYTES[teacher.dtype]
                 yield "teacher", size / shards, "frozen"
                 continue
+            # The exact average is float32, and rounded into the weights of the pass.
             average = shape.trainable * 4 / shards if name == "ema" else 0.0
             yield f"{name} reference", trained / shards + untrained + average, "its weights"
+        # A sharded policy cannot be called for one token at a time by one rank: it samples from a copy.
         if self.sharded and self.sampler in ("hf", "replay"):
             yield "sampling replica", self._replica_bytes, "whole copy to sample from"
         if self.on_rank_gpus:
@@ -210,6 +213,7 @@ class Plan:
         """What is allocated while gradients of a micro-batch are computed."""
         config, shape, load, size = self.config, self.shape, self.load, self.element_bytes
         checkpoints = config.model.gradient_checkpointing
+        # With checkpointing one layer's values are there at a time, and the inputs of all.
         layers = 1 if checkpoints else shape.layers
         inputs = shape.layers * shape.hidden * size if checkpoints else 0
         layer_bytes = shape.layer_values * size * (AUTOCAST_SHARE if self.autocast else 1.0)
@@ -237,6 +241,7 @@ class Plan:
         if self.sharded:
             weights = 2 * shape.layer * self.compute_bytes + shape.root * size
             yield "gathered layers", weights + (shape.layer + shape.root) * size, "two layers, embedding and head"
+        # Two buckets: one is filled while the other is summed.
         elif load.processes > 1:
             yield "gradient buckets", 2 * 64 * 2**20, "all-reduce"
 
@@ -247,6 +252,7 @@ class Plan:
         if self.config.rollout.backend != "hf" or self.apart:
             return
         shape, load, size, capacity = self.shape, self.load, self.compute_bytes, INITIAL_CAPACITY
+        # As the sampler's cache grows: by doubling, from its first capacity.
         while capacity < load.completion:
             capacity *= 2
         families = -(-load.wave_rows // self.config.rollout.group_size)
@@ -314,6 +320,7 @@ class Plan:
         """Whether an engine's share of its devices has room for the weights and for one whole completion."""
         if not self.apart and not self.on_rank_gpus:
             return True
+        # Less than one whole completion, and the engine would refuse to start.
         memory = self.engine_devices * self._engine_share * self.device.memory_bytes
         return self._weight_bytes + self._row_bytes < memory
 
@@ -348,6 +355,7 @@ class Plan:
         drawn = {} if drawing is None else drawing_parts(self.shape, self._engine_rates, drawing)
         learned = learning_parts(self.shape, self._rates, learning)
         transfer = self._transfer(self.transport)
+        # An engine that takes weights between batches only loads once for all updates of a batch.
         loads = 1 / updates if config.lag.mode == "async" and not config.lag.in_flight else 1
         publish, load_s = transfer["publish weights"], transfer["load weights"] * loads
         engine = {**{name: seconds / updates for name, seconds in drawn.items()}, "load weights": load_s}
@@ -392,6 +400,7 @@ class Plan:
     def _overlap(self) -> float:
         """The share of a rank's work in which the engines may already draw the next batch."""
         lag = self.config.lag
+        # On a shared GPU two sides at once take as long as one after the other.
         if lag.mode != "async" or (self.device.kind == "cuda" and not self.apart):
             return 0.0
         return 1.0 if lag.policy == "drop" else min(1.0, lag.max_steps / updates_from_a_batch(self.config))
@@ -455,6 +464,7 @@ class Plan:
     def _learning_work(self) -> Learning:
         """What one rank does for an update."""
         config, load, algorithm = self.config, self.load, self.config.algorithm
+        # The initial reference is always there: its KL is measured whatever the terms.
         references = 1 + len(self.references)
         critic = bool(ADVANTAGES.get(algorithm.advantage, key="algorithm.advantage").facts.get("critic"))
         early = any(term.needs_update for term in self.terms) or algorithm.dpo is not None
@@ -495,6 +505,7 @@ class Plan:
             publish = gather if self.sampler == "hf" else 0.0
             copied = self._weight_bytes / self._rates.memory if self.sampler == "vllm" else 0.0
             return {"publish weights": publish, "load weights": copied}
+        # The hash is computed on both sides, so it is part of publishing and of loading.
         by, size = TRANSPORT_COSTS[transport], self._weight_bytes
         narrow = size / (self.shape.parameters * self.element_bytes)  # weights are cast before they are gathered
         if transport == "adapter":
@@ -515,16 +526,18 @@ class Plan:
             yield f"does not fit: {peak / GIB:.1f} GiB in one process, {limit / GIB:.1f} GiB on {device.name}"
         if not self.engine_fits:
             yield f"does not fit: an engine's weights and one completion on {self.engine_devices} x {device.name}"
+        # docs/planning.md compares the estimate with measured peaks.
         if limit >= peak > 0.9 * limit:
             yield f"tight: {peak / limit:.0%} of the memory, and the estimate may be off by as much"
         if device.kind == "cuda" and config.train.precision == "fp32":
             ratio = device.bf16_flops / device.fp32_flops
             yield f"train.precision=fp32 has 1/{ratio:.0f} of this device's bf16 rate; train.precision=bf16 is autocast"
-        size, limit_gib = self._replica_bytes, config.rollout.replica_gib
+        size, limit_gib = self._replica_bytes, config.train.fsdp.replica_gib
         if self.sharded and self.sampler == "hf" and size > limit_gib * GIB:
             yield (
-                f"rollout.replica_gib={limit_gib:g} refuses the whole copy that hf samples from: {size / GIB:.1f} GiB; "
-                f"rollout.replica_gib={-(-size // GIB):.0f} lets it"
+                f"train.strategy_options.replica_gib={limit_gib:g} refuses the whole copy that hf samples from: "
+                f"{size / GIB:.1f} GiB; "
+                f"train.strategy_options.replica_gib={-(-size // GIB):.0f} lets it"
             )
         budget = config.train.microbatch_tokens
         if budget is not None and load.prompt + load.completion > budget:
@@ -582,16 +595,25 @@ class Plan:
             yield "rollout.batch_sequences", 64
 
 
-def splits(config: Config, device: Device, total: int, **tokens: int | None) -> tuple[Split, ...]:
+def splits(
+    config: Config,
+    device: Device,
+    total: int,
+    *,
+    prompt: int | None = None,
+    completion: int | None = None,
+    longest: int | None = None,
+) -> tuple[Split, ...]:
     """Ways to divide ``total`` devices between trainer ranks and engines: those that fit first, the fastest first.
 
     Without engines in the config, vLLM's servers draw, in bf16 where ``train.precision`` is. Where all devices train,
-    the ranks draw, or the config's engines take a share of the same GPUs. ``tokens`` as for :class:`Plan`. Raises
+    the ranks draw, or the config's engines take a share of the same GPUs. Tokens as for :class:`Plan`. Raises
     :class:`UserError` where no division gives every rank as many prompts.
     """
     shape, sampler, divided = shape_of(config.model), sampler_name(config), list[Split]()
     capabilities = capabilities_of(sampler)
     each = 1 if capabilities.in_trainer_ranks else int(config.rollout.options.get("tensor_parallel_size", 1))
+    # Every number of ranks: a plan is cheap, and which of them is best depends on all rates.
     for ranks in range(1, total + 1):
         engines, rest = divmod(total - ranks, each)
         nodes = -(-ranks // DEVICES_OF_A_NODE)
@@ -601,7 +623,8 @@ def splits(config: Config, device: Device, total: int, **tokens: int | None) -> 
             continue
         servers, gpus_each = (ranks // each, each) if shared else (engines, 0)
         changes = _division(config, ranks, servers=servers, gpus_each=gpus_each)
-        plan = Plan(changed(config, changes), device, shape=shape, **tokens)
+        tried = changed(config, changes)
+        plan = Plan(tried, device, prompt=prompt, completion=completion, longest=longest, shape=shape)
         time = plan.timing
         divided.append(
             Split(
@@ -634,8 +657,9 @@ def _division(config: Config, ranks: int, *, servers: int, gpus_each: int) -> Ch
     else:
         strategy = "fsdp"
     changes: list[tuple[str, object]] = [("train.strategy", strategy), *_places(ranks)]
-    if strategy not in SHARDED and config.train.shards != "all":
-        changes.append(("train.shards", "all"))
+    # A setting of sharded strategies, which the config refuses beside another one.
+    if strategy not in SHARDED and config.train.fsdp.shards != "all":
+        changes.append(("train.strategy_options.shards", "all"))
     if not servers:
         return changes
     sampler, options = "vllm_server", dict[str, Any]()

@@ -165,18 +165,24 @@ def shape_of(config: ModelConfig) -> Shape:
     if is_adapter_folder(config.source):
         return shape_of(base_of_adapter(config))  # merged into its base, an adapter adds nothing
     if config.gguf_file is not None:
-        raise UserError("model.gguf_file: a plan needs a config.json; name the model it was made from as model.source")
+        raise UserError(
+            "model.options.gguf_file: a plan needs a config.json; name the model it was made from as model.source"
+        )
     facts = _dense_facts(config)
     if facts is None or not set(config.lora.target_modules if config.lora else ()) <= set(facts.projections):
         return _built_shape(config)
+    # Keys and values are narrower than queries where groups of heads share them.
     hidden, width, adapter = facts.hidden_size, facts.num_key_value_heads * facts.head_dim, 0
     if config.lora is not None:
         adapter = sum(config.lora.rank * sum(facts.projections[name]) for name in config.lora.target_modules)
+    # The matrices, the two norms, and what the architecture adds in attention.
     layer = sum(rows * columns for rows, columns in facts.projections.values())
     query = facts.num_attention_heads * facts.head_dim
     layer += 2 * hidden + _BIASES_AND_NORMS[facts.model_type](query + 2 * width, 2 * facts.head_dim)
     embedding = facts.vocab_size * hidden
+    # A tied head is the embedding, which was counted.
     head = 0 if facts.tie_word_embeddings else embedding
+    # The last term is the final norm.
     parameters = embedding + head + facts.num_hidden_layers * (layer + adapter) + hidden
     return Shape(
         source=config.source,
@@ -218,18 +224,24 @@ def _dense_facts(config: ModelConfig) -> _Facts | None:
         from kl_comedy.models.pocket import MAX_LENGTH, VOCABULARY, recipe_from_options
 
         recipe = recipe_from_options(config.options)
-        raw = {"model_type": "llama", "hidden_size": recipe.hidden_size, "intermediate_size": recipe.intermediate_size}
+        raw: dict[str, Any] = {
+            "model_type": "llama",
+            "hidden_size": recipe.hidden_size,
+            "intermediate_size": recipe.intermediate_size,
+        }
         raw |= {"num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads, "tie_word_embeddings": False}
         raw |= {"vocab_size": len(VOCABULARY), "max_position_embeddings": MAX_LENGTH}
     elif config.source in KNOWN and not Path(config.source).is_dir():
         raw = {**KNOWN[config.source]}
     else:
         return None
+    # Another architecture has other matrices, which only building it tells.
     if raw["model_type"] not in _BIASES_AND_NORMS:
         return None
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
     dim, kv_heads = raw.get("head_dim") or hidden // heads, raw.get("num_key_value_heads") or heads
     inner = raw["intermediate_size"]
+    # Rows and columns, as torch stores a linear layer: outputs first.
     projections = dict.fromkeys(("k_proj", "v_proj"), (kv_heads * dim, hidden))
     projections |= {"q_proj": (heads * dim, hidden), "o_proj": (hidden, heads * dim), "down_proj": (hidden, inner)}
     projections |= dict.fromkeys(("gate_proj", "up_proj"), (inner, hidden))
@@ -242,7 +254,8 @@ def _built_shape(config: ModelConfig) -> Shape:
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
-            causal = AutoModelForCausalLM.from_config(known_config(config.source), attn_implementation="sdpa")
+            build: Callable[..., Any] = AutoModelForCausalLM.from_config  # it has no types
+            causal = build(known_config(config.source), attn_implementation="sdpa")
     else:
         causal = skeleton(config)
     model = causal

@@ -73,11 +73,13 @@ class Rates:
     @classmethod
     def of(cls, device: Device, assumed: Assumed, *, bf16: bool, bf16_head: bool, ports: int | None = None) -> Rates:
         """``ports``: devices of a node whose weights are gathered over several nodes; None: within one node."""
+        # The peaks of a data sheet times the share of them that real passes reach.
         wide, narrow = device.fp32_flops * assumed.fp32_flops, device.bf16_flops * assumed.flops
         return cls(
             products=narrow if bf16 else wide,
             head=narrow if bf16_head else wide,
             memory=device.bandwidth * assumed.bandwidth,
+            # Over nodes the slower of the two links bounds a gather.
             link=(device.link if ports is None else min(device.link, NETWORK * ports)) * assumed.link,
             port=NETWORK * assumed.link,
             hides=device.kind == "cuda",
@@ -145,10 +147,13 @@ def drawing_parts(shape: Shape, rates: Rates, work: Drawing) -> dict[str, float]
     """Seconds of a batch, by part."""
     tokens, head = work.rows * work.completion, shape.vocabulary * shape.hidden
     read = shape.parameters * work.weight_bytes / rates.memory
+    # A prompt's cache is read once for its rows; a completion's grows from nothing, so half of it on average.
     context = work.prompt / work.shared + work.completion / 2
     return {
+        # The device reads them while the host starts the next kernels: the slower of the two counts.
         "read weights": work.steps * (max(read, work.launch_s) + work.host_s),
         "read caches": tokens * shape.kv_values * work.value_bytes * context / rates.memory,
+        # Two operations for each parameter and token: a product and a sum.
         "draw": tokens * 2 * (shape.body / rates.products + head / rates.head),
         "read prompts": work.rows / work.group * work.prompt * 2 * shape.body / rates.products,
     }
@@ -161,7 +166,8 @@ class Learning:
     ``line`` tokens pass the body, ``tokens`` of them the head. ``context``: tokens that one attends to, on average.
     ``ahead``: passes without gradient, of references and of the policy. ``head_products``: for each token.
     ``element_bytes``: of a weight, a gradient and a moment. ``gather_bytes``: of a layer's weight on the wire.
-    ``copies``: of a sharded policy, each over ``ranks / copies`` ranks of one node (``train.shards: node``).
+    ``copies``: of a sharded policy, each over ``ranks / copies`` ranks of one node (``shards: node`` of
+    ``train.strategy_options``).
     """
 
     line: float
@@ -185,7 +191,9 @@ class Learning:
 
 def learning_parts(shape: Shape, rates: Rates, work: Learning) -> dict[str, float]:
     """Seconds of an update, by part."""
+    # A backward pass computes the gradients of inputs and weights; with LoRA the frozen weights have none.
     forward, backward = work.ahead + 1 + work.recompute, 1 if work.lora else 2
+    # Scores and weighted values: two products of [heads, head_dim] with every token of the context.
     attention = 4 * shape.layers * shape.heads * shape.head_dim * work.context
     body = work.line * (2 * shape.body * (forward + backward) + attention * (forward + 2)) / rates.products
     head = work.tokens * 2 * shape.vocabulary * shape.hidden * work.head_products / rates.head
@@ -194,6 +202,7 @@ def learning_parts(shape: Shape, rates: Rates, work: Learning) -> dict[str, floa
     return {
         "body": body,
         "head": head,
+        # FSDP gathers the next layer while this one computes; only what is longer than that is waited for.
         "exchange": max(0.0, exchange - body - head) if work.sharded and rates.hides else exchange,
         "optimizer": OPTIMIZER_PASSES * trained / rates.memory,
     }
@@ -207,8 +216,11 @@ def exchange_s(shape: Shape, rates: Rates, work: Learning) -> float:
     """
     gradient = shape.trainable * work.element_bytes
     if not work.sharded:
+        # A ring all-reduce sends every byte twice, except for the rank's own part.
         return 2 * (1 - 1 / work.ranks) * gradient / rates.link
+    # Layers travel narrow; embedding, final norm and head as they are stored.
     weights = shape.body * work.gather_bytes + (shape.parameters - shape.body) * work.element_bytes
+    # A gather and a reduction send every byte once, again except for the own part.
     in_a_copy = (1 - 1 / work.shards) * ((work.ahead + 2) * weights + gradient) / rates.link
     between_copies = 2 * (1 - 1 / work.copies) * gradient / work.shards / rates.port
     return work.micro_batches * (in_a_copy + between_copies)

@@ -55,6 +55,7 @@ class Refused(Exception):
 
 def check_key(key: str) -> str:
     """Return ``key``. Raises :class:`UserError`, which does not show it, where it is too short."""
+    # Length stands for strength: a run cannot know how a key was made.
     if len(key) >= MIN_KEY_CHARACTERS:
         return key
     given = f"one of {len(key)}" if key else "none"
@@ -97,12 +98,14 @@ def sampling_fields(sampling: Sampling, *, ends: Sequence[int], n: int, seed: in
         "detokenize": bool(sampling.stop),
     }
     if sampling.stop:
+        # The stop string is part of the completion, as with the hf backend, and may consist of special tokens.
         fields |= {"stop": list(sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False}
     return fields
 
 
 def _httpx() -> Any:
     """The HTTP client that huggingface_hub needs: httpx2, in older versions httpx."""
+    # Imported when it is used: a run without engines needs neither.
     with contextlib.suppress(ImportError):
         return importlib.import_module("httpx2")
     return importlib.import_module("httpx")
@@ -156,6 +159,7 @@ class Client:
 
         Raises :class:`Refused` where a route is missing (404) or the key is wrong (401).
         """
+        # A route that vLLM protects by its key: a wrong key shows now, and not at the first batch.
         models = self.get("/v1/models")
         version = self.get("/version")
         try:
@@ -215,6 +219,7 @@ class Client:
         Requests in progress are paused and continue with the new weights; vLLM computes their prefixes again. Raises
         :class:`ServerTrouble` and :class:`Refused`; the server is then still paused (:meth:`abandon_transfer`).
         """
+        # keep: requests in progress stop where they are. The other modes end them, or wait until they have ended.
         self._request("POST", "/pause", params={"mode": "keep"})
         # Before the transfer: one that fails half-way leaves a mixture of two versions.
         self.call("/update_weight_version", new_version=f"{self._label}{NOT_A_VERSION}")
@@ -222,6 +227,7 @@ class Client:
             transport.send(weights, self)
         except (OSError, RuntimeError) as error:
             raise ServerTrouble(f"the transfer of weights failed: {first_line(error)}") from error
+        # The keys and values in it are those of the older weights.
         reset = self._request("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"})
         if reset.get("success") is False:
             raise ServerTrouble("it did not drop its prefix cache")
@@ -259,13 +265,17 @@ class Client:
         except httpx.HTTPError as error:
             raise ServerTrouble(f"{path}: {type(error).__name__}: {error}") from error
         text = f"{path} answered {answer.status_code}: {answer.text[:300]}"
+        # A server error may pass, so the request is sent again; a refusal would only be refused again.
         if answer.status_code >= 500:
             raise ServerTrouble(text)
         if answer.status_code >= 300:
             raise Refused(answer.status_code, text)
+        if not answer.content:
+            return {}
         try:
-            return answer.json() if answer.content else {}
+            return answer.json()
         except ValueError as error:
+            # Another program listens there. It is not trouble that a restart could end.
             raise Refused(404, f"{path} answered something that is not JSON") from error
 
 
@@ -301,6 +311,7 @@ def token_versions(spans: Sequence[Mapping[str, Any]], length: int, own_prefix: 
     versions: list[int] = []
     for span in spans:
         label = str(span["version"])
+        # The run's random id is in the prefix: version 3 of another run is not our version 3.
         if label.startswith(own_prefix):
             version = int(label.removeprefix(own_prefix))
         elif label.startswith(LABEL):
@@ -336,6 +347,7 @@ class EngineOutput:
         """
         if len(rows) not in (1, group_size):
             raise RunFailed(f"the engine gave {len(rows)} completions of a prompt where {group_size} were asked")
+        # Greedy sampling asked for one completion only; see sampling_fields.
         whole_group = rows if len(rows) == group_size else list(rows) * group_size
         return [self._convert(prompt, group, self._ended(row, stop)) for row in whole_group]
 

@@ -73,6 +73,7 @@ class Engine:
     """The model and its queues. All computation runs in the thread that called :meth:`run`."""
 
     def __init__(self, loaded: LoadedModel, *, batch_sequences: int, use_library: bool = False) -> None:
+        # A server never learns, and autograd would keep every activation of a batch.
         loaded.model.requires_grad_(False)
         self.loaded = loaded
         self._sampler = HFRollouts(loaded, batch_sequences=batch_sequences, use_library=use_library)
@@ -94,6 +95,7 @@ class Engine:
         """
         future: Future[Any] = Future()
         with self._changed:
+            # Two queues, because a long batch must not delay new weights by its whole length.
             jobs = self._urgent if urgent else self._batches
             jobs.append((future, work))
             self._changed.notify_all()
@@ -145,6 +147,7 @@ class Engine:
         """Name the weights. The version of a token is the index of the label; :meth:`choice` answers the label."""
         self.label = label
         self._sampler.version = len(self._labels)
+        # Never shortened: a completion in progress may have tokens of any earlier label.
         self._labels.append(label)
 
     def identity(self) -> dict[str, Any]:
@@ -165,6 +168,7 @@ class Engine:
             for path in folder.glob("*.safetensors"):
                 file = stack.enter_context(safe_open(path, framework="pt"))
                 file_of.update(dict.fromkeys(file.keys(), file))
+            # Shapes from the files' headers: everything is checked before the first weight is overwritten.
             shapes = {name: file.get_slice(name).get_shape() for name, file in file_of.items()}
             state = self._checked_state(shapes)
             for name, file in file_of.items():
@@ -189,6 +193,7 @@ class Engine:
     def _checked_state(self, shapes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The model's weights by name. Raises :class:`UserError` unless they have exactly these names and shapes."""
         state: dict[str, torch.Tensor] = self.loaded.causal.state_dict()
+        # Both ways: a weight that is missing would keep its older value without an error.
         wrong = shapes.keys() ^ state.keys()
         if not wrong:
             wrong = {name for name in state if list(shapes[name]) != list(state[name].shape)}
@@ -392,6 +397,7 @@ class Groups:
         for number, group in enumerate(self.groups):
             if group.autocast != first.autocast:
                 raise bad_value(f"groups.{number}.autocast", group.autocast, "that of the first group")
+            # One batch is drawn with one sampling; only seeds and group sizes may differ.
             for name in ("temperature", "max_tokens", "top_p", "top_k", "min_p", "stop", "stop_token_ids"):
                 value = getattr(group.sampling_params, name)
                 expected = getattr(first.sampling_params, name)
@@ -467,6 +473,7 @@ def _change(engine: Engine, change: Callable[[], Any]) -> dict[str, Any]:
 def _complete(engine: Engine, group: Group) -> Any:
     fields = group.fields()
     if group.sampling_params.prompt_logprobs is not None:
+        # Urgent, so that the check after an update does not wait for a batch to end.
         return engine.call(lambda: engine.probe(group.token_ids, fields["sampling_params"]), urgent=True)
     return engine.call(lambda: engine.generate([fields]), urgent=False)[0]
 
@@ -605,6 +612,7 @@ class Handler(BaseHTTPRequestHandler):
             path = self._checked_path()
             data = self._body()
         except Refusal as refusal:
+            # The unread body is still in the connection.
             self.close_connection = True
             self.send(refusal.status, {"error": str(refusal)})
             return
@@ -614,6 +622,7 @@ class Handler(BaseHTTPRequestHandler):
         except ValueError as error:
             self.send(400, {"error": str(error)[:MAX_ERROR_CHARACTERS]})
         except Exception as error:
+            # Into the server's log; the client gets one line.
             traceback.print_exception(error)
             self.send(500, {"error": f"{type(error).__name__}: {error}"})
         else:
@@ -696,6 +705,7 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print what was raised, unless a client has left before its answer, which is not an error of this server."""
+        # The base class would print a traceback for each client that went away.
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -709,6 +719,7 @@ def listen(engine: Engine, *, port: int, key: str, host: str = LOOPBACK) -> Thre
 
 def load_folder(config: ModelConfig) -> LoadedModel:
     """The model of a folder. Where the folder has no weights yet, those of the model are arbitrary."""
+    # A folder that was made for weights from memory has a config and a tokenizer only.
     if any(Path(config.source).glob("*.safetensors")):
         return load_model(config)
     device = pick_device(config.device)
@@ -723,7 +734,9 @@ def serve(settings: Mapping[str, Any], key: str) -> None:
     ``settings`` are those that :class:`~kl_comedy.rollouts.engines.servers.HFServers` writes. Raises
     :class:`UserError` for a key that is too short.
     """
+    # First, before a port is open.
     check_key(key)
+    # Before anything is computed: sums depend on the number of threads, and trainer and server are compared.
     torch.set_num_threads(settings["threads"])
     torch.use_deterministic_algorithms(settings["deterministic"])
     leave_memory_unfilled()

@@ -62,14 +62,18 @@ def check_job_servers(config: Config, gpus: int) -> None:
     if options.urls:
         raise bad_value("rollout.options.urls", list(options.urls), "not given", beside)
     size = gpus_per_server(options)
+    # srun gives each server the profile's GPUs: with fewer vLLM does not start, and more would be idle.
     if gpus and size != gpus:
         reason = "the profile's servers.gpus: one server computes on all of them"
         raise bad_value("rollout.options.tensor_parallel_size", size, str(gpus), reason)
     allowed = job_transports(config)
     if options.transport not in allowed:
         raise bad_value("rollout.options.transport", options.transport, list(allowed), beside)
+    # A server gets model.source by name, and would load other weights than the trainer.
     if config.model.gguf_file is not None:
-        raise bad_value("model.gguf_file", config.model.gguf_file, "null", "the job's servers serve model.source")
+        raise bad_value(
+            "model.options.gguf_file", config.model.gguf_file, "null", "the job's servers serve model.source"
+        )
 
 
 def job_server(config: Config, folder: Path, *, host: str, port: int) -> tuple[list[str], dict[str, str]]:
@@ -86,8 +90,9 @@ def job_server(config: Config, folder: Path, *, host: str, port: int) -> tuple[l
         torch.set_num_threads(config.train.threads)
     model = whole_model(config.model)
     # Not by pick_device, which would take memory of the server's GPU.
-    on_gpu = model.device != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = torch.device("cpu")
+    if model.device != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda")
     loaded = LoadedModel(model=skeleton(model), tokenizer=load_tokenizer(model), device=device, source=model.source)
 
     sampler = Sampler.of(config)
@@ -115,6 +120,7 @@ def _vllm_source(model: ModelConfig) -> str:
 def _model_arguments(model: ModelConfig) -> list[str]:
     """Arguments of a vLLM server by which it loads the same model as the trainer."""
     arguments: list[str] = []
+    # The trainer's revision: the hub's newest may be another.
     if model.revision is not None:
         arguments += ["--revision", model.revision]
     if model.tokenizer is not None:

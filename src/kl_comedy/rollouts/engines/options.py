@@ -99,6 +99,7 @@ class ServerOptions(EngineOptions):
             raise bad_value("servers", self.servers, "not given", "urls names servers that run already")
         if self.urls and self.gpus:
             raise bad_value("gpus", list(self.gpus), "not given", "urls names servers that run already")
+        # A server that is named twice would take the weights twice, and get twice its share of prompts.
         if len(set(self.urls)) != len(self.urls):
             raise bad_value("urls", list(self.urls), "every server once")
         if self.gpus and len(self.gpus) != self.servers:
@@ -143,6 +144,7 @@ def with_job_servers(options: S) -> S:
 
 def gpus_per_server(options: ServerOptions) -> int:
     """GPUs on which one server computes, where it computes on GPUs."""
+    # Our own server computes on one GPU.
     if isinstance(options, VLLMServerOptions):
         return options.tensor_parallel_size
     return 1
@@ -252,6 +254,7 @@ def transport_of(options: ServerOptions, *, lora: bool, gpus: Sequence[str]) -> 
     servers: Sequence[Sequence[str]] = []
     if gpus and not options.urls:
         servers = server_gpus(options, gpus)
+    # All that the rules read, so that a rule can be tested by its name.
     place = Placement(options=options, lora=lora, gpus=gpus, servers=servers)
 
     name = options.transport
@@ -265,6 +268,7 @@ def transport_of(options: ServerOptions, *, lora: bool, gpus: Sequence[str]) -> 
 
 
 def _automatic_transport(place: Placement) -> str:
+    # First, wherever it can be: an adapter is a small part of the weights.
     if sends_adapter(place.options, place.lora):
         return "adapter"
     if not place.started_by_run:
@@ -288,6 +292,7 @@ def started_by_config(options: ServerOptions) -> bool:
     """Whether the servers are those that the config asks for, started by the run or by its cluster job."""
     if not options.urls:
         return True
+    # Equal addresses, because a config may name other servers inside a job that has some.
     return JOB_SERVERS_BY_CONFIG in os.environ and ",".join(options.urls) == os.environ.get(JOB_URLS)
 
 
@@ -326,6 +331,7 @@ def visible_gpus(device_type: str) -> Sequence[str]:
 
     count = torch.cuda.device_count()
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    # The variable may name more GPUs than exist, or be empty; torch's numbers are right in any case.
     if len(names) == count and all(names):
         return names
     return [str(number) for number in range(count)]
@@ -351,6 +357,7 @@ def missing(backend: str) -> list[str]:
         return [_vllm_is_missing(backend)]
     lines = []
     version = vllm_version() or ""
+    # A development build has a version without numbers, and is taken to be new enough.
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is not None and (int(numbers[1]), int(numbers[2])) < OLDEST:
         lines.append(f"vLLM {version} is older than {OLDEST[0]}.{OLDEST[1]}")

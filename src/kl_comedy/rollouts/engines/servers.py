@@ -112,6 +112,7 @@ class HFServers:
     def command(self, folder: Path, port: int, transport: Transport, host: str = LOOPBACK) -> list[str]:
         """The arguments that follow ``python`` to serve the checkpoint ``folder``."""
         attention = self.loaded.causal.config._attn_implementation
+        # The learner's own attention is registered under a name that a server's transformers does not have.
         if attention not in ("eager", "flash_attention_2"):
             attention = "sdpa"
         dtype = head_dtype(self.loaded.model)
@@ -128,6 +129,7 @@ class HFServers:
             "use_library": self.options.loop == "library",
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
+        # -P: the working folder is not on the path, where a file of the user's may hide a module.
         return ["-P", "-m", "kl_comedy.rollouts.engines.hf_server", json.dumps(settings)]
 
     def environment(self) -> dict[str, str]:
@@ -187,6 +189,7 @@ class EngineRollouts:
         if self._options.urls:
             self._key = _read_key(self._options)
         else:
+            # A new one for each run: its servers replace their weights for whoever has it.
             self._key = secrets.token_urlsafe(32)
 
         self._folder: Path | None = None
@@ -245,6 +248,7 @@ class EngineRollouts:
         requests = [self._kind.request(prompt, fields, group) for group, prompt in enumerate(prompts)]
         # By length, as the hf backend sorts them: batches of the same rows have the same bits.
         order = sorted(range(len(prompts)), key=lambda group: len(prompts[group].token_ids))
+        # An even share, so that no server gets a whole batch while another is idle.
         groups_per_server = math.ceil(len(order) / len(self._servers))
         size = self._kind.groups_per_request(group_size, groups_per_server)
         tasks = [order[start : start + size] for start in range(0, len(order), size)]
@@ -308,6 +312,7 @@ class EngineRollouts:
             staged = self._staged
             if staged is None:
                 raise RuntimeError("no weights were published")
+            # Asked twice for the same weights, as by an update and by the first generate after it.
             if staged is self._confirmed:
                 return self.version
             try:
@@ -403,6 +408,7 @@ class EngineRollouts:
         """
         import kl_comedy
 
+        # A new port for each start: the old one may still be held by a process that is being killed.
         port = free_port()
         # The server must import the code that runs here, not an installed version.
         roots = [str(Path(kl_comedy.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -441,6 +447,7 @@ class EngineRollouts:
         """Remember the server's context; returns what is wrong with its log-probs, None where nothing is."""
         has_our_weights, context = client.identify()
         if context is not None:
+            # The smallest of all servers: any of them may get any prompt.
             self._context = min(context, self._context or context)
         if has_our_weights:
             # Weights of an update differ from those that a run starts with; the first load replaces and checks them.

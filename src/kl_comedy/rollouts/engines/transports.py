@@ -169,6 +169,7 @@ class AdapterTransport(Transport):
     def _write_adapter(self, model: Any, factors: dict[str, Tensor], folder: Path) -> None:
         from safetensors.torch import save_file
 
+        # A copy: the trainer still computes with its own alpha.
         settings = copy.copy(model.peft_config["default"])
         self._rank = settings.r
         self._targets = sorted(settings.target_modules)
@@ -218,14 +219,17 @@ class SocketTransport(Transport):
     def send(self, weights: StagedWeights, server: Peer) -> None:
         """A thread sends while the request waits for the answer that all weights have arrived."""
         limit_s = min(server.timeout_s, STALL_LIMIT_S)
+        # Each tied weight travels once.
         tensors, aliases = untied(weights.tensors)
         host = own_address(server.host)
         transfer = _SocketTransfer(
             tensors=list(tensors.values()),
+            # Asked for each transfer, since a server may have been restarted with other workers.
             ranks=range(1, 1 + worker_count(server)),
             secret=secrets.token_hex(SECRET_BYTES),
             limit_s=limit_s,
         )
+        # A free port of the interface that the server can reach; it is open for one transfer only.
         with socket.create_server((host, 0)) as listener:
             port = listener.getsockname()[1]
             address = {"host": host, "port": port, "secret": transfer.secret, "timeout_s": limit_s}
@@ -262,6 +266,7 @@ class _SocketTransfer:
             accept_workers(listener, self.secret, self.ranks, connections, self.server_answered)
             for connection in connections.values():
                 connection.settimeout(self.limit_s)
+            # Tensor by tensor to all workers, because each worker takes them in this order and holds one at a time.
             for tensor in self.tensors:
                 for connection in connections.values():
                     connection.sendall(memory_of(tensor))
@@ -322,6 +327,7 @@ class NCCLTransport(Transport):
             for engine in engines:
                 engine.shutdown()
 
+        # Held until the transfer has ended or was aborted, not only while the thread starts.
         with self._one_at_a_time:
             threading.Thread(target=transfer, daemon=True, name="nccl transfer").start()
             try:
@@ -344,6 +350,7 @@ class NCCLTransport(Transport):
         from vllm.distributed.weight_transfer import nccl_engine as vllm
 
         unique_id = new_nccl_id()
+        # Rank 0 of the group is this process, which sends; the workers have the ranks behind it.
         size = 1 + worker_count(server)
         engine = vllm.NCCLTrainerWeightTransferEngine(client=calls, source=source, packed=self.packed)
         info = vllm.NCCLWeightTransferInitInfo(
@@ -457,6 +464,7 @@ def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     >>> untied({"embed": tensor, "head": tensor})
     ({'embed': tensor([0.])}, {'head': 'embed'})
     """
+    # By identity: equal values alone do not make two weights one.
     first_names: dict[int, str] = {}
     distinct: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -567,6 +575,7 @@ def prove_to_worker(connection: socket.socket, secret: str) -> int | None:
     connection.sendall(challenge)
     rank_bytes = received(connection, 4)
     worker_challenge = received(connection, SECRET_BYTES)
+    # The rank is part of what is proved, so that nobody can replay a proof with another rank.
     expected = proof(secret, b"worker", rank_bytes, challenge, worker_challenge)
     if not hmac.compare_digest(received(connection, len(expected)), expected):
         return None
@@ -615,6 +624,7 @@ def receive_into(connection: socket.socket, memory: memoryview) -> None:
         count = connection.recv_into(memory)
         if count == 0:
             raise ConnectionError("the other side closed the connection")
+        # recv may return fewer bytes than were asked for.
         memory = memory[count:]
 
 
@@ -649,6 +659,7 @@ def link_checkpoint(source: Path, folder: Path) -> None:
         except OSError:
             shutil.copy2(old, new)
 
+    # Written beside and renamed: a server that is being started must see all files or none.
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(source, temporary, copy_function=link, ignore=shutil.ignore_patterns(ADAPTER))
@@ -670,6 +681,7 @@ def vllm_rank(rank: int) -> int:
 
 def _from_memory(backend: str) -> dict[str, Any]:
     """Settings of a vLLM server that starts without weights and takes them by ``backend``."""
+    # dummy: weights that are replaced before the first request need not be read from disk.
     return {"load_format": "dummy", "weight_transfer_config": json.dumps({"backend": backend})}
 
 

@@ -76,6 +76,7 @@ def write_config(loaded: LoadedModel, folder: Path) -> None:
 
     causal: Any = loaded.causal
     folder.mkdir(parents=True, exist_ok=True)
+    # A copy, since architectures changes below.
     config = type(causal.config).from_dict(causal.config.to_dict())
     # FSDP2 replaces the model's class by a subclass named FSDP..., which no engine knows.
     model_classes = [cls.__name__ for cls in type(causal).__mro__ if not issubclass(cls, FSDPModule)]
@@ -94,6 +95,7 @@ def write_weights(loaded: LoadedModel, weights: Weights, folder: Path) -> None:
     from safetensors.torch import save_file
 
     temporary = folder.with_name(f".{folder.name}.tmp")
+    # What a killed run left behind.
     shutil.rmtree(temporary, ignore_errors=True)
     write_config(loaded, temporary)
     file_of: dict[str, str] = {}
@@ -131,13 +133,16 @@ def checksum_complaint(engine: Mapping[str, str], trainer: Mapping[str, str], vo
     vLLM names its checksums ``dp0:pp0:pcp0:tp0:NAME``, and with an adapter has ``base_layer`` in NAME. Not compared is
     what it holds in another form than the trainer: padded, split over GPUs or packed.
     """
+    # Where vLLM splits the model over GPUs, its names say which rank a part is on.
     is_split = any(":tp" in name and ":tp0:" not in name for name in engine)
     compared = 0
     different = []
     for engine_name, digest in engine.items():
         name = engine_name.rpartition(":")[2].replace(".base_layer.", ".")
+        # vLLM joins some weights, such as q, k and v, under names that the trainer does not have.
         if name not in trainer or digest == NO_BYTES:
             continue
+        # Our own server hashes the tensors as the trainer sends them.
         is_vllm = ":" in engine_name
         if is_vllm and _has_another_form(name, vocabulary, is_split=is_split):
             continue
@@ -153,6 +158,7 @@ def checksum_complaint(engine: Mapping[str, str], trainer: Mapping[str, str], vo
 def _has_another_form(name: str, vocabulary: int, *, is_split: bool) -> bool:
     """Whether vLLM pads the weight ``name``, or splits it over tensor-parallel GPUs (all but norms)."""
     is_over_vocabulary = name.startswith(("model.embed_tokens.", "lm_head."))
+    # With a whole number of blocks there is no padding, and the weight can be compared.
     is_padded = is_over_vocabulary and vocabulary % VLLM_VOCABULARY_MULTIPLE != 0
     return is_padded or (is_split and "norm" not in name)
 
@@ -198,6 +204,7 @@ class Probe:
 def _mean_gap(trainer_N: Tensor, engine: Sequence[float]) -> float:
     """|trainer - engine| / max(1, |trainer|), averaged."""
     engine_N = torch.tensor(engine, dtype=torch.float64)
+    # Clamped at 1, or a log-prob near 0 would make a tiny difference a large share.
     gap_N = (trainer_N - engine_N).abs() / trainer_N.abs().clamp(min=1.0)
     return float(gap_N.nan_to_num(nan=float("inf"), posinf=float("inf")).mean())
 
@@ -249,7 +256,9 @@ def make_probe(loaded: LoadedModel, *, temperature: float) -> Probe:
     Where the policy is sharded, every rank must call: the forward pass is collective.
     """
     vocabulary = vocabulary_of(loaded)
+    # Spread over the vocabulary: a mistake in a part of the embedding should show.
     ids = [(1 + n * PROBE_STRIDE) % vocabulary for n in range(PROBE_LENGTH)]
+    # By module: a caller may have parts of the model in eval mode.
     modes = [(module, module.training) for module in loaded.model.modules()]
     loaded.model.eval()
     try:

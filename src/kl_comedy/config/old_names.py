@@ -1,0 +1,176 @@
+"""Config keys of earlier versions: read with a warning under their new names, and kept in the config hash.
+
+Stored runs resume, and sweeps find their cells, by a hash over the plain config. Its bytes are those of version 0.1:
+:func:`in_layout_of_0_1` puts what has moved since back where it was. tests/config/test_hashes.py holds 77 hashes.
+"""
+
+from __future__ import annotations
+
+import logging
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kl_comedy.config.schema import (
+    AdamWOptions,
+    FsdpOptions,
+    LoadingOptions,
+    TeacherServerOptions,
+    ValueOptions,
+)
+from kl_comedy.config.validate import field_types
+from kl_comedy.errors import UserError, bad_value
+
+log = logging.getLogger("kl_comedy")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Keys of one section that are options now."""
+
+    section: str
+    """The section that had the keys."""
+    names: tuple[str, ...]
+    options: str
+    """The mapping that has them now, under the same names."""
+    schema: type
+    """Where their defaults are."""
+    is_new: bool = True
+    """Whether 0.1 did not have the mapping at all."""
+
+    def default(self, name: str) -> Any:
+        return getattr(self.schema(), name)
+
+
+_LOADING = tuple(field_types(LoadingOptions))
+_TEACHER_SERVER = tuple(field_types(TeacherServerOptions))
+
+MOVED = (
+    Moved("model", _LOADING, "model.options", LoadingOptions, is_new=False),
+    Moved("reference.teacher", _LOADING, "reference.teacher.options", LoadingOptions, is_new=False),
+    Moved("reference.teacher", _TEACHER_SERVER, "reference.teacher.options", TeacherServerOptions, is_new=False),
+    Moved("algorithm.value", tuple(field_types(ValueOptions)), "algorithm.advantage_options", ValueOptions),
+    Moved("optimizer", tuple(field_types(AdamWOptions)), "optimizer.options", AdamWOptions),
+    Moved("train", ("shards",), "train.strategy_options", FsdpOptions),
+    Moved("rollout", ("replica_gib", "bucket_mib"), "train.strategy_options", FsdpOptions),
+)
+
+REMOVED: dict[str, tuple[Any, str]] = {
+    "lag.silence_limit_s": (60.0, "see rollout.options.request_timeout_s"),
+    "lag.answer_limit_s": (3600.0, "see rollout.options.request_timeout_s"),
+    "audit.sketch": (65536, "`kl-comedy audit --sketch` has it for a finished run"),
+}
+"""Keys without effect: their defaults, and what a user who set another value is told."""
+
+_WHOLE_DISTRIBUTION = "training samples from the whole distribution; evaluations take eval.sampling"
+
+FIXED: dict[str, tuple[Any, str]] = {
+    "model.lora.dropout": (0.0, "with dropout the trained policy is not the one that samples"),
+    "rollout.top_p": (1.0, _WHOLE_DISTRIBUTION),
+    "rollout.top_k": (0, _WHOLE_DISTRIBUTION),
+    "rollout.min_p": (0.0, _WHOLE_DISTRIBUTION),
+}
+"""Keys that could have one value only, with the reason. They are still refused with it, rather than as unknown."""
+
+
+def default_params() -> dict[str, Any]:
+    """Dotted names of all old keys with their defaults: the values of runs that were stored without them."""
+    defaults = {key: default for key, (default, _) in (REMOVED | FIXED).items()}
+    for moved in MOVED:
+        for name in moved.names:
+            defaults[f"{moved.section}.{name}"] = moved.default(name)
+    return defaults
+
+
+def read_old_names(plain: dict[str, Any]) -> None:
+    """Put values of old keys where they belong now, in place, with one line of warning for each that was set.
+
+    Sections are not checked yet: one that is not a mapping is left to the validator, which names the error. Raises
+    :class:`UserError` for a value that a key must not have any more, and where old and new name say two things.
+    """
+    train = plain["train"]
+    if isinstance(train, dict) and train.get("strategy") == "fsdp1":
+        log.warning("train.strategy: fsdp1 is now called fsdp")
+        train["strategy"] = "fsdp"
+    for key, (default, advice) in REMOVED.items():
+        section_name, _, name = key.rpartition(".")
+        section = _section(plain, section_name)
+        value = section.pop(name, default)
+        if value != default:
+            log.warning("%s is not used any more; %s", key, advice)
+    for key, (only_value, why) in FIXED.items():
+        section_name, _, name = key.rpartition(".")
+        section = _section(plain, section_name)
+        value = section.pop(name, only_value)
+        if value != only_value:
+            raise bad_value(key, value, str(only_value), why)
+    for moved in MOVED:
+        section = _section(plain, moved.section)
+        for name in moved.names:
+            if name in section:
+                _move(plain, moved, name, section.pop(name))
+        if moved.section == "algorithm.value" and not section and isinstance(plain["algorithm"], dict):
+            plain["algorithm"].pop("value", None)
+
+
+def _move(plain: dict[str, Any], moved: Moved, name: str, value: Any) -> None:
+    # A stored config has every key; most are at their defaults, and are nothing to report.
+    default = moved.default(name)
+    if value == default:
+        return
+    old_key = f"{moved.section}.{name}"
+    new_key = f"{moved.options}.{name}"
+    parent_name, _, options_name = moved.options.rpartition(".")
+    parent = _section(plain, parent_name)
+    options = parent.get(options_name)
+    if not isinstance(options, dict):
+        options = {}
+        parent[options_name] = options
+    if options.get(name, value) != value:
+        raise UserError(f"{old_key}: got {value!r}, and {new_key} says {options[name]!r}; the first is its old name")
+    log.warning("%s is now called %s", old_key, new_key)
+    options[name] = value
+
+
+def in_layout_of_0_1(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a whole plain config with every key where version 0.1 had it; the config hash is over this."""
+    layout: dict[str, Any] = _copy(plain)
+    for moved in MOVED:
+        parent_name, _, options_name = moved.options.rpartition(".")
+        parent = _section(layout, parent_name)
+        options = parent.get(options_name)
+        if not isinstance(options, dict):  # of a teacher that is not there
+            continue
+        if moved.section == "algorithm.value":
+            layout["algorithm"]["value"] = {}
+        section = _section(layout, moved.section)
+        for name in moved.names:
+            section[name] = options.pop(name, moved.default(name))
+    for moved in MOVED:
+        if moved.is_new:
+            parent_name, _, options_name = moved.options.rpartition(".")
+            _section(layout, parent_name).pop(options_name, None)
+    for key, (default, _) in (REMOVED | FIXED).items():
+        section_name, _, name = key.rpartition(".")
+        # At its default even where a file sets it, since the key has no effect any more. An adapter that is not there
+        # gets none: the section found is then a new mapping that nobody sees.
+        _section(layout, section_name)[name] = default
+    return layout
+
+
+def _section(plain: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The mapping at a dotted key of ``plain``; a new, empty one where there is none."""
+    section: Any = plain
+    for part in key.split("."):
+        section = section.get(part)
+        if not isinstance(section, dict):
+            return {}
+    return typing.cast(dict[str, Any], section)
+
+
+def _copy(value: Any) -> Any:
+    """``value`` with new mappings, so that keys can be moved in it."""
+    if isinstance(value, Mapping):
+        return {name: _copy(item) for name, item in value.items()}
+    return value
