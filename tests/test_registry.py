@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from unittest import mock
 
 import pytest
 
@@ -33,7 +34,9 @@ def test_registering_returns_the_function_unchanged():
 
     assert table.register("plus", source="here", claims=("sane",), colour="red")(fn) is fn
     entry = table.get("plus")
-    assert (entry.fn, entry.summary, entry.claims) == (fn, "Adds one.", ("sane",))
+    assert entry.fn is fn
+    assert entry.summary == "Adds one."
+    assert entry.claims == ("sane",)
     assert entry.row()["colour"] == "red"
 
 
@@ -63,50 +66,82 @@ def test_the_kinds_are_those_of_the_command_line():
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("1 +", "failed on import: SyntaxError"), ("x = 1/0", "ZeroDivisionError")]
+    ("text", "message"),
+    [("1 +", "failed on import: SyntaxError"), ("x = 1/0", "ZeroDivisionError")],
+    ids=["no Python", "an exception"],
 )
-def test_a_broken_plugin_is_one_clear_error(tmp_path, text, expected):
+def test_a_broken_plugin_is_one_clear_error(tmp_path, text, message):
     file = tmp_path / "broken.py"
     file.write_text(text)
-    with pytest.raises(UserError, match=expected):
+    with pytest.raises(UserError, match=message):
         load_plugin_file(file)
+
+
+def test_a_plugin_that_does_not_exist_is_one_clear_error(tmp_path):
     with pytest.raises(UserError, match="no such file"):
         load_plugin_file(tmp_path / "missing.py")
+
+
+def run_python(*words, cwd, path):
+    """What a Python process prints, with one more folder on its path."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=cwd, env=environment)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def make_distribution(folder, name, version, **files):
+    """The folder with which an installer records a distribution; ``entry_points`` is its entry_points.txt."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    if "entry_points" in files:
+        (info / "entry_points.txt").write_text(files["entry_points"])
+    if "record" in files:
+        (info / "RECORD").write_text(files["record"])
 
 
 def test_outsiders_join_by_plugin_and_by_entry_point(tmp_path):
     (tmp_path / "mine.py").write_text(PLUGIN.replace("outside", "mine"))
     (tmp_path / "their_package.py").write_text(PLUGIN)
-    info = tmp_path / "their_package-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[kl_comedy.estimators]\noutside = their_package\n")
+    make_distribution(
+        tmp_path, "their_package", "1.0", entry_points="[kl_comedy.estimators]\noutside = their_package\n"
+    )
     words = ["-m", "kl_comedy.cli", "list", "estimators", "--format", "json", "--plugin", str(tmp_path / "mine.py")]
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    rows = {row["name"]: row for row in json.loads(done.stdout)}
-    assert rows["mine"]["claims"] == ["nonnegative"] and {"outside", "k3"} <= set(rows)
+    rows = {row["name"]: row for row in json.loads(run_python(*words, cwd=None, path=tmp_path))}
+    assert rows["mine"]["claims"] == ["nonnegative"]
+    assert {"outside", "k3"} <= set(rows)
 
 
-def test_the_source_of_a_plugin_holds_the_modules_beside_it(tmp_path):
-    (tmp_path / "package" / "deep").mkdir(parents=True)
-    for name, text in {
-        "plugin.py": "import os, json\nimport beside\n\ndef late():\n    from package.deep import x\n",
-        "beside.py": "import beside_too\n",
-        "beside_too.py": "import plugin\n",
-        "other.py": "",
-        "package/__init__.py": "from . import deep\n",
-        "package/deep/x.py": "",
-    }.items():
+SOURCES = {
+    "plugin.py": "import os, json\nimport beside\n\ndef late():\n    from package.deep import x\n",
+    "beside.py": "import beside_too\n",
+    "beside_too.py": "import plugin\n",
+    "other.py": "",
+    "package/__init__.py": "from . import deep\n",
+    "package/deep/x.py": "",
+}
+
+
+@pytest.fixture
+def plugin_file(tmp_path):
+    """A plugin that imports some of the modules beside it."""
+    for name, text in SOURCES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    names = ["beside.py", "beside_too.py", "package/__init__.py", "package/deep/x.py", "plugin.py"]
-    before = plugin_sources(tmp_path / "plugin.py")
-    assert list(before) == names
-    (tmp_path / "package/deep/x.py").write_text("1")
-    after = plugin_hashes(plugin_sources(tmp_path / "plugin.py"))
-    assert [name for name in names if plugin_hashes(before)[name] != after[name]] == ["package/deep/x.py"]
+    return tmp_path / "plugin.py"
+
+
+def test_the_source_of_a_plugin_holds_the_modules_beside_it(plugin_file):
+    imported = [name for name in SOURCES if name != "other.py"]
+    assert list(plugin_sources(plugin_file)) == sorted(imported)
+
+
+def test_a_changed_module_beside_a_plugin_has_another_hash(plugin_file):
+    before = plugin_hashes(plugin_sources(plugin_file))
+    (plugin_file.parent / "package/deep/x.py").write_text("1")
+    after = plugin_hashes(plugin_sources(plugin_file))
+    assert [name for name in before if before[name] != after[name]] == ["package/deep/x.py"]
 
 
 # --- packages from outside -------------------------------------------------------------------------------------------
@@ -126,24 +161,29 @@ def site(tmp_path, monkeypatch):
     """A folder on the path. What is imported from it, and what that registers, ends with the test."""
     ESTIMATORS.load()
     monkeypatch.setattr(ESTIMATORS, "_entries", dict(ESTIMATORS._entries))
-    monkeypatch.setattr(registry, "PACKAGES", {})
-    monkeypatch.setattr(registry, "PLUGIN_FILES", {})
     before = set(sys.modules)
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
-    yield folder
+    # Emptied in place: a module that a test is the first to import would keep a replaced dict for the whole process.
+    with mock.patch.dict(registry.PACKAGES, clear=True), mock.patch.dict(registry.PLUGIN_FILES, clear=True):
+        yield folder
     for name in set(sys.modules) - before:
         if str(folder) in str(getattr(sys.modules[name], "__spec__", "")) or name.startswith("kl_comedy_plugin_"):
             del sys.modules[name]
 
 
-def write(folder, **files):
-    """Python files by their path with __ for a slash."""
+def write(folder, files):
+    """Python files by their path."""
     for name, text in files.items():
-        file = folder / f"{name.replace('__', '/')}.py"
+        file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
+
+
+def registering(name):
+    """A module that registers an estimator of this name."""
+    return PART.format(name=name)
 
 
 def used(name):
@@ -155,33 +195,58 @@ def names_of(name):
     return list(used(name).hashes)
 
 
-def test_every_file_of_the_package_that_registered_a_part_counts(site):
-    write(site, pack__init="", pack__parts="from pack.deep import helper\n", pack__other="X = 1\n")
-    (site / "pack/init.py").rename(site / "pack/__init__.py")
-    write(site, pack__deep__helper=PART.format(name="deep_part"), unused=PART.format(name="unused_part"))
+@pytest.fixture
+def deep_package(site):
+    """A package that is imported, whose deepest module registers a part."""
+    write(
+        site,
+        {
+            "pack/__init__.py": "",
+            "pack/parts.py": "from pack.deep import helper\n",
+            "pack/other.py": "X = 1\n",
+            "pack/deep/helper.py": registering("deep_part"),
+            "unused.py": registering("unused_part"),
+        },
+    )
     importlib.import_module("pack.parts")
     importlib.import_module("unused")
+    return site / "pack"
+
+
+def test_every_file_of_the_package_that_registered_a_part_counts(deep_package):
     assert ESTIMATORS.get("deep_part").modules == ("pack.deep.helper",)
     assert names_of("deep_part") == ["pack/__init__.py", "pack/deep/helper.py", "pack/other.py", "pack/parts.py"]
-    assert names_of("k3") == [] and not ESTIMATORS.get("k3").modules, "a built-in part has no plugin"
-    (site / "pack/other.py").write_text("X = 2\n")
-    assert used("deep_part").hashes["pack/other.py"] != registry.PluginPackage.read("pack").hashes["pack/other.py"]
-    assert used("deep_part").archive["pack/other.py"] == b"X = 1\n", "the code that runs is the code as it was imported"
+
+
+def test_a_built_in_part_has_no_plugin():
+    assert not ESTIMATORS.get("k3").modules
+    assert names_of("k3") == []
+
+
+def test_the_code_that_runs_is_the_code_as_it_was_imported(deep_package):
+    (deep_package / "other.py").write_text("X = 2\n")
+    changed = registry.PluginPackage.read("pack")
+    assert used("deep_part").hashes["pack/other.py"] != changed.hashes["pack/other.py"]
+    assert used("deep_part").archive["pack/other.py"] == b"X = 1\n"
 
 
 def test_a_module_without_a_package_counts_with_what_it_imports_beside_it(site):
-    write(site, single="import json\nimport beside\n" + PART.format(name="single_part"), beside="import beside_too\n")
-    write(site, beside_too="", nothing="")
+    write(
+        site,
+        {
+            "single.py": "import json\nimport beside\n" + registering("single_part"),
+            "beside.py": "import beside_too\n",
+            "beside_too.py": "",
+            "nothing.py": "",
+        },
+    )
     importlib.import_module("single")
     assert names_of("single_part") == ["beside.py", "beside_too.py", "single.py"]
 
 
 def test_a_module_of_another_distribution_beside_it_does_not_count(site):
-    write(site, single="import other\n" + PART.format(name="single_part"), other="")
-    info = site / "other-2.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 2.0\n")
-    (info / "RECORD").write_text("other.py,,\nother-2.0.dist-info/METADATA,,\n")
+    write(site, {"single.py": "import other\n" + registering("single_part"), "other.py": ""})
+    make_distribution(site, "other", "2.0", record="other.py,,\nother-2.0.dist-info/METADATA,,\n")
     registry._distributions.cache_clear()
     importlib.import_module("single")
     assert names_of("single_part") == ["single.py"]
@@ -189,8 +254,8 @@ def test_a_module_of_another_distribution_beside_it_does_not_count(site):
 
 
 def test_all_folders_of_a_namespace_package_count(site, tmp_path, monkeypatch):
-    write(site, spaced__parts=PART.format(name="spaced_part"))
-    write(tmp_path / "second", spaced__more="")
+    write(site, {"spaced/parts.py": registering("spaced_part")})
+    write(tmp_path / "second", {"spaced/more.py": ""})
     monkeypatch.syspath_prepend(str(tmp_path / "second"))
     importlib.import_module("spaced.parts")
     assert names_of("spaced_part") == ["spaced/more.py", "spaced/parts.py"]
@@ -198,32 +263,45 @@ def test_all_folders_of_a_namespace_package_count(site, tmp_path, monkeypatch):
 
 def test_without_source_the_version_is_known_and_said(site, tmp_path, caplog):
     with zipfile.ZipFile(tmp_path / "zipped.zip", "w") as archive:
-        archive.writestr("zipped/__init__.py", "__version__ = '1.5'\n" + PART.format(name="zipped_part"))
+        archive.writestr("zipped/__init__.py", "__version__ = '1.5'\n" + registering("zipped_part"))
     sys.path.insert(0, str(tmp_path / "zipped.zip"))
     try:
         importlib.import_module("zipped")
     finally:
         sys.path.remove(str(tmp_path / "zipped.zip"))
         sys.modules.pop("zipped", None)
-    assert used("zipped_part").hashes == {"zipped (no source)": "version 1.5"}
-    assert used("zipped_part").tags() == {"version.zipped": "1.5", "plugins": "zipped (no source) version 1.5"}
-    assert used("zipped_part").archive == {} and "only its version, 1.5, is recorded" in caplog.text
+    plugins = used("zipped_part")
+    assert plugins.hashes == {"zipped (no source)": "version 1.5"}
+    assert plugins.tags() == {"version.zipped": "1.5", "plugins": "zipped (no source) version 1.5"}
+    assert plugins.archive == {}
+    assert "only its version, 1.5, is recorded" in caplog.text
 
 
 def test_a_huge_package_is_hashed_whole_and_not_copied(site, monkeypatch, caplog):
     monkeypatch.setattr(registry, "MOST_ARCHIVED_FILES", 1)
-    write(site, huge__parts=PART.format(name="huge_part"), huge__more="")
+    write(site, {"huge/parts.py": registering("huge_part"), "huge/more.py": ""})
     importlib.import_module("huge.parts")
-    assert len(names_of("huge_part")) == 2 and used("huge_part").archive == {}
+    assert len(names_of("huge_part")) == 2
+    assert used("huge_part").archive == {}
     assert "huge has more than 1 files" in caplog.text
 
 
+DEFINING = """
+def f(log_ratio):
+    'From elsewhere.'
+    return log_ratio
+"""
+REGISTERING_OTHERS = """
+from kl_comedy.registry import ESTIMATORS
+import torch
+from defining import f
+ESTIMATORS.register("defined", source="test", needs="log_ratio")(f)
+ESTIMATORS.register("of_torch", source="test", summary="x", needs="log_ratio")(torch.nn.functional.gelu)
+"""
+
+
 def test_the_module_that_defines_a_part_counts_too(site):
-    write(site, defining="def f(log_ratio):\n    'From elsewhere.'\n    return log_ratio\n")
-    text = "from kl_comedy.registry import ESTIMATORS\nimport torch\nfrom defining import f\n"
-    text += "ESTIMATORS.register('defined', source='test', needs='log_ratio')(f)\n"
-    text += "ESTIMATORS.register('of_torch', source='test', summary='x', needs='log_ratio')(torch.nn.functional.gelu)\n"
-    write(site, registering=text)
+    write(site, {"defining.py": DEFINING, "registering.py": REGISTERING_OTHERS})
     importlib.import_module("registering")
     assert ESTIMATORS.get("defined").modules == ("registering", "defining")
     assert names_of("defined") == ["defining.py", "registering.py"]
@@ -231,7 +309,7 @@ def test_the_module_that_defines_a_part_counts_too(site):
 
 
 def test_what_a_plugin_file_imports_from_its_folder_is_of_the_file(site, tmp_path):
-    write(tmp_path, mine="import mine_helper\n", mine_helper=PART.format(name="helped"))
+    write(tmp_path, {"mine.py": "import mine_helper\n", "mine_helper.py": registering("helped")})
     load_plugin_file(tmp_path / "mine.py")
     assert used("helped").packages == ()
     assert list(registry.PLUGIN_FILES) == ["mine.py", "mine_helper.py"]
@@ -239,73 +317,88 @@ def test_what_a_plugin_file_imports_from_its_folder_is_of_the_file(site, tmp_pat
 
 
 def test_a_package_that_is_imported_again_is_read_again(site):
-    write(site, again=PART.format(name="again"))
+    write(site, {"again.py": registering("again")})
     importlib.import_module("again")
     before = used("again").hashes
     del sys.modules["again"], ESTIMATORS._entries["again"]
-    write(site, again=PART.format(name="again") + "# a longer file\n")
+    write(site, {"again.py": registering("again") + "# a longer file\n"})
     importlib.invalidate_caches()
     importlib.import_module("again")
     assert used("again").hashes != before
 
 
 def test_a_file_and_a_package_of_one_name_are_refused(site, tmp_path):
-    write(site, same=PART.format(name="of_package"))
+    write(site, {"same.py": registering("of_package")})
     importlib.import_module("same")
-    write(tmp_path, same=PART.format(name="of_file"))
+    write(tmp_path, {"same.py": registering("of_file")})
     load_plugin_file(tmp_path / "same.py")
     with pytest.raises(UserError, match=r"same\.py: the package same brings another; rename your file"):
         _ = used("of_package").hashes
 
 
+NO_DOCSTRING = """
+from kl_comedy.registry import ESTIMATORS
+@ESTIMATORS.register('boom', source='x', needs='log_ratio')
+def boom(x):
+    return x
+"""
+TAKEN_NAME = """
+from kl_comedy.registry import ESTIMATORS
+@ESTIMATORS.register('k3', source='x', needs='log_ratio')
+def boom(x):
+    'Taken.'
+    return x
+"""
 ENDS = {
     "exit": "import sys\nsys.exit(0)\n",
     "exit_by_name": "raise SystemExit\n",
     "not_an_exception": "class Stop(BaseException):\n    pass\nraise Stop('here')\n",
-    "no_docstring": "from kl_comedy.registry import ESTIMATORS\n"
-    "@ESTIMATORS.register('boom', source='x', needs='log_ratio')\ndef boom(x):\n    return x\n",
-    "taken": "from kl_comedy.registry import ESTIMATORS\n"
-    "@ESTIMATORS.register('k3', source='x', needs='log_ratio')\ndef boom(x):\n    'Taken.'\n    return x\n",
+    "no_docstring": NO_DOCSTRING,
+    "taken": TAKEN_NAME,
     "error": "1/0\n",
 }
+every_end = pytest.mark.parametrize("text", ENDS.values(), ids=ENDS)
 
 
-@pytest.mark.parametrize("kind", ENDS)
-def test_a_plugin_that_ends_on_import_is_an_error_with_its_name(kind, site, tmp_path):
+@every_end
+def test_a_plugin_that_ends_on_import_is_an_error_with_its_name(text, site, tmp_path):
     file = tmp_path / "ends.py"
-    file.write_text(ENDS[kind])
-    code, out, error = run_here("list", "estimators", "--plugin", "ends.py", cwd=tmp_path)
-    assert code == 2 and out == "" and error.startswith("error: --plugin: ends.py"), error
+    file.write_text(text)
+    code, output, error = run_here("list", "estimators", "--plugin", "ends.py", cwd=tmp_path)
+    assert code == 2
+    assert output == ""
+    assert error.startswith("error: --plugin: ends.py")
     assert str(file) in error, "with the line"
-    file.write_text(PART.format(name="mended"))
+
+    file.write_text(registering("mended"))
     load_plugin_file(file)
     assert ESTIMATORS.get("mended").modules == ("kl_comedy_plugin_ends",), "it can be loaded once it is mended"
 
 
-@pytest.mark.parametrize("kind", ENDS)
-def test_a_package_that_ends_on_import_is_an_error_with_its_name(kind, site, monkeypatch):
-    write(site, ending=PART.format(name="half") + ENDS[kind])
-    info = site / "ending-1.0.dist-info"
-    info.mkdir()
-    (info / "entry_points.txt").write_text("[kl_comedy.estimators]\nends = ending\n")
+@every_end
+def test_a_package_that_ends_on_import_is_an_error_with_its_name(text, site, monkeypatch):
+    write(site, {"ending.py": registering("half") + text})
+    make_distribution(site, "ending", "1.0", entry_points="[kl_comedy.estimators]\nends = ending\n")
     monkeypatch.setattr(ESTIMATORS, "_loaded", False)
     for _ in range(2):  # the second lookup does not go on without the parts
         with pytest.raises(UserError, match=r"entry point 'ends' of group kl_comedy.estimators \(ending\)"):
             ESTIMATORS.names()
-    write(site, ending=PART.format(name="half"))
+
+    write(site, {"ending.py": registering("half")})
     importlib.invalidate_caches()
     assert "half" in ESTIMATORS
 
 
+# --- unknown names --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_unknown_name_of_any_kind_mentions_the_option(kind):
     with pytest.raises(UserError, match=r"key: got 'nope'; allowed: .*\(a part of your own: --plugin FILE\)$"):
         KINDS[kind].get("nope", key="key")
 
 
-def test_unknown_names_on_the_command_line_mention_the_option(tmp_path):
-    (tmp_path / "run.yaml").write_text("model: {source: pocket}\nkl: [{estimator: k3}]\n")
-    for words in (
+@pytest.mark.parametrize(
+    "words",
+    [
         ("check", "run.yaml", "kl.0.estimator=nope"),
         ("check", "run.yaml", "rewards=[{weight: 1.0}]", "callbacks=[{name: nope}]"),
         ("check", "run.yaml", "kl=[{beta: 1}]"),
@@ -318,11 +411,17 @@ def test_unknown_names_on_the_command_line_mention_the_option(tmp_path):
         ("audit", "run.yaml", "--terms", "nope"),
         ("evaluate", "pocket", "--suite", "nope"),
         ("evaluate", "pocket", "--suite", "nope.yaml"),
-    ):
-        code, _, error = run_here(*words, cwd=tmp_path)
-        assert code == 2 and "--plugin FILE" in error, (words, error)
+    ],
+    ids=" ".join,
+)
+def test_unknown_names_on_the_command_line_mention_the_option(words, tmp_path):
+    (tmp_path / "run.yaml").write_text("model: {source: pocket}\nkl: [{estimator: k3}]\n")
+    code, _, error = run_here(*words, cwd=tmp_path)
+    assert code == 2, error
+    assert "--plugin FILE" in error
 
 
+# --- scripts --------------------------------------------------------------------------------------------------------
 SCRIPT = """
 import json
 import beside
@@ -337,17 +436,31 @@ print(json.dumps([plugins.hashes, plugins.tags(), plugins.record()["packages"]])
 """
 
 
-@pytest.mark.parametrize("words", [["script.py"], ["-m", "inside.script"]])
-def test_a_script_that_registers_parts_counts_with_what_it_imports_beside_it(words, tmp_path):
-    write(tmp_path, script=SCRIPT, beside="", other="", inside__script=SCRIPT, inside__more="")
-    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.returncode == 0, done.stderr
-    hashes, tags, packages = json.loads(done.stdout)
-    if words == ["script.py"]:
-        assert list(hashes) == ["beside.py", "script.py"] and tags["plugins"].startswith("script.py ")
-        assert packages == {}, "to import it again would be to run it"
-    else:
-        assert list(hashes) == ["beside.py", "inside/more.py", "inside/script.py"]
-        assert list(packages) == ["inside"] and tags["plugins"].startswith("inside ")
+@pytest.fixture
+def script_folder(tmp_path):
+    """The script alone and in a package, beside modules of which it imports one."""
+    write(
+        tmp_path,
+        {
+            "script.py": SCRIPT,
+            "beside.py": "",
+            "other.py": "",
+            "inside/script.py": SCRIPT,
+            "inside/more.py": "",
+        },
+    )
+    return tmp_path
+
+
+def test_a_script_that_registers_parts_counts_with_what_it_imports_beside_it(script_folder):
+    hashes, tags, packages = json.loads(run_python("script.py", cwd=script_folder, path=script_folder))
+    assert list(hashes) == ["beside.py", "script.py"]
+    assert tags["plugins"].startswith("script.py ")
+    assert packages == {}, "to import it again would be to run it"
+
+
+def test_a_script_in_a_package_counts_with_the_package(script_folder):
+    hashes, tags, packages = json.loads(run_python("-m", "inside.script", cwd=script_folder, path=script_folder))
+    assert list(hashes) == ["beside.py", "inside/more.py", "inside/script.py"]
+    assert tags["plugins"].startswith("inside ")
+    assert list(packages) == ["inside"]
