@@ -908,8 +908,8 @@ computes every number, those of runs from [export.parquet](export.parquet).
 UNRESOLVED = """## What is not resolved, and what would resolve it
 
 For each claim with all of its runs: the contrast with the least p, and the seeds per side at which a test at {level}
-over the number of the claim's contrasts finds that difference with probability {power}, if it is the true one. *Hours*: wall
-times of the further runs, at the mean of those that there are."""
+over the number of the claim's contrasts finds that difference with probability {power}, if it is the true one. *Hours*:
+wall times of the further runs, at the mean of those that there are."""
 COSTS = ["claim", "part", "contrast", "difference [95%]", "seeds", "seeds needed", "hours"]
 FOOTER = f"""## Commands
 
