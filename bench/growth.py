@@ -110,6 +110,7 @@ def seconds(work: Callable[[], None]) -> float:
     """Median CPU seconds of a call, after a warm-up call."""
     work()
     repeats = []
+    # CPU seconds and not wall seconds: other programs hardly change them.
     for _ in range(REPEATS):
         start = time.process_time()
         work()
@@ -134,6 +135,7 @@ def bytes_saved(work: Callable[[], None]) -> int:
         storage_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    # Called for every tensor that an operation keeps for its backward pass.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         work()
     return sum(storage_bytes.values())

@@ -63,7 +63,7 @@ def main() -> None:
                 results[part] = compare_verdicts(args)
             else:
                 results[part] = compare(part, args, folder)
-            # After each part, because one may take long.
+            # After each part, because one may take hours and the next may fail.
             write(results, args)
     print((args.out / "README.md").read_text())
 
@@ -71,6 +71,7 @@ def main() -> None:
 # --- run both ----------------------------------------------------------------------------------------------------
 def write_suites(folder: Path, args: argparse.Namespace) -> None:
     """Write kl_comedy suites as YAML files with the options of this comparison."""
+    # Shipped suites with the fewest changes that make both packages ask the same.
     suites: dict[str, dict[str, Any]] = {
         "gsm8k": {"extends": "gsm8k", "max_new_tokens": args.tokens},
         "mmlu_letters": {"extends": "mmlu_college_physics_likelihood"},
@@ -179,6 +180,7 @@ def multiple_choice(suite: str) -> dict[str, Any]:
             "doc_to_choice": "{{choices}}",
             "metric_list": metrics,
         }
+    # The prompt of kl_comedy's suite, word for word.
     lines = "".join(f"\n{letter}. {{{{choices[{n}]}}}}" for n, letter in enumerate("ABCD"))
     head = "The following are multiple choice questions (with answers) about {{subject.replace('_', ' ')}}.\n\n"
     return {

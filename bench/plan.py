@@ -130,6 +130,7 @@ def planned(row: dict[str, Any]) -> dict[str, Any]:
     from kl_comedy.lab.planning.plan import Plan
     from kl_comedy.lab.planning.sizes import GPUS
 
+    # Planned for the lengths that were measured: how long completions get is no question of memory.
     config = load_config(None, CELLS[row["cell"]])
     # Memory does not depend on a device's rates, so that any device serves: timing this machine would take long.
     cpu = dataclasses.replace(GPUS["h100-80"], name="cpu", kind="cpu")

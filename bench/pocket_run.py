@@ -1,5 +1,7 @@
 """Settings of a short run of the pocket model that the plan is compared with: one thread, nothing written."""
 
+# What a run does besides its updates (samples, checkpoints, tracking, evaluation) has memory and time of its own, which
+# the plan does not predict.
 SETTINGS = [
     "data.train={dataset: pocket, split: train, limit: 64, options: {digits: 1}}",
     "rewards=[{name: exact_answer}]",

@@ -57,6 +57,7 @@ random rows. Off-policy, `old_log_probs` are the stale sampler's."""
 def write(folder: Path, rows: Sequence[Row], skipped: Sequence[Row]) -> None:
     """Write ``peers.json``, ``peers.csv`` and ``peers.md``; the same wheels give identical files."""
     folder.mkdir(parents=True, exist_ok=True)
+    # Rounded before anything is written: the page is made of the stored numbers, and can be made again from them.
     plain = [{name: _round(row.get(name)) for name in COLUMNS} for row in rows]
     data = {"rows": plain, "skipped": list(skipped)}
     (folder / "peers.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -106,6 +107,7 @@ def _cells(row: Row) -> list[str]:
     elif row["target"]:
         target = row["target"]
     elif row["near_target"]:
+        # Clamps act on the instances that are far from the reference.
         target = f"({row['near_target']})"
     else:
         target = "none"

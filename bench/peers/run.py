@@ -70,6 +70,7 @@ def _first_line(error: Exception) -> str:
 
 def _row(case: Case, regime: str, figures: dict[str, Any], gap: float | None, allowed: float) -> dict[str, Any]:
     """One row of the results; the keys are those of the stored files."""
+    # None: kl_comedy has no equivalent term.
     equal = gap is not None and gap <= allowed
     return {
         "system": case.system,
@@ -110,6 +111,7 @@ def _label(case: Case, regime: str) -> str | None:
 def run_in_subprocess(system: str, *, measured: bool = True) -> dict[str, Any]:
     """Call :func:`run_system` in a child process. If it fails, the system is skipped with its last error line."""
     option = "--only" if measured else "--equal"
+    # The stubs of one peer would hide packages that another one needs.
     command = [sys.executable, str(HERE), option, system, "--json"]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     # Peers print on import.
@@ -132,6 +134,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--equal", metavar="SYSTEM", help="compare derivatives with our terms only")
     parser.add_argument("--json", action="store_true", help="print JSON on one line")
     options = parser.parse_args(arguments)
+    # One system, in this process: what the other branch starts once for each system.
     selection = options.only or options.equal
     if selection:
         system, _, case_name = selection.partition(":")

@@ -12,6 +12,7 @@ _PLACEHOLDER = "the distribution on the index is a placeholder: no algorithm in 
 
 def unavailable() -> tuple[Skipped, ...]:
     """The systems without an adapter."""
+    # Looked up on the package index; a release of one of them is a reason to look again.
     systems = (
         ("nemo-rl", "0.0.0", _PLACEHOLDER),
         ("slime", "0.0.0", _OTHER_PROJECT),

@@ -21,6 +21,7 @@ def median_and_range(value: Spread, digits: int = 3) -> str:
     >>> median_and_range(Spread(median=2.0, low=2.0, high=2.0, count=1))
     '2.00'
     """
+    # The range of one repetition would look like a measured one.
     median = format_number(value.median, digits)
     if value.count == 1:
         return median
@@ -52,7 +53,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def main_table(repetitions: Sequence[Mapping[str, Any]]) -> str:
-    """Every variant: the metrics of :data:`COLUMNS`, and completion tokens trained per update."""
+    """Every variant: the metrics of :data:`COLUMNS`, and the number of repetitions."""
     titles = [f"{METRICS[name].label}, {METRICS[name].unit}" for name in COLUMNS]
     rows = []
     for variant, spreads in summarize(repetitions).items():

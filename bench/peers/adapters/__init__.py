@@ -11,6 +11,7 @@ SYSTEMS = ("trl", "verl", "openrlhf", "skyrl", "trinity", "swift", "areal", "tin
 
 def adapter(system: str) -> Adapter:
     """The adapter of a system by name."""
+    # Imported by name: a system whose adapter fails does not keep the others from running.
     module = importlib.import_module(f"peers.adapters.{system}")
     built: Adapter = module.build()
     return built

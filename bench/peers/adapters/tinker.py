@@ -67,6 +67,7 @@ class _Tokens:
         self.row = row
         self.length = length
 
+    # The function appends the last target token, to score the whole completion.
     def append_int(self, token: int) -> _Tokens:
         return _Tokens(self.row, self.length + 1)
 
@@ -78,6 +79,7 @@ class _Reference:
         self.rows = rows
 
     def sample(self, prompt: _Tokens, **kwargs: Any) -> Any:
+        # Its client answers asynchronously; the reference's log-probs are at hand.
         async def answer() -> Any:
             mask_T = self.rows.mask_BT[prompt.row]
             logps = self.rows.ref_logp_BT[prompt.row][mask_T].tolist()

@@ -344,6 +344,7 @@ def _in_reward(rows: Rows, beta: float, path: RewardPath) -> Tensor:
             "prompts": ones_B1,
             "attention_mask": torch.cat([ones_B1, rows.mask_BT.long()], 1),
         },
+        # verl finds a group by the uid of its rows.
         non_tensors={"uid": rows.group_B.numpy().astype(object), "task": rows.reward_B.numpy().astype(object)},
     )
     # In verl's order: first the penalty, then the advantages of the rewards with the penalty inside.
