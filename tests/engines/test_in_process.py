@@ -22,7 +22,9 @@ def draw(backend, prompts=PROMPTS, *, group_size=3, seed=0, **changes):
 
 
 def content(rollouts):
-    return [(r.group_id, r.completion_ids, r.versions, r.stop_reason, r.text) for r in rollouts]
+    """What is drawn, without log-probs."""
+    fields = ("group_id", "completion_ids", "versions", "stop_reason", "text")
+    return [tuple(getattr(rollout, field) for field in fields) for rollout in rollouts]
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +73,12 @@ def test_log_probs_are_the_learners_at_the_sampling_temperature(policy, engine, 
 
 @pytest.mark.parametrize("changes", [{}, {"stop": ("=",)}, {"stop": (";4", "+")}, {"max_new_tokens": 3}])
 def test_greedy_rollouts_are_those_of_the_hf_backend(policy, engine, changes):
-    ours = draw(engine, temperature=0.0, **changes)
-    theirs = draw(build_hf(RolloutConfig(), loaded=policy), temperature=0.0, **changes)
-    assert content(ours) == content(theirs)
-    assert [rollout.prompt for rollout in ours] == [rollout.prompt for rollout in theirs]
-    for our, their in zip(ours, theirs, strict=True):
-        assert our.logps == pytest.approx(their.logps, abs=TOLERANCE)
+    rollouts = draw(engine, temperature=0.0, **changes)
+    expected_rollouts = draw(build_hf(RolloutConfig(), loaded=policy), temperature=0.0, **changes)
+    assert content(rollouts) == content(expected_rollouts)
+    for rollout, expected in zip(rollouts, expected_rollouts, strict=True):
+        assert rollout.prompt == expected.prompt
+        assert rollout.logps == pytest.approx(expected.logps, abs=TOLERANCE)
 
 
 def test_every_way_to_end_is_seen(engine):

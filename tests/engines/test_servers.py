@@ -40,7 +40,8 @@ def draw(backend, prompts=PROMPTS, *, group_size=3, seed=0, **changes):
 
 
 def content(rollouts):
-    return [(r.group_id, r.completion_ids, r.stop_reason, r.text) for r in rollouts]
+    """What is drawn, without log-probs and versions."""
+    return [(rollout.group_id, rollout.completion_ids, rollout.stop_reason, rollout.text) for rollout in rollouts]
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +85,8 @@ def test_log_probs_are_the_learners_before_and_after_an_update(servers, moved):
 
 @pytest.mark.parametrize("changes", [{}, {"stop": (";4", "+")}, {"max_new_tokens": 3}])
 def test_greedy_rollouts_are_those_of_the_hf_backend(policy, servers, changes):
-    theirs = draw(build_hf(RolloutConfig(), loaded=policy), temperature=0.0, **changes)
-    assert content(draw(servers, temperature=0.0, **changes)) == content(theirs)
+    expected = draw(build_hf(RolloutConfig(), loaded=policy), temperature=0.0, **changes)
+    assert content(draw(servers, temperature=0.0, **changes)) == content(expected)
 
 
 def test_seeds_decide(servers):

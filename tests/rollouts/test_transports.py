@@ -315,14 +315,15 @@ def test_a_transfer_that_stalls_is_given_up_and_made_again(policy, serve, connec
 class Stranger(threading.Thread):
     """A process of the machine that connects to rank 0 before the server does, as often as it is sent away.
 
-    ``speaks``: nothing; bytes that prove nothing; rank 1's greeting with another secret. ``got``: what it was sent.
+    ``speaks``: nothing; bytes that prove nothing; rank 1's greeting with another secret. ``received``: what came, each
+    time.
     """
 
     def __init__(self, address, speaks):
         super().__init__(daemon=True)
         self.address = address
         self.speaks = speaks
-        self.got = []
+        self.received = []
         self.greeted = threading.Event()
         self.start()
 
@@ -344,7 +345,7 @@ class Stranger(threading.Thread):
             if self.speaks == "garbage":
                 connection.sendall(b"\0" * 1000)
             self.greeted.set()
-            self.got.append(received_until_closed(connection))
+            self.received.append(received_until_closed(connection))
 
 
 def received_until_closed(connection):
@@ -381,7 +382,7 @@ def test_who_connects_before_the_server_is_sent_nothing_and_ends_nothing(policy,
     for stranger in strangers:
         stranger.join(20)
         assert not stranger.is_alive()
-        for data in stranger.got:
+        for data in stranger.received:
             assert len(data) in (0, transports.SECRET_BYTES), "a challenge at most, and no weights"
 
 

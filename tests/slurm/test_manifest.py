@@ -39,10 +39,10 @@ def sweep_copy(sweep, tmp_path):
 
 def test_it_is_written_once_and_read_back(sweep):
     before = (sweep.path / "manifest.json").stat().st_mtime_ns
-    again = write_sweep(sweep.path, sweep.manifest, "something else")
+    written_again = write_sweep(sweep.path, sweep.manifest, "something else")
     assert (sweep.path / "manifest.json").stat().st_mtime_ns == before
     assert sweep.base.read_text() == "model: {options: {preset: tiny}}\n"
-    assert again == sweep
+    assert written_again == sweep
     assert read_sweep(sweep.path) == sweep
 
 

@@ -65,17 +65,20 @@ def rows_of(setting, members, theta_D):
             rows.append(torch.stack(row + padding))
         return torch.stack(rows)
 
-    truncated = [tree.ends and 0 not in m for m in members]
+    lengths = [len(tokens) for tokens in members]
+    # In a tree with ends, a completion without the end token was cut at the tree's depth.
+    truncated = [tree.ends and 0 not in tokens for tokens in members]
+    rewards = []
+    for tokens, is_truncated in zip(members, truncated, strict=True):
+        rewards.append(setting.reward_N2[number[tokens[:-1]], int(is_truncated)])
     return Rows(
         logp_BT=table(lambda n, v: logp_NV[n, v]),
         ref_logp_BT=table(lambda n, v: setting.ref_logp_NV[n, v]),
         behaviour_logp_BT=table(lambda n, v: setting.recorded_logp_NV[n, v]),
-        mask_BT=torch.tensor([[t < len(m) for t in range(tree.length)] for m in members]),
+        mask_BT=torch.arange(tree.length)[None] < torch.tensor(lengths)[:, None],
         reverse_kl_BT=table(lambda n, v: kl_N[n]),
         forward_kl_BT=table(lambda n, v: forward_N[n]),
-        reward_B=torch.stack(
-            [setting.reward_N2[number[m[:-1]], int(t)] for m, t in zip(members, truncated, strict=True)]
-        ),
+        reward_B=torch.stack(rewards),
         group_B=torch.zeros(len(members), dtype=torch.long),
         truncated_B=torch.tensor(truncated),
     )
