@@ -1,8 +1,8 @@
 """Cost of the online gradient audit in a training run: python bench/audit_cost.py [CONFIG] [key=value ...] [--every 20]
 
-Runs complete training (sampling, scoring, tracking to a local database) with an audit every ``--every`` updates. CPU
-seconds of updates and audits come from the same run, so other load on the machine hardly changes their ratio. The
-reported share is the median audit divided by ``every`` median updates without audit. Writes audit_cost.json and
+It runs complete training (sampling, scoring, tracking to a local database) with an audit every ``--every`` updates. The
+CPU seconds of updates and audits come from the same run, so that other load on the machine hardly changes their ratio.
+The reported share is the median audit divided by ``every`` median updates without audit. Writes audit_cost.json and
 audit_cost.md.
 """
 
@@ -39,25 +39,31 @@ def timed_run(config: Any) -> tuple[list[float], list[float]]:
     from kl_comedy.training.experience import ExperienceStream
     from kl_comedy.training.run import train
 
-    batch_times: list[float] = []
-    audits: dict[int, float] = {}
-    audit, draw = AuditCallback._audit, ExperienceStream.__next__
+    request_times: list[float] = []
+    audit_seconds: dict[int, float] = {}
+    original_audit = AuditCallback._audit
+    original_next = ExperienceStream.__next__
 
     def timed_audit(self: Any, module: Any, rows: Any) -> Any:
         start = time.process_time()
-        result = audit(self, module, rows)
-        audits[len(batch_times) - 1] = time.process_time() - start
+        result = original_audit(self, module, rows)
+        current_update = len(request_times) - 1
+        audit_seconds[current_update] = time.process_time() - start
         return result
 
     def timed_next(self: Any) -> Any:
-        batch_times.append(time.process_time())
-        return draw(self)
+        request_times.append(time.process_time())
+        return original_next(self)
 
+    # CPU seconds of one thread add up; those of several include the time in which they wait for each other.
     torch.set_num_threads(1)
     with patch.object(AuditCallback, "_audit", timed_audit), patch.object(ExperienceStream, "__next__", timed_next):
         train(config, console=Console(file=sys.stderr), command="bench/audit_cost")
-    updates = [after - before - audits.get(n, 0.0) for n, (before, after) in enumerate(itertools.pairwise(batch_times))]
-    return updates, [audits[n] for n in sorted(audits)]
+
+    update_seconds = []
+    for number, (start, end) in enumerate(itertools.pairwise(request_times)):
+        update_seconds.append(end - start - audit_seconds.get(number, 0.0))
+    return update_seconds, [audit_seconds[number] for number in sorted(audit_seconds)]
 
 
 def measure(path: str, overrides: list[str], terms: str, every: int, audits: int) -> dict[str, Any]:
@@ -70,7 +76,9 @@ def measure(path: str, overrides: list[str], terms: str, every: int, audits: int
             [
                 f"audit.every={every}",
                 f"audit.terms={terms}",
+                # The first audit is not measured, and the last update has no request after it.
                 f"train.steps={(audits + 1) * every + 2}",
+                # Whatever else happens between two requests for a batch would count as an update.
                 "train.checkpoint_every=0",
                 "eval.at_start=false",
                 "eval.at_end=false",
@@ -82,7 +90,8 @@ def measure(path: str, overrides: list[str], terms: str, every: int, audits: int
             ],
         )
         update_seconds, audit_seconds = timed_run(config)
-    update_s, audit_s = statistics.median(update_seconds[1:]), statistics.median(audit_seconds[1:])
+    update_s = statistics.median(update_seconds[1:])
+    audit_s = statistics.median(audit_seconds[1:])
     return {
         "update_cpu_s": update_s,
         "audit_cpu_s": audit_s,
@@ -106,8 +115,8 @@ def page(command: str, path: str, measurements: dict[str, dict[str, Any]]) -> st
         f"`{path}`, CPU seconds of one thread, medians of one run.",
         "",
     ]
-    lines += ["| audited | update, s | audit, s | audit / update | an audit every | costs |"]
-    lines += ["|---|---:|---:|---:|---:|---:|"]
+    lines.append("| audited | update, s | audit, s | audit / update | an audit every | costs |")
+    lines.append("|---|---:|---:|---:|---:|---:|")
     for name, row in measurements.items():
         lines.append(
             f"| {name} | {row['update_cpu_s']:.3f} | {row['audit_cpu_s']:.3f} | "
@@ -125,21 +134,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--terms", nargs="+", choices=TERMS, default=list(TERMS))
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)
-    measurements = {
-        name: measure(options.config, options.overrides, TERMS[name], options.every, options.audits)
-        for name in options.terms
-    }
-    command = " ".join(["python bench/audit_cost.py", *(sys.argv[1:] if arguments is None else arguments)])
+    measurements = {}
+    for name in options.terms:
+        measurements[name] = measure(options.config, options.overrides, TERMS[name], options.every, options.audits)
+
+    words = sys.argv[1:] if arguments is None else arguments
+    command = " ".join(["python bench/audit_cost.py", *words])
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "audit_cost.json").write_text(
-        json.dumps({"command": command, "config": options.config, "measurements": measurements}, indent=1) + "\n",
-        encoding="utf-8",
-    )
+    data = {"command": command, "config": options.config, "measurements": measurements}
+    (options.out / "audit_cost.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     text = page(command, options.config, measurements)
     (options.out / "audit_cost.md").write_text(text, encoding="utf-8")
     print(text)
-    own_terms = measurements.get("own terms")
-    return 1 if own_terms is not None and options.every >= 20 and own_terms["share"] >= LIMIT else 0
+
+    # The limit is for the usual interval; a shorter one, to measure faster, costs more per update.
+    if "own terms" not in measurements or options.every < 20:
+        return 0
+    too_expensive = measurements["own terms"]["share"] >= LIMIT
+    return 1 if too_expensive else 0
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Cost of KL configurations and its growth with the number of terms: python bench/configurations.py [CONFIG]
 
 The rows of one update are sampled once. Then each configuration in turn runs forward and backward on them, on one
-thread. Reports medians of CPU seconds and their share of an update without KL, sampling included. Writes
+thread. It reports medians of CPU seconds, and their share of an update without KL, sampling included. Writes
 results/speed/configurations.md.
 """
 
@@ -16,6 +16,17 @@ from typing import Any
 
 import torch
 
+
+def many_terms(count: int) -> str:
+    """A config of ``count`` terms in the loss with different coefficients."""
+    kinds = ("k1", "k2", "k3", "abs")
+    terms = []
+    for number in range(count):
+        beta = 0.01 * (1 + number)
+        terms.append(f"{{estimator: {kinds[number % len(kinds)]}, placement: loss, beta: {beta}}}")
+    return "[" + ", ".join(terms) + "]"
+
+
 SETTINGS = {
     "no KL": "[]",
     "k1 in reward": "[{estimator: k1, placement: reward, beta: 0.05}]",
@@ -25,13 +36,10 @@ SETTINGS = {
         "[{estimator: k1, placement: reward, beta: 0.05}, {estimator: k3, placement: loss, beta: 0.05}]"
     ),
     "exact in loss": "[{estimator: exact, placement: loss, beta: 0.05}]",
-}
-KINDS = ("k1", "k2", "k3", "abs")
-SETTINGS |= {
-    f"{count} terms in loss": "["
-    + ", ".join(f"{{estimator: {KINDS[n % 4]}, placement: loss, beta: {0.01 * (1 + n)}}}" for n in range(count))
-    + "]"
-    for count in (2, 4, 8, 16)
+    "2 terms in loss": many_terms(2),
+    "4 terms in loss": many_terms(4),
+    "8 terms in loss": many_terms(8),
+    "16 terms in loss": many_terms(16),
 }
 REPEATS = 7
 OUT = Path(__file__).parents[1] / "results" / "speed" / "configurations.md"
@@ -42,17 +50,20 @@ def learn(module: Any, rows: Any, *, measure: bool) -> float:
     from kl_comedy.training.loss import micro_loss, prepare
 
     start = time.process_time()
+    # The same calls as in a training step.
     betas = module.beta_values
     micros = prepare(rows, module.plan, betas=betas, references=module.references, policy_pass=module.policy_pass)
     for micro in micros:
         passes = module.passes(micro, measure=measure)
         loss = micro_loss(micro, passes, terms=module.terms, betas=betas, algorithm=module.config.algorithm).loss
         loss.backward()
+    # No optimizer step: every configuration must learn from the same weights.
     module.policy.zero_grad()
     return time.process_time() - start
 
 
 def main(path: str) -> None:
+    """Measure every configuration on the config at ``path``; print the page and write it."""
     from kl_comedy.config import load_config
     from kl_comedy.training.experience_module import build_in_process
 
@@ -62,16 +73,19 @@ def main(path: str) -> None:
         for name, terms in SETTINGS.items():
             config = load_config(path, [f"kl={terms}", f"output={folder}", "tracking.uri=none"])
             modules[name], data = build_in_process(config)
+            # The policy's weights are those of every configuration, and so are its samples.
             if name == "no KL":
                 start = time.process_time()
                 rows = next(data.stream).rows
-                sampling = time.process_time() - start
+                sampling = time.process_time() - start  # CPU seconds, scoring included
         seconds: dict[str, list[float]] = {name: [] for name in modules}
         for repeat in range(REPEATS + 1):
+            # In turns, so that a slow minute of the machine is in every configuration.
             for name, module in modules.items():
-                spent = learn(module, rows, measure=False)
-                if repeat:
-                    seconds[name].append(spent)
+                cpu_seconds = learn(module, rows, measure=False)
+                is_warm_up = repeat == 0
+                if not is_warm_up:
+                    seconds[name].append(cpu_seconds)
     plain = statistics.median(seconds["no KL"])
     lines = [
         "# What a KL configuration costs",
@@ -85,8 +99,9 @@ def main(path: str) -> None:
         "|---|---:|---:|",
     ]
     for name, values in seconds.items():
-        share = (statistics.median(values) - plain) / (plain + sampling)
-        spread = f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+        median = statistics.median(values)
+        share = (median - plain) / (plain + sampling)
+        spread = f"{median:.3f} ({min(values):.3f} to {max(values):.3f})"
         lines.append(f"| {name} | {spread} | {share:+.1%} |")
     print("\n".join(lines))
     OUT.write_text("\n".join(lines) + "\n")

@@ -88,6 +88,7 @@ def sampler(size: dict[str, int]) -> Callable[[], None]:
     from kl_comedy.rollouts.decoding import Draws, StopStrings, decode
 
     model = model_of(size).eval()
+    # kl_comedy's own attention, as its sampler selects it.
     use_layout_attention(model)
     # The first row of each group: the decoder reads a prompt once for all completions.
     prompt_rows = batch_of(size)["prompt_ids_BP"][:: size["group"]].tolist()
@@ -165,6 +166,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for axis in CURVES:
         axis_rows = [row for row in rows if row["axis"] == axis]
+        # Costs at the two ends: what grows with the size shows in their ratio.
         first = axis_rows[0]
         last = axis_rows[-1]
         size_ratio = last["value"] / first["value"]
@@ -183,6 +185,7 @@ def four_digits(value: Any) -> Any:
 
 
 def main(out: Path) -> None:
+    # With several threads, CPU seconds would include their waiting for each other.
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     rows = []

@@ -26,6 +26,7 @@ that both parts have similar size and take a second or more.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -47,6 +48,7 @@ BASE = (
     "train.exact_kl_every=0",
     "train.microbatch_tokens=32768",
 )
+"""Overrides of the quickstart, see above."""
 MEDIANS = ("overlap", "own_overlap", "speed_up", "best_speed_up", "cpu_overlap", "cpu_speed_up")
 MODES = {
     "synchronous": ("lag.mode=on_policy",),
@@ -66,16 +68,20 @@ def measure(mode: str, updates: int, overrides: list[str]) -> dict[str, Any]:
 
     rows: list[dict[str, float]] = []
 
+    # perf_counter for steps, process_time for the learner alone: the sampler reports its own CPU seconds.
     class UpdateTimes(Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
             rows.append({"at": time.perf_counter(), "cpu": time.process_time(), **pl_module.last_metrics})
 
+    # The overrides of the command line come after BASE and before the mode, which they cannot change.
     config = load_config(CONFIG, [*BASE, *overrides, f"train.steps={updates}", *MODES[mode]])
     torch.set_num_threads(1)
-    module, data = PolicyModule(config), ExperienceModule(config)
+    module = PolicyModule(config)
+    data = ExperienceModule(config)
     try:
         make_trainer(config, [UpdateTimes()]).fit(module, datamodule=data)
     finally:
+        # The sampler's process would compute beside the next round.
         data.close()
     return per_update(rows)
 
@@ -85,30 +91,35 @@ def per_update(rows: list[dict[str, float]]) -> dict[str, Any]:
 
     The last updates are excluded, because the asynchronous sampler is idle then.
     """
-    last = len(rows) - 1 - SKIPPED
-    timed = rows[SKIPPED : last + 1]
-    n = len(timed)
+    timed = rows[SKIPPED : len(rows) - SKIPPED]
+    count = len(timed)
+    # A row is written when its update ends, so that the update before the timed ones is their start.
+    before_first = rows[SKIPPED - 1]
+    steps = [row["at"] - before["at"] for before, row in itertools.pairwise([before_first, *timed])]
     sampling = [row["time/generate"] + row["time/score"] for row in timed]
-    steps = [row["at"] - before["at"] for before, row in zip(rows[SKIPPED - 1 : last], timed, strict=True)]
     return {
-        "updates": n,
-        "step": sum(steps) / n,
+        "updates": count,
+        "step": sum(steps) / count,
         "step_median": statistics.median(steps),
-        "sampling": sum(sampling) / n,
-        "learning": sum(row["time/learn"] for row in timed) / n,
-        "waiting": sum(row["time/wait"] for row in timed) / n,
-        "learner_cpu": (timed[-1]["cpu"] - rows[SKIPPED - 1]["cpu"]) / n,
-        "sampler_cpu": sum(row.get("time/sampler_cpu", 0.0) for row in timed) / n,
-        "tokens": sum(row["train/length"] for row in timed) / n,
-        "staleness": sum(row["policy/staleness"] for row in timed) / n,
+        "sampling": sum(sampling) / count,
+        "learning": sum(row["time/learn"] for row in timed) / count,
+        "waiting": sum(row["time/wait"] for row in timed) / count,
+        "learner_cpu": (timed[-1]["cpu"] - before_first["cpu"]) / count,
+        # Only an asynchronous run has a sampler with a process of its own.
+        "sampler_cpu": sum(row.get("time/sampler_cpu", 0.0) for row in timed) / count,
+        "tokens": sum(row["train/length"] for row in timed) / count,
+        "staleness": sum(row["policy/staleness"] for row in timed) / count,
         "sampler_idle_share": statistics.mean([row.get("time/sampler_idle_share", 0.0) for row in timed]),
     }
 
 
 def ratios_of_round(synchronous: dict[str, Any], asynchronous: dict[str, Any]) -> dict[str, float]:
-    """The ratios of one round."""
+    """The ratios of one round; the module's docstring says what they mean."""
     parts = [synchronous["sampling"], synchronous["learning"]]
-    larger, total = max(parts), sum(parts)
+    larger = max(parts)
+    total = sum(parts)
+    # A synchronous run has one process: its CPU seconds are divided between the parts as their wall seconds are.
+    cpu_of_larger = synchronous["learner_cpu"] * larger / total
     busier = max(asynchronous["learner_cpu"], asynchronous["sampler_cpu"])
     return {
         "overlap": asynchronous["step"] / larger,
@@ -117,7 +128,7 @@ def ratios_of_round(synchronous: dict[str, Any], asynchronous: dict[str, Any]) -
         "best_speed_up": total / larger,
         "slow_down_of_sampling": asynchronous["sampling"] / synchronous["sampling"],
         "slow_down_of_learning": asynchronous["learning"] / synchronous["learning"],
-        "cpu_overlap": busier / (synchronous["learner_cpu"] * larger / total),
+        "cpu_overlap": busier / cpu_of_larger,
         "cpu_speed_up": synchronous["learner_cpu"] / busier,
         "sampler_cpu_share": asynchronous["sampler_cpu"] / asynchronous["sampling"],
         "learner_cpu_share": asynchronous["learner_cpu"] / asynchronous["step"],
@@ -135,29 +146,27 @@ def main() -> int:
         parser.error(f"--updates: at least {2 * SKIPPED + 1}")
     from kl_comedy.tracking import provenance_tags
 
-    rounds = []
+    rounds: list[dict[str, Any]] = []
     for number in range(options.rounds):
+        # What else runs on the machine, before this round adds to it.
         load = os.getloadavg()[0]
         measurements = {mode: measure(mode, options.updates, options.overrides) for mode in MODES}
-        rounds.append(
-            {
-                **measurements,
-                **ratios_of_round(measurements["synchronous"], measurements["asynchronous"]),
-                "load_before": load,
-            }
-        )
-        ratios = {name: value for name, value in rounds[-1].items() if not isinstance(value, dict)}
-        print(f"round {number + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in ratios.items()), flush=True)
+        ratios = ratios_of_round(measurements["synchronous"], measurements["asynchronous"])
+        rounds.append({**measurements, **ratios, "load_before": load})
+        shown = {**ratios, "load_before": load}
+        print(f"round {number + 1}: " + ", ".join(f"{name} {value:.3f}" for name, value in shown.items()), flush=True)
+
+    medians = {f"median_{name}": statistics.median(round_[name] for round_ in rounds) for name in MEDIANS}
     result = {
         "command": " ".join(["python", "bench/overlap.py", *sys.argv[1:]]),
         "config": str(CONFIG.relative_to(CONFIG.parents[1])),
         "base": [*BASE, *options.overrides],
         "modes": MODES,
-        **{f"median_{name}": statistics.median(r[name] for r in rounds) for name in MEDIANS},
+        **medians,
         "rounds": rounds,
         "provenance": provenance_tags(),
     }
-    print("medians: " + ", ".join(f"{name} {result[f'median_{name}']:.3f}" for name in MEDIANS))
+    print("medians: " + ", ".join(f"{name} {medians[f'median_{name}']:.3f}" for name in MEDIANS))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,7 +1,7 @@
 """CPU seconds of queries and tables over a store of many runs: `python bench/results_queries.py [--runs 10000]`.
 
 The store contains copies of one run (all params of a study run, provenance tags, 80 metrics, an eval curve) as 34
-configurations with seeds. Creating it is not timed.
+configurations with seeds. The time of creating it is not included.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).parents[1]
 METRICS = 80
+CONFIGURATIONS = 34
 CURVE_STEPS = (0, 20, 40, 60, 80)
-EVAL, KL = "eval/heldout/reward", "kl/exact_reverse_sequence"
+EVAL = "eval/heldout/reward"
+KL = "kl/exact_reverse_sequence"
 TABLES = ("params", "tags", "latest_metrics", "metrics", "runs")
 
 
@@ -35,19 +37,24 @@ def make_store(folder: Path, runs: int) -> str:
     logger = RunLogger(
         SimpleNamespace(uri=uri, experiment="bench", flush_every=10, tags={}),
         run_dir=folder / "run",
-        run_name="bench",
         params=flatten(to_plain(config)),
         tags={**provenance_tags(), "kl.label": "0.1 k1_reverse_token in reward total before baseline"},
     )
+    metrics = {EVAL: 0.4, KL: 0.0}
+    for number in range(METRICS - len(metrics)):
+        metrics[f"train/metric_{number}"] = float(number)
     for step in CURVE_STEPS:
-        logger.log_metrics({EVAL: 0.4, KL: 0.0, **{f"train/metric_{n}": float(n) for n in range(METRICS - 2)}}, step)
+        logger.log_metrics(metrics, step)
     logger.finish()
+
+    # Copied in the database: writing 10,000 runs through MLflow's client would take long.
     random.seed(0)
     with sqlite3.connect(folder / "mlflow.db") as db:
         db.row_factory = sqlite3.Row
         for table in TABLES:
             rows = [dict(row) for row in db.execute(f"SELECT * FROM {table} WHERE run_uuid = ?", [logger.run_id])]
             if table == "metrics":
+                # Curves of the two metrics that the commands read; latest_metrics has the last values of all.
                 rows = [row for row in rows if row["key"] in (EVAL, KL)]
             names = ", ".join(f":{name}" for name in rows[0])
             copies = (row_of_copy(row, number) for number in range(runs) for row in rows)
@@ -56,17 +63,21 @@ def make_store(folder: Path, runs: int) -> str:
 
 
 def row_of_copy(row: dict[str, object], number: int) -> dict[str, object]:
-    """``row`` of any table, changed for run ``number``."""
-    row = {**row, "run_uuid": f"{number:032x}"}
-    beta = f"{number % 34 / 34:.4f}"
-    values = {
-        "seed": str(number // 34),
+    """A row of any table, changed for run ``number``."""
+    copy = {**row, "run_uuid": f"{number:032x}"}
+    beta = f"{number % CONFIGURATIONS / CONFIGURATIONS:.4f}"
+    values: dict[str, object] = {
+        "seed": str(number // CONFIGURATIONS),
         "kl.beta": beta,
         "kl.label": f"{beta} k1_reverse_token in reward total before baseline",
         EVAL: random.random(),
         KL: random.random(),
     }
-    return {**row, "value": values[str(row["key"])]} if row.get("key") in values else row
+    # Params, tags and metrics have a key and a value; the table of runs has neither.
+    key = row.get("key")
+    if key in values:
+        copy["value"] = values[str(key)]
+    return copy
 
 
 def main() -> None:
@@ -83,9 +94,10 @@ def main() -> None:
 
 
 def measure(uri: str) -> None:
-    """Print CPU seconds and name of each task."""
+    """Print the CPU seconds and the name of each task. The first includes the imports of mlflow and pandas."""
     from kl_comedy.cli import main as cli
 
+    # Before a library is imported, as the entry point does it.
     cli._quiet_libraries()
     tasks = {
         "table, one metric": ["table", "--group", "kl.beta", "--metric", EVAL],
@@ -95,11 +107,11 @@ def measure(uri: str) -> None:
         "export to Parquet": ["export", "--out", str(Path(tempfile.gettempdir()) / "results_queries.parquet")],
     }
     for name, arguments in tasks.items():
+        sys.argv = ["kl-comedy", "results", *arguments, "--uri", uri]
         start = time.process_time()
-        with contextlib.redirect_stdout(io.StringIO()):
-            sys.argv = ["kl-comedy", "results", *arguments, "--uri", uri]
-            with contextlib.suppress(SystemExit):
-                cli.run()
+        # The command exits, as it does in a shell.
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            cli.run()
         print(f"{time.process_time() - start:8.1f}  {name}", flush=True)
 
 

@@ -156,6 +156,7 @@ def this_core() -> dict[str, Any]:
     from kl_comedy.lab.planning.sizes import this_machine
     from kl_comedy.lab.planning.timing import Assumed
 
+    # As in the cells: a core per process.
     torch.set_num_threads(1)
     spawn: Callable[..., Any] = torch.multiprocessing.spawn
     with tempfile.TemporaryDirectory() as folder:
@@ -185,6 +186,7 @@ def time_fsdp(rank: int, folder: str) -> None:
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     seconds = []
+    # The fastest of twenty: other programs only slow the link down.
     for _ in range(20):
         start = time.perf_counter()
         values = torch.ones(1, width)

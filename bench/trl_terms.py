@@ -1,4 +1,4 @@
-"""TRL's GRPO beside the same run with our terms, on SmolLM2: loss, KL, gradient norm and seconds of each update.
+"""TRL's GRPO next to the same run with kl_comedy's terms, on SmolLM2: loss, KL, gradient norm, seconds of each update.
 
 python bench/trl_terms.py [--updates 3]
 
@@ -27,18 +27,25 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from peers.wheels import pins  # noqa: E402
 
 MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
-BETA, PROMPTS, GROUP, TOKENS = 0.04, 2, 4, 24
+BETA = 0.04
+PROMPTS = 2
+GROUP = 4
+TOKENS = 24
 SHOWN = ("loss", "kl", "grad_norm", "reward", "completions/mean_length")
 
 
 def reward(completions: list[Any], **_: Any) -> list[float]:
-    """The share of digits in a completion: differs within groups from the first update."""
-    texts = [completion[0]["content"] for completion in completions]
-    return [sum(character.isdigit() for character in text) / max(len(text), 1) for text in texts]
+    """The share of digits in a completion: it differs within groups from the first update on."""
+    rewards = []
+    for completion in completions:
+        text = completion[0]["content"]
+        digits = sum(character.isdigit() for character in text)
+        rewards.append(digits / max(len(text), 1))
+    return rewards
 
 
 def run(terms: bool, updates: int, folder: Path) -> list[dict[str, float]]:
-    """Train; what TRL logged of each update, with its seconds."""
+    """Train with kl_comedy's terms or TRL's own KL. Returns what TRL logged of each update, and its mean seconds."""
     import trl
     from datasets import Dataset
 
@@ -63,31 +70,48 @@ def run(terms: bool, updates: int, folder: Path) -> list[dict[str, float]]:
         disable_tqdm=True,
     )
     options = {"model": str(MODEL), "reward_funcs": reward, "args": args, "train_dataset": Dataset.from_list(rows)}
-    kl = {"recipe": "trl/default", "beta": BETA}
-    trainer = KLGRPOTrainer(**options, kl=kl) if terms else trl.GRPOTrainer(**options)
+    if terms:
+        trainer = KLGRPOTrainer(**options, kl={"recipe": "trl/default", "beta": BETA})
+    else:
+        trainer = trl.GRPOTrainer(**options)
+    # TRL's own KL is the recipe trl/default: k3 times the token ratio in the loss.
     start = time.perf_counter()
     trainer.train()
     seconds = (time.perf_counter() - start) / updates
-    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
-    for entry in logged:
-        entry["kl"] = entry.get("kl", entry.get("kl/loss", 0.0) / BETA)
-    return [{**{name: entry[name] for name in SHOWN}, "seconds": seconds} for entry in logged]
+
+    results = []
+    for entry in trainer.state.log_history:
+        # The last entry is a summary of the run.
+        if "reward" not in entry:
+            continue
+        # KLGRPOTrainer logs beta times the KL, TRL the KL.
+        if "kl" not in entry:
+            entry["kl"] = entry.get("kl/loss", 0.0) / BETA
+        result = {name: entry[name] for name in SHOWN}
+        result["seconds"] = seconds
+        results.append(result)
+    return results
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=3)
     options = parser.parse_args()
-    if not (MODEL / "config.json").exists() or not pins()["trl"].fetched:
+    has_model = (MODEL / "config.json").exists()
+    has_trl = pins()["trl"].fetched
+    if not has_model or not has_trl:
         print("needs `make smollm2` and `python bench/peers/fetch.py trl`", file=sys.stderr)
         return 2
     sys.path.append(str(pins()["trl"].folder))
     warnings.filterwarnings("ignore")
     print(f"| update | run | {' | '.join(SHOWN)} | seconds an update |")
     print(f"| --- | --- |{' --- |' * (len(SHOWN) + 1)}")
-    # TRL prints its records to stdout
+    # TRL prints its records to stdout, where the table goes.
     with tempfile.TemporaryDirectory(prefix="trl_terms_") as folder, contextlib.redirect_stdout(sys.stderr):
-        runs = {name: run(name == "terms", options.updates, Path(folder)) for name in ("plain", "terms")}
+        runs = {
+            "plain": run(False, options.updates, Path(folder)),
+            "terms": run(True, options.updates, Path(folder)),
+        }
     for update in range(options.updates):
         for name, entries in runs.items():
             entry = entries[update]

@@ -1,17 +1,17 @@
-"""What an update of an engine costs on its way: bytes and seconds, by transport, side by side.
+"""What it costs to send an update's weights to an engine: bytes and seconds by transport, side by side.
 
     .venv-vllm/bin/python bench/weights_path.py [--model DIR] [--engine vllm_server|hf_server] [--dtype bfloat16]
         [--rounds N] [--out FOLDER]
 
-One server for each transport, all started before the first round; a round updates each once, in turns, with other
-weights than before. Measured for an update:
+There is one server per transport, and all are started before the first round. A round updates each once, in rotating
+order, with other weights than before. Measured seconds of an update:
 
 - stage: the trainer gathers, casts, hashes and stages the weights (`publish`);
 - send: the server takes them (its routes between `/pause` and `/resume`);
 - confirm: checksums and probe.
 
 `bytes` is what leaves the trainer for one server: the files of the folder that change with a version, or the tensors.
-`adapter` (vLLM only) is a LoRA adapter of rank 16 alone, its base sent before the first round.
+`adapter` (vLLM only) is a LoRA adapter of rank 16 without its base, which is sent before the first round.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PARTS = ("stage", "send", "confirm")
 
 
 def build(kind: str, options: argparse.Namespace, folder: Path) -> Any:
-    """Policy and server of one transport; the server has its first weights."""
+    """The policy and the server of one transport; the server has its first weights."""
     from kl_comedy.config.schema import LoraConfig, ModelConfig, RolloutConfig
     from kl_comedy.models import load_model
     from kl_comedy.rollouts import build_hf_server, build_vllm_server
@@ -37,9 +37,13 @@ def build(kind: str, options: argparse.Namespace, folder: Path) -> Any:
     loaded = load_model(ModelConfig(source=str(options.model), device="cpu", lora=lora))
     config = RolloutConfig(backend=options.engine, batch_sequences=8)
     config.options = {"transport": kind, "dtype": options.dtype}
+    backend: Any
     if options.engine == "vllm_server":
+        # Nothing but a probe is generated, and three servers share the machine's memory.
         config.options |= {"max_model_len": 256, "kv_cache_gib": 0.25}
-    backend: Any = (build_vllm_server if options.engine == "vllm_server" else build_hf_server)(config, loaded=loaded)
+        backend = build_vllm_server(config, loaded=loaded)
+    else:
+        backend = build_hf_server(config, loaded=loaded)
     backend.work_in(folder / kind)
     backend.update_weights(0)
     return backend
@@ -49,11 +53,13 @@ def update(backend: Any, version: int) -> dict[str, float]:
     """Seconds of the parts of one update, with other weights than the last one."""
     import torch
 
+    # As after an optimizer step: equal weights would have equal checksums.
     with torch.no_grad():
         for weight in backend._loaded.model.parameters():
             if weight.requires_grad:
                 weight.mul_(1.001).add_(1e-4)
     (server,) = backend._servers
+    take_weights = server.client.take_weights
     seconds = {}
 
     def timed_send(weights: Any, transport: Any) -> None:
@@ -61,7 +67,7 @@ def update(backend: Any, version: int) -> dict[str, float]:
         take_weights(weights, transport)
         seconds["send"] = time.perf_counter() - begin
 
-    take_weights, server.client.take_weights = server.client.take_weights, timed_send
+    server.client.take_weights = timed_send
     begin = time.perf_counter()
     backend.publish(version)
     staged = time.perf_counter()
@@ -77,8 +83,13 @@ def sent_bytes(backend: Any, kind: str) -> int:
 
     staged = backend._staged
     if staged.tensors:
-        return sum(tensor.nbytes for tensor in untied(staged.tensors)[0].values())
-    folder = staged.folder / "adapter" if kind == "adapter" else staged.folder
+        # A tied tensor is sent once, whatever the number of its names.
+        tensors, _ = untied(staged.tensors)
+        return sum(tensor.nbytes for tensor in tensors.values())
+    folder = staged.folder
+    if kind == "adapter":
+        # The folder has the base too, which was sent before.
+        folder = folder / "adapter"
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
@@ -86,16 +97,17 @@ def table(report: dict[str, Any]) -> str:
     """Medians over the rounds, and their sum against the folder's of the same round."""
     lines = ["| transport | MB | stage s | send s | confirm s | all s | all / folder, median (each round) |"]
     lines.append("| --- | ---: | ---: | ---: | ---: | ---: | --- |")
+    folder_totals = [sum(row.values()) for row in report["transports"]["folder"]["rounds"]]
     for kind, result in report["transports"].items():
-        medians = [statistics.median(row[part] for row in result["rounds"]) for part in PARTS]
         totals = [sum(row.values()) for row in result["rounds"]]
-        folder = [sum(row.values()) for row in report["transports"]["folder"]["rounds"]]
-        ratios = [total / other for total, other in zip(totals, folder, strict=True)]
-        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        numbers = " | ".join(f"{value:.2f}" for value in (*medians, statistics.median(totals)))
-        lines.append(
-            f"| `{kind}` | {result['bytes'] / 1e6:.1f} | {numbers} | {statistics.median(ratios):.2f} ({each}) |"
-        )
+        medians = [statistics.median(row[part] for row in result["rounds"]) for part in PARTS]
+        medians.append(statistics.median(totals))
+        # Round by round: other load on the machine changes both.
+        ratios = [total / folder_total for total, folder_total in zip(totals, folder_totals, strict=True)]
+        megabytes = f"{result['bytes'] / 1e6:.1f}"
+        seconds = " | ".join(f"{median:.2f}" for median in medians)
+        ratio_texts = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        lines.append(f"| `{kind}` | {megabytes} | {seconds} | {statistics.median(ratios):.2f} ({ratio_texts}) |")
     return "\n".join(lines)
 
 
@@ -107,7 +119,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    kinds = ["folder", "gloo", *(["adapter"] if options.engine == "vllm_server" else [])]
+    kinds = ["folder", "gloo"]
+    if options.engine == "vllm_server":
+        kinds.append("adapter")
     backends: dict[str, Any] = {}
     report: dict[str, Any] = {"engine": options.engine, "dtype": options.dtype, "model": options.model.name}
     with tempfile.TemporaryDirectory() as folder:
@@ -116,12 +130,15 @@ def main() -> None:
                 backends[kind] = build(kind, options, Path(folder))
             rounds: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
             for number in range(options.rounds):
-                for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
+                # Another transport is the first of each round.
+                first = number % len(kinds)
+                for kind in kinds[first:] + kinds[:first]:
                     rounds[kind].append(update(backends[kind], number + 1))
             report["transports"] = {
                 kind: {"bytes": sent_bytes(backends[kind], kind), "rounds": rounds[kind]} for kind in kinds
             }
         finally:
+            # A server outlives its parent if nobody closes it.
             for backend in backends.values():
                 backend.close()
     print(table(report))

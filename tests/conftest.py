@@ -19,7 +19,8 @@ os.environ.setdefault("DO_NOT_TRACK", "true")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
-if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores: threads that spin for each other would hold up both
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores: threads that spin for each other would hold up both.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -42,7 +43,9 @@ def pytest_xdist_make_scheduler(config, log):
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.split("::")[0]
-            return "tests/slurm" if file.startswith("tests/slurm/") else file
+            if file.startswith("tests/slurm/"):
+                return "tests/slurm"
+            return file
 
     return ByFile(config, log)
 
@@ -51,7 +54,10 @@ def pytest_xdist_make_scheduler(config, log):
 def pocket_cache(request, tmp_path_factory):
     """Warm-start the tiny policy once per checkout, in pytest's cache and not the user's."""
     cache = getattr(request.config, "cache", None)  # none under -p no:cacheprovider
-    folder = tmp_path_factory.mktemp("cache") if cache is None else cache.mkdir("kl_comedy")
+    if cache is None:
+        folder = tmp_path_factory.mktemp("cache")
+    else:
+        folder = cache.mkdir("kl_comedy")
     before = os.environ.get("KL_COMEDY_CACHE")
     os.environ["KL_COMEDY_CACHE"] = str(folder)
     yield folder
@@ -65,5 +71,7 @@ def pocket_cache(request, tmp_path_factory):
 def plugins_of_other_files():
     """Plugins that a test loads are part of every config's hash, of those of its file only."""
     yield
-    if registry := sys.modules.get("kl_comedy.registry"):
+    # Many files of tests never import it, and the fixture is not to do so for them.
+    registry = sys.modules.get("kl_comedy.registry")
+    if registry is not None:
         registry.PLUGIN_FILES.clear()

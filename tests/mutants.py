@@ -318,7 +318,7 @@ EARLIER = (
         "head backward skips the exact KL's mean",
         "$factor = $factor - $kl_grad_n * $chunk.kl_n",
         "$factor = $factor",
-        inside="of the loss by the logits",
+        inside="that multiplies p:",
         tests="tests/models/test_logprobs.py",
     ),
     Mutant(

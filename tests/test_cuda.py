@@ -48,11 +48,13 @@ def test_the_running_sum_of_a_gpu_is_cumsum_with_its_gradient(gpu_branches, widt
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(4, width, generator=generator, dtype=dtype).requires_grad_(True)
     weights = torch.randn(4, width, generator=generator, dtype=dtype)
-    ours, theirs = cuda.running_sum(values), values.cumsum(-1)
-    bound = {"atol": 1000 * torch.finfo(dtype).eps, "rtol": 0}
-    torch.testing.assert_close(ours, theirs, **bound)
-    gradients = [torch.autograd.grad((weights * each).sum(), values)[0] for each in (ours, theirs)]
-    torch.testing.assert_close(*gradients, **bound)
+    ours = cuda.running_sum(values)
+    theirs = values.cumsum(-1)
+    tolerance = 1000 * torch.finfo(dtype).eps
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=0)
+    (gradient,) = torch.autograd.grad((weights * ours).sum(), values)
+    (expected,) = torch.autograd.grad((weights * theirs).sum(), values)
+    torch.testing.assert_close(gradient, expected, atol=tolerance, rtol=0)
 
 
 def test_on_the_cpu_the_running_sums_are_cumsum_bit_for_bit():
@@ -78,7 +80,9 @@ def test_a_gpu_draws_the_tokens_of_the_cpu_and_none_of_probability_zero(monkeypa
     expected = pick(logp_BV, uniform_B)
     monkeypatch.setattr(cuda, "on_gpu", lambda tensor: True)
     drawn = pick(logp_BV, uniform_B)
-    assert torch.equal(drawn, expected) and bool((drawn[1:] % 3 != 0).all())
+    assert torch.equal(drawn, expected)
+    # Every third token is impossible.
+    assert bool((drawn[1:] % 3 != 0).all())
     assert bool(logp_BV[torch.arange(4000), drawn].isfinite().all())
 
 
@@ -87,18 +91,27 @@ def test_a_gpu_draws_the_tokens_of_the_cpu_and_none_of_probability_zero(monkeypa
 
 def columns(hidden, weight, ids, *, autocast=False, reference=None, rows=64, **options):
     """Log-prob and exact KL with gradients, in chunks of ``rows``."""
-    leaves = [tensor.clone().requires_grad_(True) for tensor in (hidden, weight)]
-    options |= {"requested": ("kl",), "reference": (hidden, (reference, None))} if reference is not None else {}
+    hidden_leaf = hidden.clone().requires_grad_(True)
+    weight_leaf = weight.clone().requires_grad_(True)
+    if reference is not None:
+        options["requested"] = ("kl",)
+        options["reference"] = (hidden, (reference, None))
     with torch.autocast(**AUTOCAST, enabled=autocast):
-        columns = head_columns(leaves[0], (leaves[1], None), ids, temperature=0.8, chunk_elements=rows * 300, **options)
+        columns = head_columns(
+            hidden_leaf, (weight_leaf, None), ids, temperature=0.8, chunk_elements=rows * 300, **options
+        )
         sum(column.sum() for column in columns.values()).backward()
-    return {**{name: column.detach() for name, column in columns.items()}, "h": leaves[0].grad, "w": leaves[1].grad}
+    results = {name: column.detach() for name, column in columns.items()}
+    return {**results, "h": hidden_leaf.grad, "w": weight_leaf.grad}
 
 
 def head_inputs():
+    """Hidden states, the head's weight, that of a reference near it, and the ids of 50 tokens."""
     generator = torch.Generator().manual_seed(1)
-    hidden, weight = torch.randn(50, 96, generator=generator), torch.randn(300, 96, generator=generator) / 10
-    return hidden, weight, weight + 0.02 * torch.randn(300, 96, generator=generator), torch.arange(50) * 5
+    hidden = torch.randn(50, 96, generator=generator)
+    weight = torch.randn(300, 96, generator=generator) / 10
+    reference = weight + 0.02 * torch.randn(300, 96, generator=generator)
+    return hidden, weight, reference, torch.arange(50) * 5
 
 
 @pytest.mark.parametrize("rows", [7, 64])
@@ -106,69 +119,113 @@ def head_inputs():
 def test_ambient_autocast_changes_neither_the_heads_values_nor_its_gradients(rows, factor_dtype):
     hidden, weight, other, ids = head_inputs()
     options = {"reference": other, "rows": rows, "factor_dtype": factor_dtype}
-    inside, outside = (columns(hidden, weight, ids, autocast=autocast, **options) for autocast in (True, False))
-    assert all(torch.equal(inside[name], value) for name, value in outside.items())
+    inside = columns(hidden, weight, ids, autocast=True, **options)
+    outside = columns(hidden, weight, ids, autocast=False, **options)
+    for name, value in outside.items():
+        assert torch.equal(inside[name], value), name
 
 
 def test_a_head_of_bf16_products_is_within_the_rounding_of_its_factors():
     """Each factor is off by 2^-8 of itself at most, so a logit by 2^-7 of the sum of its products' sizes."""
     hidden, weight, other, ids = head_inputs()
     wide = columns(hidden, weight, ids, reference=other)
-    options = {"reference": other, "factor_dtype": torch.bfloat16}
-    narrow, chunked = (columns(hidden, weight, ids, rows=rows, **options) for rows in (64, 7))
+    narrow = columns(hidden, weight, ids, reference=other, factor_dtype=torch.bfloat16)
+    # Twice: the logit of the token, and the normalizer. The temperature is 0.8.
     bound_N = 2 * 1.01 * 2.0**-7 * (hidden.abs() @ weight.abs().t()).amax(1) / 0.8
     gap_N = (narrow["logp"] - wide["logp"]).abs()
-    assert bool((gap_N < bound_N).all()) and 1e-4 < float(gap_N.mean()) < 0.01
-    assert narrow["logp"].dtype == narrow["w"].dtype == torch.float32
-    for name in "hw":
-        cosine = torch.nn.functional.cosine_similarity(narrow[name].flatten(), wide[name].flatten(), dim=0)
-        assert float(cosine) > 0.9999
-    for name, value in narrow.items():
-        torch.testing.assert_close(chunked[name], value, atol=1e-3 if name in "hw" else 1e-5, rtol=1e-2)
-    same = columns(hidden, weight, ids, reference=weight, factor_dtype=torch.bfloat16)
-    assert same["kl"].count_nonzero() == 0, "of equal policies, whatever the products"
+    assert bool((gap_N < bound_N).all())
+    assert 1e-4 < float(gap_N.mean()) < 0.01
+    assert narrow["logp"].dtype == torch.float32
+    assert narrow["w"].dtype == torch.float32
+    for gradient in ("h", "w"):
+        cosine = torch.nn.functional.cosine_similarity(narrow[gradient].flatten(), wide[gradient].flatten(), dim=0)
+        assert float(cosine) > 0.9999, gradient
+
+
+def test_a_head_of_bf16_products_does_not_depend_on_chunks():
+    hidden, weight, other, ids = head_inputs()
+    whole = columns(hidden, weight, ids, reference=other, factor_dtype=torch.bfloat16, rows=64)
+    chunked = columns(hidden, weight, ids, reference=other, factor_dtype=torch.bfloat16, rows=7)
+    tolerances = {"logp": 1e-5, "kl": 1e-5, "h": 1e-3, "w": 1e-3}
+    assert set(tolerances) == set(whole)
+    for name, value in whole.items():
+        torch.testing.assert_close(chunked[name], value, atol=tolerances[name], rtol=1e-2)
+
+
+def test_the_kl_of_equal_policies_is_zero_whatever_the_products():
+    hidden, weight, _, ids = head_inputs()
+    equal = columns(hidden, weight, ids, reference=weight, factor_dtype=torch.bfloat16)
+    assert equal["kl"].count_nonzero() == 0
 
 
 def test_on_a_gpu_the_product_is_asked_for_with_float32_sums():
-    rows, columns_KN = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in ((5, 8), (8, 3)))
+    rows_MK = torch.empty((5, 8), device="meta", dtype=torch.bfloat16)
+    columns_KN = torch.empty((8, 3), device="meta", dtype=torch.bfloat16)
     with Operations() as operations:
-        out = cuda.wide_product(rows, columns_KN)
-    assert out.dtype == torch.float32 and out.shape == (5, 3) and ("mm", torch.bfloat16) in operations.names
+        product_MN = cuda.wide_product(rows_MK, columns_KN)
+    assert product_MN.dtype == torch.float32
+    assert product_MN.shape == (5, 3)
+    assert ("mm", torch.bfloat16) in operations.names
+
+
+PROMPT = Prompt(problem=Problem(id="", text="", answer=""), text="", token_ids=(3, 12, 4, 14))
+
+
+def pass_inputs(rollout):
+    """A rollout without padding as the tensors of ``token_pass``."""
+    prompt_ids_BP = torch.tensor([rollout.prompt.token_ids])
+    ids_BT = torch.tensor([rollout.completion_ids])
+    return {
+        "prompt_ids_BP": prompt_ids_BP,
+        "ids_BT": ids_BT,
+        "prompt_mask_BP": torch.ones_like(prompt_ids_BP),
+        "mask_BT": torch.ones_like(ids_BT),
+    }
 
 
 @pytest.mark.parametrize("loop", ["auto", "library"])
 def test_sampler_learner_and_reference_round_the_head_alike(loop):
     loaded = load_model(ModelConfig(options={"preset": "tiny"}, head_dtype="bfloat16"))
-    prompts = [Prompt(problem=Problem(id="", text="", answer=""), text="", token_ids=(3, 12, 4, 14))]
     sampling = Sampling(temperature=0.7, max_new_tokens=12)
     sampler = build_hf(RolloutConfig(options={"loop": loop}), loaded=loaded)
-    rows = sampler.generate(prompts, group_size=8, sampling=sampling, seed=0)
-    plain = load_model(ModelConfig(options={"preset": "tiny"}))
-    gaps, other_gaps = [], []
-    for row in rows:
-        ids = {"prompt_ids_BP": torch.tensor([row.prompt.token_ids]), "ids_BT": torch.tensor([row.completion_ids])}
-        inputs = ids | {name.replace("ids", "mask"): torch.ones_like(value) for name, value in ids.items()}
+    rollouts = sampler.generate([PROMPT], group_size=8, sampling=sampling, seed=0)
+    with_float32_head = load_model(ModelConfig(options={"preset": "tiny"}))
+    gaps = []
+    gaps_of_float32_head = []
+    for rollout in rollouts:
+        inputs = pass_inputs(rollout)
         reference = Reference(loaded.model, PassOptions(**OPTIONS)).forward_pass(**inputs)
-        passed = token_pass(loaded.model, **inputs, **OPTIONS, reference=reference, kl=True)
-        assert passed.kl_BT.count_nonzero() == 0 and torch.equal(passed.logp_BT, reference.logp_BT)
-        sampled = torch.tensor(row.logps)
-        gaps.append((passed.logp_BT[0].detach() - sampled).abs().max())
-        other_gaps.append((token_pass(plain.model, **inputs, **OPTIONS).logp_BT[0].detach() - sampled).abs().max())
-    assert float(max(gaps)) < 1e-5 < 1e-4 < float(max(other_gaps))
+        learner = token_pass(loaded.model, **inputs, **OPTIONS, reference=reference, kl=True)
+        assert learner.kl_BT.count_nonzero() == 0
+        assert torch.equal(learner.logp_BT, reference.logp_BT)
+        recorded_T = torch.tensor(rollout.logps)
+        gaps.append((learner.logp_BT[0].detach() - recorded_T).abs().max())
+        in_float32 = token_pass(with_float32_head.model, **inputs, **OPTIONS)
+        gaps_of_float32_head.append((in_float32.logp_BT[0].detach() - recorded_T).abs().max())
+    assert float(max(gaps)) < 1e-5
+    assert float(max(gaps_of_float32_head)) > 1e-4, "the rounding of the head is seen"
 
 
 @pytest.mark.parametrize("loop", ["auto", "library"])
 def test_a_sampler_computes_the_head_outside_autocast(loop, monkeypatch):
-    draw, scores = Draws.draw, []
-    monkeypatch.setattr(Draws, "draw", lambda self, each, *rest: (scores.append(each), draw(self, each, *rest))[1])
+    draw = Draws.draw
+    scores = []
+
+    def recording_draw(self, scores_BV, *rest):
+        scores.append(scores_BV)
+        return draw(self, scores_BV, *rest)
+
+    monkeypatch.setattr(Draws, "draw", recording_draw)
     loaded = load_model(ModelConfig(options={"preset": "tiny"}))
-    prompts = [Prompt(problem=Problem(id="", text="", answer=""), text="", token_ids=(3, 12, 4, 14))]
     with torch.autocast(**AUTOCAST):
         sampler = build_hf(RolloutConfig(options={"loop": loop}), loaded=loaded)
-        sampler.generate(prompts, group_size=2, sampling=Sampling(temperature=1.0, max_new_tokens=4), seed=0)
-    assert scores and all(each.dtype == torch.float32 for each in scores)
-    assert not any(torch.equal(each, each.bfloat16().float()) for each in scores)
-    assert loaded.causal.lm_head(torch.zeros(1, 2, loaded.model.config.hidden_size)).shape[:2] == (1, 2), "as before"
+        sampler.generate([PROMPT], group_size=2, sampling=Sampling(temperature=1.0, max_new_tokens=4), seed=0)
+    assert scores
+    for scores_BV in scores:
+        assert scores_BV.dtype == torch.float32
+        assert not torch.equal(scores_BV, scores_BV.bfloat16().float()), "they were rounded to bfloat16"
+    logits = loaded.causal.lm_head(torch.zeros(1, 2, loaded.model.config.hidden_size))
+    assert logits.shape[:2] == (1, 2), "the head is as before"
 
 
 # --- precision of weights ---------------------------------------------------------------------------------------------
@@ -179,13 +236,17 @@ def test_all_weights_are_trained_in_float32_only(dtype):
     with pytest.raises(UserError, match=r"model\.dtype: got .*allowed: float32 where.*train\.precision=bf16") as error:
         check_training(load_config(TINY, [f"model.dtype={dtype}"]))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_adapter_of_a_narrow_model_may_be_trained(dtype):
     check_training(load_config(TINY, [f"model.dtype={dtype}", "model.lora={rank: 2}"]))
 
 
 def test_the_adapter_of_a_bf16_policy_is_float32():
     model = load_model(ModelConfig(options={"preset": "tiny"}, dtype="bfloat16", lora=LoraConfig(rank=2))).model
-    dtypes = {p.requires_grad: p.dtype for p in model.parameters()}
-    assert dtypes == {True: torch.float32, False: torch.bfloat16}
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters() if not parameter.requires_grad} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -210,27 +271,46 @@ def test_the_kernel_for_a_gpu_is_refused_on_a_cpu():
         load_model(ModelConfig(options={"preset": "tiny"}, attention="varlen", device="cpu"))
 
 
-def test_new_keys_keep_the_hash_of_earlier_runs():
-    plain = load_config(TINY)
-    assert config_hash(plain) == config_hash(
-        load_config(TINY, ["train.strategy=fsdp", "train.strategy_options.shards=node"])
-    )
-    assert config_hash(plain) != config_hash(load_config(TINY, ["model.head_dtype=bfloat16"]))
+def test_how_a_run_is_sharded_is_no_part_of_its_hash():
+    in_shards = load_config(TINY, ["train.strategy=fsdp", "train.strategy_options.shards=node"])
+    assert config_hash(in_shards) == config_hash(load_config(TINY))
+
+
+def test_the_dtype_of_the_head_is_part_of_the_hash():
+    rounded = load_config(TINY, ["model.head_dtype=bfloat16"])
+    assert config_hash(rounded) != config_hash(load_config(TINY))
 
 
 # --- variables --------------------------------------------------------------------------------------------------------
 
 
-def test_variables_of_the_user_stay(monkeypatch):
+@pytest.fixture
+def without_variables(monkeypatch):
+    """Neither our variables nor torch's other name of one of them."""
     for name in (*cuda.VARIABLES, "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
+    yield monkeypatch
+    # What the test has set by other means than monkeypatch.
+    for name in cuda.VARIABLES:
+        os.environ.pop(name, None)
+
+
+def test_variables_that_are_not_set_are_set(without_variables):
     cuda.set_variables()
     assert {name: os.environ[name] for name in cuda.VARIABLES} == cuda.VARIABLES
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+
+
+def test_variables_of_the_user_stay(without_variables):
+    """Torch reads PYTORCH_ALLOC_CONF too, under which the user has set the allocator."""
+    without_variables.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    without_variables.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     cuda.set_variables()
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_a_trainer_leaves_the_users_variable_and_fills_no_memory(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         make_trainer(load_config(TINY), [])
@@ -245,31 +325,42 @@ def test_variables_of_the_user_stay(monkeypatch):
 
 def test_autocast_is_never_on_with_its_cache():
     """With it a pass without gradient leaves later gradients None under FSDP2, whose weights are new in every pass."""
-    calls = []
+    calls = 0
+    with_cache = []
     for file in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.autocast":
-                options = {word.arg: ast.unparse(word.value) for word in node.keywords}
-                calls.append((file.name, "False" in (options.get("enabled"), options.get("cache_enabled"))))
-    assert len(calls) >= 5 and [name for name, safe in calls if not safe] == []
-    plugin = make_trainer(load_config(TINY, ["train.precision=bf16", "train.deterministic=false"]), []).precision_plugin
-    with plugin.forward_context():
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "torch.autocast":
+                continue
+            calls += 1
+            options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            is_off = options.get("enabled") == "False"
+            has_no_cache = options.get("cache_enabled") == "False"
+            if not is_off and not has_no_cache:
+                with_cache.append(f"{file.name}:{node.lineno}")
+    assert calls >= 5
+    assert with_cache == []
+
+
+def test_the_autocast_of_the_trainer_has_no_cache():
+    config = load_config(TINY, ["train.precision=bf16", "train.deterministic=false"])
+    with make_trainer(config, []).precision_plugin.forward_context():
         assert not torch.is_autocast_cache_enabled()
 
 
 def learned(model):
     """Log-probs and gradients after a pass without gradient, and the dtypes of weights that modules compute with."""
-    dtypes, hooks = {}, []
+    dtypes = {}
+    hooks = []
 
-    def note(name):
-        def look(module, *_):
+    def recorder_of(name):
+        def record_dtype(module, *_):
             for parameter in module.parameters(recurse=False):
                 dtypes[name] = str(parameter.dtype)
 
-        return look
+        return record_dtype
 
     for name, module in decoder_layers(model)[0].named_modules():
-        hooks.append(module.register_forward_pre_hook(note(name)))
+        hooks.append(module.register_forward_pre_hook(recorder_of(name)))
     with torch.autocast(**AUTOCAST):
         with torch.no_grad():
             token_pass(model, **batch(), **OPTIONS)
@@ -309,15 +400,21 @@ def test_gathers_in_bf16_change_no_number(tmp_path, kind):
     """
     alone = learned(load_model(config_of(kind)).model)
     for results in spawn(learned_in_shards, tmp_path, kind):
-        wide, narrow, copies = results.values()
-        for other in (narrow, wide, copies):
-            assert other["logp"] == alone["logp"]
-            for ours, theirs in zip(other["gradients"], alone["gradients"], strict=True):
-                assert ours == pytest.approx(theirs, rel=0, abs=1e-6 * max(map(abs, theirs)))
-        dtypes = {name: "float32" if "norm" in name else "bfloat16" for name in narrow["dtypes"]}
-        assert narrow["dtypes"] == {name: f"torch.{dtype}" for name, dtype in dtypes.items()} and len(dtypes) >= 9
-        assert set(wide["dtypes"].values()) == {"torch.float32"}
-        assert (wide["mesh"], copies["mesh"]) == ([2], [2, 1])
+        for name, result in results.items():
+            assert result["logp"] == alone["logp"], name
+            for gradient, expected in zip(result["gradients"], alone["gradients"], strict=True):
+                assert gradient == pytest.approx(expected, rel=0, abs=1e-6 * max(map(abs, expected))), name
+
+        dtypes_in_bf16 = results["bf16"]["dtypes"]
+        assert len(dtypes_in_bf16) >= 9
+        for module, dtype in dtypes_in_bf16.items():
+            if "norm" in module:
+                assert dtype == "torch.float32", module
+            else:
+                assert dtype == "torch.bfloat16", module
+        assert set(results["float32"]["dtypes"].values()) == {"torch.float32"}
+        assert results["float32"]["mesh"] == [2]
+        assert results["a copy on each node"]["mesh"] == [2, 1]
 
 
 # --- the engine in the trainer's process ------------------------------------------------------------------------------
@@ -354,13 +451,22 @@ def test_a_sleeping_engine_takes_the_weights_when_it_wakes_and_its_cache_after_t
 
     monkeypatch.setattr(vllm, "checksum_complaint", lambda *args: None)
     sampler = object.__new__(VLLMRollouts)
-    engine = sampler._engine = SleepingEngine()
-    sampler._sleeps, sampler._dtype = True, "bfloat16"
+    engine = SleepingEngine()
+    sampler._engine = engine
+    sampler._sleeps = True
+    sampler._dtype = "bfloat16"
     sampler._loaded = load_model(ModelConfig(options={"preset": "tiny"}))
     sampler._options = SimpleNamespace(probe=False)
     sampler.update_weights(3)
-    assert engine.calls == [] and sampler.version == 3
+    assert engine.calls == []
+    assert sampler.version == 3
     with sampler._awake():
         engine.calls.append("generate")
-    weights, cache = "wake weights", "wake kv_cache"
-    assert engine.calls == [weights, "reload_weights", cache, "compute_weight_checksums", "generate", "sleep 2"]
+    assert engine.calls == [
+        "wake weights",
+        "reload_weights",
+        "wake kv_cache",
+        "compute_weight_checksums",
+        "generate",
+        "sleep 2",
+    ]

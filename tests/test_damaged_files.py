@@ -204,15 +204,8 @@ class Case:
         contents = None
         if checkpoint is not None:
             step = step_of(checkpoint)
-        logger = logger_module.RunLogger(
-            self.config.tracking,
-            run_dir=run.path,
-            run_name=run.path.name,
-            params={},
-            tags={},
-            resume=True,
-            resume_step=step,
-        )
+        resumed = logger_module.ResumedFrom(step=step)
+        logger = logger_module.RunLogger(self.config.tracking, run_dir=run.path, params={}, tags={}, resumed=resumed)
         logger.save()
         # The fifth field is the place in the file, which may move.
         events = [event[:4] for event in Spool(run.path).read() if event.kind in ("metrics", "table")]

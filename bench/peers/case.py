@@ -107,6 +107,7 @@ def batch_by_batch(loss: Loss, size: int) -> Loss:
     """The loss called once per group, as a batch of one prompt."""
 
     def loss_per_group(rows: Rows, /) -> Tensor:
+        # Groups are adjacent, so that the parts stand in the order of the rows.
         return torch.cat([loss(group) for group in groups_of(rows, size)])
 
     return loss_per_group
@@ -115,6 +116,8 @@ def batch_by_batch(loss: Loss, size: int) -> Loss:
 def kl_part(loss_at: Callable[[Rows, float], Tensor], beta: float = 1.0) -> Loss:
     """``(loss(beta) - loss(0)) / beta``: the KL part of a loss with other parts."""
 
+    # Exact where the loss is linear in beta. Where it is not (advantages that are divided by a standard deviation), it
+    # is the change that this beta makes.
     def loss(rows: Rows, /) -> Tensor:
         return (loss_at(rows, beta) - loss_at(rows, 0.0)) / beta
 

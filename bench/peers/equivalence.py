@@ -81,6 +81,7 @@ def random_rows(spread: float, *, seed: int, on_policy: bool) -> Rows:
         behaviour_BT = logp_BT + 0.4 * normal()
     zero_BT = torch.zeros(ROWS, TOKENS, dtype=torch.float64)
 
+    # Rows are zero outside the mask, as those of the oracle.
     def masked(values_BT: Tensor) -> Tensor:
         return torch.where(mask_BT, values_BT, zero_BT)
 

@@ -121,6 +121,7 @@ def dead_share(case: Case, regime: str) -> float:
     columns = {name: column[index_B] for name, column in vars(tree.all).items()}
     gradient_BT, rows = gradient(case, instance.rows(Completions(**columns)))
     probability_C = instance.probability(tree.all)[member_GC].prod(0)
+    # A group counts with the probability that the sampler draws it.
     weight_B = probability_C.repeat_interleave(case.group_size)
     tokens_B = rows.mask_BT.sum(-1).double()
     dead_B = ((gradient_BT == 0) & rows.mask_BT).sum(-1).double()

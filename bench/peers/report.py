@@ -10,6 +10,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
+# The keys of the stored JSON file, in the order of the CSV file's columns.
 COLUMNS = (
     "system",
     "version",

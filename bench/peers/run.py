@@ -36,6 +36,7 @@ def run_system(system: str, *, name: str | None, measured: bool) -> dict[str, An
     from peers.equivalence import bound, difference
     from peers.measure import REGIMES, measure
 
+    # Of the peers' libraries, about their own versions.
     warnings.filterwarnings("ignore")
     system_adapter = adapter(system)
     cases = [case for case in system_adapter.cases if name is None or case.name == name]
@@ -149,6 +150,7 @@ def main(arguments: list[str]) -> int:
         rows += outcome["rows"]
         skipped += outcome["skipped"]
     write(OUT, rows, skipped + [dict(item.__dict__) for item in unavailable()])
+    # A system that cannot be run is listed with its reason; no row at all means that no wheel was fetched.
     return 0 if rows else 1
 
 

@@ -42,6 +42,7 @@ class Pin:
         return None
 
 
+# Read once: every adapter asks for its pins while it is imported.
 @lru_cache(maxsize=1)
 def pins() -> dict[str, Pin]:
     """The pinned distributions by name, in the order of the file."""

@@ -20,6 +20,7 @@ def run(task: str, variant: Variant, *, model: Path, updates: int, seed: int, ou
     from kl_comedy.training.run import train
 
     recorder = UpdateRecorder(PhaseTimer())
+    # On the classes, because train() builds the objects.
     _add_timers(recorder)
     config = load_config(None, overrides(task, variant, model=model, updates=updates, seed=seed, output=output))
     train(config, console=Console(file=sys.stderr), command="bench/speed")
@@ -47,6 +48,7 @@ def _add_timers(recorder: UpdateRecorder) -> None:
     def count_trained(_: Any, module: Any, micro: Any, *__: Any, **___: Any) -> None:
         recorder.add_trained_tokens(int(micro.experience.mask_BT.sum()))
 
+    # The policy's pass without gradient is the one for rewards that need its log-probs.
     def kind_of_pass(*_: Any, **__: Any) -> str:
         if torch.is_grad_enabled():
             return "forward"

@@ -17,6 +17,7 @@ def describe(threads: int) -> dict[str, Any]:
     from kl_comedy.tracking import provenance_tags
 
     tags = provenance_tags()
+    # The page is public: of the provenance only what explains a measurement.
     commit = tags["git.commit"][:12]
     if tags["git.dirty"] == "true":
         commit += ", with changes"

@@ -15,6 +15,7 @@ class UpdateRecorder:
     def __init__(self, timer: PhaseTimer) -> None:
         self.timer = timer
         self.updates: list[dict[str, Any]] = []
+        # Of all updates, for the hash that shows that systems had the same prompts.
         self._prompts: list[list[int]] = []
         self._rss_loaded = 0
         self._clear()
@@ -30,6 +31,7 @@ class UpdateRecorder:
         # What loading needed for a moment is not compared.
         memory.reset_peak()
         self._rss_loaded = memory.resident()
+        # Discards the time and the counts of everything before.
         self.timer.lap()
         self._clear()
 

@@ -38,6 +38,7 @@ def format_number(value: float, digits: int = 3) -> str:
     integer_digits = 0
     if abs(value) >= 1:
         integer_digits = len(str(int(abs(value))))
+    # Numbers below 1 have `digits` decimals: leading zeros count as digits.
     decimals = max(digits - integer_digits, 0)
     return f"{value:.{decimals}f}"
 
@@ -68,6 +69,7 @@ def ratio_table(repetitions: Sequence[Mapping[str, Any]]) -> str | None:
         system, algorithm, _ = variant.split("-")
         if system != "ours":
             continue
+        # Algorithms differ in cost, so that only equal ones are compared.
         for peer_variant, note in peer_variants(summary, algorithm).items():
             cells = []
             for metric in COLUMNS:
@@ -108,6 +110,7 @@ def work_table(repetitions: Sequence[Mapping[str, Any]]) -> str:
     """Tokens of the measured updates, one row per repetition."""
     rows = []
     for repetition in repetitions:
+        # Without the warm-up, as in the other tables.
         updates = measured(repetition)
         row = [repetition["variant"], str(repetition["repetition"]), str(len(updates))]
         for key in ("prompt_tokens", "generated_tokens", "trained_tokens"):
@@ -118,6 +121,7 @@ def work_table(repetitions: Sequence[Mapping[str, Any]]) -> str:
     return table(head, rows)
 
 
+# The text of the page is that of the stored pages: `kl-comedy results verify` compares their tables with the data.
 def page(results: Mapping[str, Any]) -> str:
     """The whole page. ``results``: the content of speed.json."""
     parts = ["# Speed and memory against TRL and TorchRL", _machine(results["machine"])]

@@ -130,6 +130,7 @@ def unequal_work(repetitions: Sequence[Mapping[str, Any]], *, tolerance: float =
                 problems.append(
                     f"{_name(repetition)}, update {number}: {generated} tokens generated, {trained} trained"
                 )
+    # Repetition n has the same seed in every variant, and so the same prompts.
     rounds: dict[int, list[Mapping[str, Any]]] = {}
     for repetition in repetitions:
         rounds.setdefault(repetition["repetition"], []).append(repetition)
@@ -154,6 +155,7 @@ def _unequal_round(number: int, repetitions: Sequence[Mapping[str, Any]], tolera
         if len(values) > 1:
             problems.append(f"repetition {number}: {name} differ between variants ({', '.join(map(str, values))})")
 
+    # Completions are sampled, by samplers that draw differently: their lengths agree only roughly.
     tokens = [sum(update["trained_tokens"] for update in measured(repetition)) for repetition in repetitions]
     median_tokens = statistics.median(tokens)
     for repetition, count in zip(repetitions, tokens, strict=True):

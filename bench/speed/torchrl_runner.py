@@ -66,6 +66,7 @@ def build(task: str, variant: Variant, *, model: Path, updates: int, seed: int, 
     tokenizer, policy = load(model)
     _, reference = load(model)
     checkpointing = variant.options.get("gradient_checkpointing", False)
+    # The script asks for it always; in eval mode it has no effect, see above.
     if checkpointing:
         policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     pad_model_input = not variant.options.get("packing", False)

@@ -26,10 +26,12 @@ def arguments(task: str, variant: Variant, *, updates: int, seed: int, output: P
         "output_dir": str(output),
         "max_steps": updates,
         "learning_rate": LEARNING_RATE,
+        # TRL's default decays it to zero over the run, which is a few updates long.
         "lr_scheduler_type": "constant",
         "beta": BETA[variant.algorithm],
         "num_generations": GROUP_SIZE,
         "max_completion_length": TASKS[task].max_new_tokens,
+        # The precision of all systems here.
         "model_init_kwargs": {"dtype": "float32"},
         # TRL's default is bfloat16.
         "bf16": False,
@@ -37,6 +39,7 @@ def arguments(task: str, variant: Variant, *, updates: int, seed: int, output: P
         "seed": seed,
         # The rows are already in kl_comedy's order.
         "shuffle_dataset": False,
+        # The peers run without tracking and checkpoints; kl_comedy's run has its tracking.
         "report_to": [],
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -114,6 +117,7 @@ def _add_timers(recorder: UpdateRecorder, trainer: Any) -> None:
     """Time the trainer's methods on the instance."""
     import torch
 
+    # One method of TRL makes every forward pass; what it is for shows in the model and the gradient mode.
     def kind_of_pass(model: Any, *_: Any, **__: Any) -> str:
         if torch.is_grad_enabled():
             return "forward"
@@ -121,6 +125,7 @@ def _add_timers(recorder: UpdateRecorder, trainer: Any) -> None:
             return "reference"
         return "policy_no_grad"
 
+    # A group's prompts may be given once, or repeated for each completion.
     def count_generated(result: Any, prompt_ids: Any, *_: Any, **__: Any) -> None:
         completions = result
         if isinstance(result, tuple):

@@ -97,6 +97,7 @@ def overrides(task: str, variant: Variant, *, model: Path, updates: int, seed: i
         f"model.source={model}",
         *TASKS[task].data,
         *path_override,
+        # Over the defaults of the task: advantage, policy loss, reduction and KL.
         *OURS[variant.algorithm],
         f"rollout.prompts_per_batch={PROMPTS_PER_UPDATE}",
         f"rollout.group_size={GROUP_SIZE}",
@@ -123,6 +124,7 @@ def prompts_in_order(config: Any, tokenizer: Any, updates: int) -> list[Any]:
 
     problems = load_problems(config.data.train, key="data.train", training=True, allow_test_split=False)
     prompts, _ = render(problems, config.data.prompt, tokenizer)
+    # kl_comedy draws its order from the seed; the others get the prompts in that order and do not shuffle.
     order = PromptOrder(len(prompts), config.rollout.prompts_per_batch, config.seed)
     ordered = []
     for update in range(updates):
@@ -143,6 +145,7 @@ def save_pocket(folder: Path) -> None:
     from kl_comedy.config import ModelConfig
     from kl_comedy.models import load_model
 
+    # All systems load it from here by transformers' own means.
     loaded = load_model(ModelConfig(device="cpu"))
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)

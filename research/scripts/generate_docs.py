@@ -89,6 +89,7 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 
 def _type_name(hint: Any) -> str:
     """The type in the words of a user of YAML."""
+    # A union has no name of its own: all unions of the schema are a list, a mapping or a text.
     names: dict[Any, str] = {int: "integer", float: "number", str: "text", bool: "bool"}
     container = typing.get_origin(hint)
     arguments = typing.get_args(hint)

@@ -117,6 +117,7 @@ def table_row(rows: list[dict[str, Any]]) -> str:
     ]
     line = "| " + " | ".join(map(str, cells)) + " |"
     unfinished = [f"seed {row['seed']}: {row['updates']}" for row in rows if row["heldout_update"] != UPDATES]
+    # `updates` in runs.csv says the same per run.
     if unfinished:
         # Beside the table, which a page may not contain before all runs are finished.
         line += f" updates so far: {unfinished}"
@@ -135,7 +136,7 @@ def six_digits(value: Any) -> Any:
 
 
 def order(row: dict[str, Any]) -> tuple[int, int, int]:
-    # A run is named `lags-LAG-KIND`; the kind itself has a hyphen.
+    # A run is named `lag-LAG-KIND`; the kind itself has a hyphen.
     kind = row["name"].split("-", 2)[2]
     return row["lag"], KINDS.index(kind), row["seed"]
 
@@ -145,6 +146,7 @@ def main(*sweeps: Path) -> None:
     for sweep in sweeps:
         for spool in sorted(sweep.glob("runs/*/spool.jsonl")):
             rows.append(summary(spool.parent))
+    # The order of the file is that of the table, which groups neighbours (`table`).
     rows.sort(key=order)
 
     TARGET.parent.mkdir(parents=True, exist_ok=True)

@@ -65,6 +65,7 @@ def synthetic(
 
     check_choice("PART", part, (*PARTS, "all"))
     parts = list(PARTS) if part == "all" else [part]
+    # From the CSV files in the folder, whatever size they were measured at.
     if figures_only:
         for name in parts:
             draw(name, out)
@@ -122,12 +123,14 @@ def open_problem(
     from research.studies.open_problem import BATCH, BATCHES, LENGTHS, STALENESS, lambda_study, study, write_report
 
     if figures_only:
+        # The number of seeds is in the data; a quick study's would be wrong here, and is not published.
         frame = pd.read_csv(out / "open_problem.csv")
         lambdas = pd.read_csv(out / "k_lambda.csv")
         command = f"python -m research.studies open-problem --seeds {frame.seed.nunique()}"
         write_report(frame, lambdas, out, command=command)
         return
 
+    # A quick run tests the code; its sampled biases have wide intervals.
     if quick:
         size = QUICK
         batches = 4
@@ -158,7 +161,8 @@ def policy_corrections(
 
     Example: `python -m research.studies policy-corrections --out results/policy_corrections`
     """
-    from research.studies.policy_corrections import LENGTHS, STALENESS, draw, study, write_report
+    from research.studies.open_problem import STALENESS
+    from research.studies.policy_corrections import LENGTHS, draw, study, write_report
 
     if figures_only:
         draw(out)
@@ -251,6 +255,7 @@ def predictor(
     from research.studies.pages import save_csv
     from research.studies.predictor import gradient_table, measure, outcomes, report, settings
 
+    # The slow part is stored: a page for further runs needs no new gradients.
     file = out / "gradients.csv"
     gradients = pd.read_csv(file) if file.exists() else pd.DataFrame({"setting": []})
     measured = set(gradients.setting)
@@ -287,6 +292,7 @@ def long_audit(
     """
     from research.studies.long_audit import AGES, run, write_report
 
+    # Without --model and --folder: the page is about one model, wherever its files are.
     command = f"python -m research.studies long-audit --groups {groups}"
     if figures_only:
         write_report(out, command=command)
@@ -332,6 +338,7 @@ def evidence(
 
 
 if __name__ == "__main__":
+    # One line for a mistake of the user; a traceback is for a bug.
     try:
         app()
     except UserError as error:

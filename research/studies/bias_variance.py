@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,14 +63,17 @@ def shared_setting(
     normal_CD = torch.randn(3, PARAMETERS, generator=generator, dtype=torch.float64)
     size_C1 = torch.linalg.vector_norm(normal_CD, dim=1, keepdim=True)
     theta_D, away_D, stale_D = math.sqrt(PARAMETERS) * normal_CD / size_C1
+
+    # A stationary walk down the tree: x' = c x + sqrt(1 - c^2) noise has the variance of x, and correlation c with it.
+    # Level by level, so that a longer tree draws the same numbers first.
     levels: list[Tensor] = []
-    for depth in range(tree.length):  # a stationary walk down the tree
+    for depth in range(tree.length):
         shape = (tree.width(depth), tree.vocabulary, PARAMETERS)
-        fresh = torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(PARAMETERS)
+        features = torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(PARAMETERS)
         if levels:
             inherited = levels[-1].repeat_interleave(tree.branching, 0)
-            fresh = persistence * inherited + math.sqrt(1 - persistence**2) * fresh
-        levels.append(fresh)
+            features = persistence * inherited + math.sqrt(1 - persistence**2) * features
+        levels.append(features)
     features_NVD = torch.cat(levels)
     sampler_logp_NV = prefix_log_probs(features_NVD @ (theta_D + staleness * stale_D))
     return Instance(
@@ -85,6 +89,7 @@ def shared_setting(
 
 Terms = tuple[KLTerm, ...]
 
+# The names below are columns of stored CSV files and of published tables: a form keeps its name.
 NO_KL: Terms = ()
 K1_REWARD: Terms = (KLTerm("k1", credit="total"),)
 K3_REWARD: Terms = (KLTerm("k3", credit="total"),)
@@ -145,7 +150,7 @@ OPTIMIZED: dict[str, Terms] = {
     "k1 frozen at rollout x sequence ratio": (KLTerm("k1", credit="total", correction="sequence", anchor="behaviour"),),
     "exact KL x prefix ratio (rb/per_decision)": RB_PER_DECISION,
 }
-"""What is optimized until it stops, in :mod:`research.studies.optimum`."""
+"""The forms that :mod:`research.studies.optimum` optimizes until they stop."""
 
 RECOVERING: dict[str, Terms] = {
     "no KL": NO_KL,
@@ -158,13 +163,16 @@ RECOVERING: dict[str, Terms] = {
     "exact KL to go (rb/full)": RB_FULL,
     "exact forward KL in loss": (KLTerm("exact_forward", placement="loss"),),
 }
-"""What is tested for bringing a lost mode back."""
+"""The forms that are tested for bringing a lost mode back."""
 
 LENGTHS = tuple(range(5, 21))
 DISTANCE = 0.5
 STALENESS = 0.4
-ROUNDS, SAMPLES = 200, 1000
-"""The protocol of 2512.21852 Sec. 3.3."""
+# The protocol of 2512.21852 Sec. 3.3.
+ROUNDS = 200
+SAMPLES = 1000
+
+# Form and staleness of each regime; on-policy the sampler is the policy.
 REGIMES: dict[str, tuple[Mapping[str, Terms], float]] = {
     "on_policy": (ON_POLICY, 0.0),
     "off_policy": (OFF_POLICY, STALENESS),
@@ -192,7 +200,8 @@ def length_study(
             tree = Tree.build(vocabulary=2, length=length, ends=False)
             setting = shared_setting(tree, seed=seed, distance=DISTANCE, staleness=staleness)
             facts = {"regime": regime, "length": length, "seed": seed}
-            protocol = (rounds, samples) if seed < sampled_seeds else None
+            is_sampled = seed < sampled_seeds
+            protocol = (rounds, samples) if is_sampled else None
             rows += one_policy(setting, configurations, facts, protocol=protocol)
         done()
     return pd.DataFrame(rows)
@@ -207,7 +216,7 @@ def memory_study(
 ) -> pd.DataFrame:
     """Exact on-policy bias of the token-level forms, by length and by correlation of features along a completion.
 
-    These forms leave out how early tokens change the KL still to come: nothing where it cannot be changed.
+    These forms leave out how early tokens change the KL still to come, which is nothing where tokens are independent.
     """
     import pandas as pd
 
@@ -232,30 +241,42 @@ def one_policy(
     target_D = target_gradient(setting, "sequence_reverse")
     losses = {name: terms_loss(terms) for name, terms in configurations.items()}
     facts = {**facts, "kl": sequence_kl(setting), "ess": effective_sample_share(setting)}
-    rows: list[dict[str, Any]] = [
-        {**facts, "configuration": name, "method": "exact", **relative_figures(moments, target_D)}
-        for name, moments in exact_moments_by_loss(setting, losses).items()
-    ]
-    if protocol is not None:
-        rounds, samples = protocol
-        generator = torch.Generator().manual_seed(10_000 + setting.tree.length)
-        sampled = sampled_in_rounds(setting, losses, rounds=rounds, samples=samples, generator=generator)
-        for name, (gradient_RD, variance_R) in sampled.items():
-            row: dict[str, Any] = {**facts, "configuration": name, "method": "monte_carlo"}
-            off_RD, square = gradient_RD - target_D, float(target_D.square().sum())
-            for value, interval, scale in (
-                ("bias", debiased_norm(off_RD), math.sqrt(square)),
-                ("naive_bias", mean_interval(off_RD.norm(dim=1)), math.sqrt(square)),
-                ("variance", mean_interval(variance_R), square),
-            ):
-                middle, low, high = (number / scale for number in interval)
-                row |= {value: middle, f"{value}_low": low, f"{value}_high": high}
-            rows.append(row)
+    rows: list[dict[str, Any]] = []
+    for name, moments in exact_moments_by_loss(setting, losses).items():
+        rows.append({**facts, "configuration": name, "method": "exact", **relative_figures(moments, target_D)})
+    if protocol is None:
+        return rows
+
+    rounds, samples = protocol
+    # Apart from the seeds of policies, so that the completions are independent of the policy.
+    generator = torch.Generator().manual_seed(10_000 + setting.tree.length)
+    sampled = sampled_in_rounds(setting, losses, rounds=rounds, samples=samples, generator=generator)
+    target_square = float(target_D.square().sum())
+    target_norm = math.sqrt(target_square)
+    for name, (gradient_RD, variance_R) in sampled.items():
+        error_RD = gradient_RD - target_D
+        rows.append(
+            {
+                **facts,
+                "configuration": name,
+                "method": "monte_carlo",
+                **_with_interval("bias", debiased_norm(error_RD), target_norm),
+                # The paper's: the mean of norms, which noise raises.
+                **_with_interval("naive_bias", mean_interval(error_RD.norm(dim=1)), target_norm),
+                **_with_interval("variance", mean_interval(variance_R), target_square),
+            }
+        )
     return rows
 
 
-ROUNDS_AT_ONCE = 2**14
-"""Completions of the rounds in memory at once."""
+def _with_interval(name: str, interval: tuple[float, float, float], scale: float) -> dict[str, float]:
+    """Three columns: the value and the ends of its interval, over ``scale``."""
+    middle, low, high = interval
+    return {name: middle / scale, f"{name}_low": low / scale, f"{name}_high": high / scale}
+
+
+COMPLETIONS_AT_ONCE = 2**14
+"""Completions whose gradients are in memory at once."""
 
 
 def sampled_in_rounds(
@@ -263,18 +284,21 @@ def sampled_in_rounds(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """``rounds`` independent batches of ``samples`` completions; all losses see the same completions.
 
-    By loss, the mean gradient of each round ``[R, D]``, and the unbiased trace variance of one completion's gradient
-    within it ``[R]``.
+    Returns by loss the mean gradient of each round ``[R, D]``, and the unbiased trace variance of one completion's
+    gradient within it ``[R]``.
     """
-    at_once = max(1, ROUNDS_AT_ONCE // samples)
-    parts: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in losses}
-    for start in range(0, rounds, at_once):
-        count = min(at_once, rounds - start)
+    # Whole rounds, because a round's variance needs all of its completions.
+    rounds_at_once = max(1, COMPLETIONS_AT_ONCE // samples)
+    means: dict[str, list[Tensor]] = {name: [] for name in losses}
+    variances: dict[str, list[Tensor]] = {name: [] for name in losses}
+    for start in range(0, rounds, rounds_at_once):
+        count = min(rounds_at_once, rounds - start)
         completions = setting.tree.sample(setting.sampler_logp_NV, count * samples, generator)
         for name, gradient_BD in gradients_by_loss(setting, losses, completions):
-            gradient_RSD = gradient_BD.reshape(count, samples, -1)
-            parts[name].append((gradient_RSD.mean(1), gradient_RSD.var(1).sum(-1)))
-    return {name: (torch.cat([m for m, _ in each]), torch.cat([v for _, v in each])) for name, each in parts.items()}
+            gradient_RSD = gradient_BD.reshape(count, samples, -1)  # S: the completions of a round
+            means[name].append(gradient_RSD.mean(1))
+            variances[name].append(gradient_RSD.var(1).sum(-1))
+    return {name: (torch.cat(means[name]), torch.cat(variances[name])) for name in losses}
 
 
 def relative_figures(moments: Moments, target_D: Tensor) -> dict[str, float]:
@@ -287,14 +311,15 @@ def relative_figures(moments: Moments, target_D: Tensor) -> dict[str, float]:
 
 
 def mean_interval(values_R: Tensor, confidence: float = 0.95) -> tuple[float, float, float]:
-    """Mean over rounds with Student's interval."""
+    """Mean over rounds with Student's interval: middle, low, high."""
+    count = len(values_R)
     middle = float(values_R.mean())
-    half = t_quantile(len(values_R), confidence) * float(values_R.std()) / math.sqrt(len(values_R))
+    half = t_quantile(count, confidence) * float(values_R.std()) / math.sqrt(count)
     return middle, middle - half, middle + half
 
 
 def debiased_norm(off_RD: Tensor, confidence: float = 0.95) -> tuple[float, float, float]:
-    """The norm of the mean of independent rows, without the part that their noise adds, with an interval.
+    """The norm of the mean of independent rows, without the part that their noise adds: middle, low, high.
 
     The squared norm is the mean inner product of different rows, which noise leaves unbiased; the interval
     is Student's over its jackknife. Negative squares are shown as zero.
@@ -302,13 +327,19 @@ def debiased_norm(off_RD: Tensor, confidence: float = 0.95) -> tuple[float, floa
     count = len(off_RD)
     total_D = off_RD.sum(0)
     squares_R = off_RD.square().sum(1)
+    # |sum_r x_r|^2 - sum_r |x_r|^2 is the sum over pairs of different rows.
     whole = float(total_D.square().sum() - squares_R.sum()) / (count * (count - 1))
-    left_RD = total_D - off_RD
-    left_R = (left_RD.square().sum(1) - (squares_R.sum() - squares_R)) / ((count - 1) * (count - 2))
-    spread = math.sqrt(float((left_R - left_R.mean()).square().sum()) * (count - 1) / count)
+
+    # The same without row r, for each r.
+    without_RD = total_D - off_RD
+    without_R = (without_RD.square().sum(1) - (squares_R.sum() - squares_R)) / ((count - 1) * (count - 2))
+    spread = math.sqrt(float((without_R - without_R.mean()).square().sum()) * (count - 1) / count)
     half = t_quantile(count, confidence) * spread
-    middle, low, high = (math.sqrt(max(value, 0.0)) for value in (whole, whole - half, whole + half))
-    return middle, low, high
+    return _root(whole), _root(whole - half), _root(whole + half)
+
+
+def _root(square: float) -> float:
+    return math.sqrt(max(square, 0.0))
 
 
 def t_quantile(count: int, confidence: float) -> float:
@@ -342,7 +373,8 @@ def distance_study(
             facts = {"distance": distance, "seed": seed, "kl": sequence_kl(setting)}
             for name, moments in exact_moments_by_loss(setting, losses).items():
                 row = {**facts, "configuration": name, **relative_figures(moments, target_D)}
-                if float(moments.gradient_D.norm()) < VANISHING * float(target_D.square().sum()) ** 0.5:
+                target_norm = float(target_D.square().sum()) ** 0.5
+                if float(moments.gradient_D.norm()) < VANISHING * target_norm:
                     row["cosine"] = math.nan
                 rows.append(row)
         done()
@@ -350,12 +382,26 @@ def distance_study(
 
 
 REPORTED_DISTANCES = (0.01, 0.1, 0.3, 1.0, 2.0)
-REPORTED_GAPS: dict[str, tuple[Terms, str, tuple[float, ...]]] = {
-    "k2 in loss against the sequence reverse KL": (K2_LOSS, "sequence_reverse", (0.1, 1.3, 4.3, 31.0, 182.0)),
-    "k3 in loss against the sequence forward KL": (K3_LOSS, "sequence_forward", (0.2, 2.1, 6.6, 26.0, 46.0)),
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportedGap:
+    """A row of the replication's table: terms, the target, and percent at each of :data:`REPORTED_DISTANCES`."""
+
+    terms: Terms
+    target: str
+    percent: tuple[float, ...]
+
+
+REPORTED_GAPS = {
+    "k2 in loss against the sequence reverse KL": ReportedGap(
+        terms=K2_LOSS, target="sequence_reverse", percent=(0.1, 1.3, 4.3, 31.0, 182.0)
+    ),
+    "k3 in loss against the sequence forward KL": ReportedGap(
+        terms=K3_LOSS, target="sequence_forward", percent=(0.2, 2.1, 6.6, 26.0, 46.0)
+    ),
 }
-"""Terms, target, and percent by distance, as an independent replication of 2506.09477 reports them over 27 sequences,
-one instance each."""
+"""As an independent replication of 2506.09477 reports them over 27 sequences, one instance each."""
 
 
 def gap_study(*, distances: Sequence[float] = REPORTED_DISTANCES, seeds: int = 100) -> pd.DataFrame:
@@ -365,23 +411,26 @@ def gap_study(*, distances: Sequence[float] = REPORTED_DISTANCES, seeds: int = 1
     """
     import pandas as pd
 
+    # As the replication has it: tabular, and not the shared features of the other studies.
     tree = Tree.build(vocabulary=3, length=3, ends=False)
     rows = []
     for distance, seed in itertools.product(distances, range(seeds)):
         setting = Instance.random(tree, InstanceSettings(regime="on_policy", seed=seed, distance=distance))
-        for name, (terms, target, _) in REPORTED_GAPS.items():
-            bias = expected_gradient(setting, terms).relative_bias(target_gradient(setting, target))
+        for name, gap in REPORTED_GAPS.items():
+            bias = expected_gradient(setting, gap.terms).relative_bias(target_gradient(setting, gap.target))
             rows.append({"gap": name, "distance": distance, "seed": seed, "percent": 100 * bias})
     return pd.DataFrame(rows)
 
 
 def gap_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """Ours beside theirs: median and the range of 90% of the instances."""
+    """Our gaps beside the reported ones: median and the range of 90% of the instances."""
     import pandas as pd
 
     rows = []
     for (name, distance), group in frame.groupby(["gap", "distance"], sort=False):
-        reported = REPORTED_GAPS[str(name)][2][REPORTED_DISTANCES.index(float(str(distance)))]
+        # pandas types a key of groupby as a scalar of any kind.
+        column = REPORTED_DISTANCES.index(float(str(distance)))
+        reported = REPORTED_GAPS[str(name)].percent[column]
         low, middle, high = group.percent.quantile([0.05, 0.5, 0.95])
         rows.append(
             {

@@ -19,6 +19,7 @@ from research.studies.pages import three_digits
 
 CLAIMS = Path(__file__).with_name("enumerated.yaml")
 RESULTS = Path(__file__).parents[2] / "results"
+# "optimizes" is what enumeration finds, "claimed" what the paper says.
 CERTIFICATES = ["term", "regime", "optimizes", "claimed", "bias", "cosine", "variance"]
 
 
@@ -46,6 +47,7 @@ def read_claims(path: Path = CLAIMS) -> list[EnumeratedClaim]:
 
 def certificates(claim: EnumeratedClaim) -> list[Certificate]:
     """One for each row of ``optimizes``; the name is the recipe's, or the terms' label."""
+    # A recipe has a name that a reader can type; a list of terms has only its label.
     rows = []
     for raw_terms, regime, _ in claim.optimizes:
         terms = resolve_terms(raw_terms)
@@ -63,6 +65,7 @@ def numbers(claim: EnumeratedClaim) -> list[tuple[str, float]]:
     import pandas as pd
 
     rows = []
+    # From the stored file and not from a new run of the study, so that the page and the file cannot differ.
     for label, file, where, column, aggregate in claim.numbers:
         frame = pd.read_csv(RESULTS / file)
         for name, value in where.items():

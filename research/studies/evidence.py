@@ -54,9 +54,11 @@ BLOCKS = (
 )
 """The grids of configs/evidence, in the order of the protocol and of the page."""
 
+# Written into the page: a reader can see that the hypotheses are older than the runs.
 PROTOCOL = "56d1acf (second stage: S1 to S4 c77ca72, L5 fd490ac, S5 c08674d, S6 855ee8d, S7 and S8 7696b38, S9 9d9ab29)"
 """The last commits of docs/protocol.md before the runs."""
 
+# The rules of docs/protocol.md. A change here would change verdicts that are published.
 COLLAPSE = "eval/heldout/reward < 0.5 start last 2"
 MARGIN = 0.03
 """Two rewards within it are the same."""
@@ -73,9 +75,9 @@ OTHER_FAMILIES = ("two_terms", "four_terms", "three_digits", "subtraction")
 LABELS = {
     "end": "held-out reward, end",
     "area": "held-out reward, area",
-    "kl": "KL, nats a completion",
+    "kl": "KL, nats per completion",
     "outside": "out-of-domain reward",
-    "entropy": "held-out entropy, nats a token",
+    "entropy": "held-out entropy, nats per token",
     "length_sd": f"sd of length over the last {LAST_UPDATES} updates, tokens",
     "reward_sd": f"sd of training reward over the last {LAST_UPDATES} updates",
     "collapsed": "share of runs that collapsed",
@@ -145,6 +147,7 @@ class Contrast:
 
     @property
     def name(self) -> str:
+        """As the page shows it. Two contrasts of one form differ in what ``label`` says."""
         if self.label:
             return self.label.format(form=FORMS[self.a])
         return f"{FORMS[self.a]} - {FORMS[self.b]}"
@@ -156,6 +159,7 @@ class Contrast:
         At equal KL a side is a frontier: a point per run over its KL. The runs without KL end both frontiers.
         """
         if not self.at_kl:
+            # Not the forms' names: both sides may be the same form, with other settings.
             return {"a": Side(self.a, self.a_where), "b": Side(self.b, self.b_where)}
         return {FORMS[form]: Side(form, {}) for form in (self.a, self.b, "none")}
 
@@ -244,6 +248,7 @@ def _planned_run(point: GridPoint, settings: Mapping[str, Any]) -> dict[str, str
         form = "none"
         beta = 0
     else:
+        # Both terms of a form in reward and loss have one beta.
         first_term = kl[0] if isinstance(kl, list) else kl
         # A grid that does not vary the KL trains k1 in reward.
         form = "k1-reward"
@@ -292,6 +297,7 @@ def measured_runs(uri: str, plan: pd.DataFrame) -> pd.DataFrame:
         "hours": runs["duration_s"] / 3600,
         "commit": runs["tags.git.commit"].str[:12] + dirty_mark,
     }
+    # Runs that no grid plans (any more) have no row.
     return pd.DataFrame(columns).merge(plan, on=["block", "name", "seed"], how="inner")
 
 
@@ -316,6 +322,7 @@ def _outcomes(uri: str, runs: pd.DataFrame) -> dict[str, pd.Series]:
     reward = f"metrics.{REWARD}"
 
     def at_end(metric: str) -> pd.Series:
+        # A store of a few blocks may lack the metric altogether.
         missing = pd.Series(math.nan, last.index)
         return last.get(f"metrics.{metric}", missing)
 
@@ -330,12 +337,14 @@ def _outcomes(uri: str, runs: pd.DataFrame) -> dict[str, pd.Series]:
     outcomes["start"] = values.with_values(uri, runs, [reward], "first")[reward]
     # METRICS names the metric of the area too; its value is not that at the end.
     outcomes["area"] = values.with_values(uri, runs, [reward], "area")[reward]
+    # Each family counts the same, whatever its number of problems.
     outcomes["outside"] = sum(at_end(f"eval/{name}/reward") for name in OTHER_FAMILIES) / len(OTHER_FAMILIES)
     return outcomes
 
 
 def needed(claim: Claim, frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of a plan, or of runs, that the contrasts of a claim read."""
+    # A set: contrasts of one claim share runs, and each counts once.
     indices: set[Any] = set()
     for contrast in claim.contrasts:
         for side in (Side(contrast.a, contrast.a_where), Side(contrast.b, contrast.b_where)):
@@ -351,6 +360,7 @@ def cells_of(contrast: Contrast, plan: pd.DataFrame) -> dict[tuple[str, ...], in
     a = Side(contrast.a, contrast.a_where).rows(plan, contrast.blocks)
     b = Side(contrast.b, contrast.b_where).rows(plan, contrast.blocks)
     b_of_cell = dict(groups_of(b, contrast.by))
+    # Cells that only one side has, as a lag that only its block varies, cannot be paired.
     seeds = {}
     for cell, a_runs in groups_of(a, contrast.by):
         if cell in b_of_cell:
@@ -381,8 +391,7 @@ def compare(contrast: Contrast, outcome: str, runs: pd.DataFrame, plan: pd.DataF
                 row |= _difference(*both_sides)
                 if outcome == "collapsed":
                     row |= _fisher(*both_sides)
-            # pandas writes NaN for what was not computed.
-            rows.append({name: None if value != value else value for name, value in row.items()})
+            rows.append(_without_nan(row))
 
     if contrast.ranked_as:
         reference = replace(contrast, blocks=[contrast.ranked_as], ranked_as="")
@@ -411,14 +420,29 @@ def _measured(
         cell = tuple(row[variable] for variable in contrast.by)
         table[cell, row["at"], row["kl.family"]] = row
 
+    # The places as compare_families writes them; the beta is the empty one of `measured_runs`.
+    places: dict[float | None, str] = {None: "beta "}
+    if contrast.at_kl:
+        places = {nats: f"KL {nats:g}" for nats in contrast.at_kl}
+    cells = {cell for cell, _, _ in table}
     measured = {}
-    for cell in dict.fromkeys(cell for cell, _, _ in table):
-        for nats in contrast.at_kl or (None,):
-            # As compare_families writes them; the beta is the empty one of `measured_runs`.
-            at = "beta " if nats is None else f"KL {nats:g}"
-            if (cell, at, a) in table and (cell, at, b) in table:
-                measured[cell, nats] = (table[cell, at, a], table[cell, at, b])
+    for cell in cells:
+        for nats, place in places.items():
+            # A frontier may not reach a KL, and then has no row there.
+            a_row = table.get((cell, place, a))
+            b_row = table.get((cell, place, b))
+            if a_row is not None and b_row is not None:
+                measured[cell, nats] = (a_row, b_row)
     return measured
+
+
+def _without_nan(row: Row) -> Row:
+    """The row with None where pandas wrote NaN for what was not computed."""
+    cleaned: Row = {}
+    for name, value in row.items():
+        is_nan = isinstance(value, float) and math.isnan(value)
+        cleaned[name] = None if is_nan else value
+    return cleaned
 
 
 def _place(contrast: Contrast, cell: tuple[str, ...], nats: float | None) -> str:
@@ -460,8 +484,11 @@ def _with_signs_of(rows: list[Row], reference: list[Row]) -> list[Row]:
         # The quotient of two decimals: without rounding it would miss the key.
         rate = round(float(row["key"][0]) / 5, 9)
         difference = difference_at_rate[rate]
-        # None and 0 stay: there is no order to follow.
-        sign = math.copysign(1, difference) if difference else difference
+        if difference is None or difference == 0:
+            # There is no order to follow.
+            sign = difference
+        else:
+            sign = math.copysign(1, difference)
         signed.append({**row, "sign": sign})
     return signed
 
@@ -482,7 +509,7 @@ def evaluate(claim: Claim, runs: pd.DataFrame, plan: pd.DataFrame) -> dict[str, 
     adjusted = holm([_tested_p(row) for row in all_rows])
     for row, p in zip(all_rows, adjusted, strict=True):
         row["p_holm"] = p
-        row["decision"] = decide(row) if row["pairs"] else ""
+        row["decision"] = decide(row)
     return parts
 
 
@@ -495,11 +522,14 @@ def _tested_p(row: Row) -> float | None:
 
 def decide(row: Row) -> str:
     """What one contrast says about the claim: ``for``, ``against``, ``the same`` or nothing."""
-    is_same = row.get("p_same") is not None and row["p_same"] < LEVEL
-    if row["sign"] == 0 and is_same:
+    if row["pairs"] == 0:
+        return ""
+    p_same = row.get("p_same")
+    is_same = p_same is not None and p_same < LEVEL
+    if is_same and row["sign"] == 0:
         return "for"
-    is_tested = row["sign"] is not None and row["p_holm"] is not None
-    if is_tested and row["p_holm"] < LEVEL:
+    # Before "the same": a difference can be resolved and lie within the margin, and then it decides.
+    if row["sign"] is not None and row["p_holm"] is not None and row["p_holm"] < LEVEL:
         as_claimed = row["sign"] * row["difference"] > 0
         return "for" if as_claimed else "against"
     return "the same" if is_same else ""
@@ -518,7 +548,9 @@ def verdict(rows: Sequence[Row]) -> str:
         return "contradicted"
     # Only rewards have a margin within which they are the same.
     about_rewards = {row["decision"] for row in rows if row["outcome"] in REWARDS}
-    return "the same" if about_rewards == {"the same"} else "not resolved"
+    if about_rewards == {"the same"}:
+        return "the same"
+    return "not resolved"
 
 
 def key_number(rows: Sequence[Row]) -> str:
@@ -528,11 +560,17 @@ def key_number(rows: Sequence[Row]) -> str:
     candidates = deciding or measured
     if not candidates:
         return ""
-    row = min(candidates, key=lambda row: 1.0 if row["p_holm"] is None else row["p_holm"])
+    row = min(candidates, key=_adjusted_p)
     text = f"{_title(row)}: {_interval(row)}"
     if row["p_holm"] is not None:
         text += f", adjusted p {pages.three_digits(row['p_holm'])}"
     return text
+
+
+def _adjusted_p(row: Row) -> float:
+    """1 for a contrast that is not tested, so that it comes last."""
+    p: float | None = row["p_holm"]
+    return 1.0 if p is None else p
 
 
 def _title(row: Row) -> str:
@@ -564,7 +602,7 @@ def unresolved(
     claim: Claim, parts: Mapping[str, Sequence[Row]], runs: pd.DataFrame, plan: pd.DataFrame
 ) -> list[list[str]]:
     """For each part that is complete and not resolved, the contrast with the least p, and what would resolve it."""
-    family = sum(_tested_p(row) is not None for rows in parts.values() for row in rows)
+    tested = [row for rows in parts.values() for row in rows if _tested_p(row) is not None]
     cells = []
     for part, rows in parts.items():
         claim_of_part = replace(claim, parts={part: claim.parts[part]})
@@ -574,7 +612,7 @@ def unresolved(
         candidates = [row for row in rows if row.get("low") is not None and row["p_holm"] is not None]
         if verdict(rows) == "not resolved" and is_complete and candidates:
             row = min(candidates, key=lambda row: row["p"])
-            cost = _cost(row, family, part_runs["hours"].mean())
+            cost = _cost(row, len(tested), part_runs["hours"].mean())
             cells.append([f"[{claim.name}](#{claim.anchor})", part or "-", _title(row), _interval(row), *cost])
     return cells
 
@@ -586,10 +624,11 @@ def _cost(row: Row, family: int, hours_per_run: float) -> tuple[str, str, str]:
     pairs = row["pairs"]
     # The interval is difference +- t deviation / sqrt(pairs).
     deviation = (row["high"] - row["low"]) / 2 * math.sqrt(pairs) / t.ppf(1 - LEVEL / 2, pairs - 1)
+    # Bonferroni over the claim: the first step of Holm, which has to be passed by the least p.
     seeds = pairs_needed(row["difference"], deviation, LEVEL / family)
     if seeds >= MOST_PAIRS:
         return str(pairs), f"over {seeds}", "-"
-    hours = 2 * (seeds - pairs) * hours_per_run
+    hours = 2 * (seeds - pairs) * hours_per_run  # both sides
     return str(pairs), str(seeds), f"{hours:.1f}"
 
 
@@ -598,8 +637,9 @@ def _interval(row: Row) -> str:
     """The difference with its interval."""
     difference = row.get("difference")
     if difference is None:
-        has_no_runs = row["pairs"] == 0 and "a" not in row
-        return "runs missing" if has_no_runs else "none"
+        # Runs of both sides without a common seed have means and no difference.
+        has_runs = row["pairs"] > 0 or "a" in row
+        return "none" if has_runs else "runs missing"
     text = pages.three_digits(difference)
     if row.get("low") is not None:
         text += f" [{pages.three_digits(row['low'])}, {pages.three_digits(row['high'])}]"
@@ -607,7 +647,9 @@ def _interval(row: Row) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else pages.three_digits(value)
+    if value is None:
+        return "-"
+    return pages.three_digits(value)
 
 
 def table(rows: Iterable[Row]) -> str:
@@ -716,6 +758,7 @@ def _compare_options(contrast: Contrast, baseline: str) -> list[str]:
     sweeps = ", ".join(f"'evidence_{block}'" for block in contrast.blocks)
     where = f"tags.sweep IN ({sweeps})"
     if contrast.a_where:
+        # The only restriction left here is that of stale samples (`commands`).
         where += " and lag.mode = 'replayed'"
     group = ",".join(GROUPS[variable] for variable in contrast.by if variable in GROUPS)
     options = ["--where", where, "--group", group, "--baseline", baseline, "--collapse", COLLAPSE]
@@ -864,14 +907,14 @@ computes every number, those of runs from [export.parquet](export.parquet).
 {blocks}"""
 UNRESOLVED = """## What is not resolved, and what would resolve it
 
-Of each claim whose runs are all in: the contrast with the least p, and the seeds a side at which a test at {level} over
-the number of the claim's contrasts finds that difference with probability {power}, if it is the true one. *Hours*: wall
-times of the further runs, at the mean of those that there are."""
+For each claim with all of its runs: the contrast with the least p, and the seeds per side at which a test at {level}
+over the number of the claim's contrasts finds that difference with probability {power}, if it is the true one. *Hours*:
+wall times of the further runs, at the mean of those that there are."""
 COSTS = ["claim", "part", "contrast", "difference [95%]", "seeds", "seeds needed", "hours"]
 FOOTER = f"""## Commands
 
 Without `--finished-in` all runs are made again. The blocks on SmolLM2 need `make smollm2` first, 1.4 GB of
-disk a run, and `model.source=models/SmolLM2-135M-Instruct` at the end of their command.
+disk per run, and `model.source=models/SmolLM2-135M-Instruct` at the end of their command.
 
     for block in {" ".join(BLOCKS)}; do
       kl-comedy sweep configs/evidence/$block.yaml --local 2 --finished-in results/evidence/export.parquet \\

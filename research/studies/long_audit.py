@@ -457,7 +457,7 @@ def draw(out: Path) -> None:
 
 
 def ratio_summary(ratios: pd.DataFrame) -> pd.DataFrame:
-    """Per age: KL a token, and the prefix ratio at some tokens."""
+    """Per age: KL per token, and the prefix ratio at some tokens."""
     import pandas as pd
 
     rows = []
@@ -467,8 +467,8 @@ def ratio_summary(ratios: pd.DataFrame) -> pd.DataFrame:
         kl_sampler = float((tokens.kl_sampler * count).sum() / count.sum())
         row = {
             "age": age,
-            "KL(sampler, policy) a token": kl_sampler,
-            "KL(policy, initial) a token": float((tokens.kl_initial * count).sum() / count.sum()),
+            "KL(sampler, policy) per token": kl_sampler,
+            "KL(policy, initial) per token": float((tokens.kl_initial * count).sum() / count.sum()),
             "mean length": float(count.sum() / count.max()),
             # The effective share of a log-normal ratio with the same KL per token.
             "exp(-2 k 256)": math.exp(-2 * TOKENS * kl_sampler),

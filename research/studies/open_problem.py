@@ -70,6 +70,7 @@ def doubly_robust_moments(setting: Instance, target_D: Tensor) -> dict[str, tupl
     show what a learned value could bring; they are not estimators one can train with today.
     """
     exact_NV = _future_kl(setting)
+    # A seed of its own: the error of a value is independent of the policy.
     generator = torch.Generator().manual_seed(77)
     noisy_NV = exact_NV * (1 + VALUE_ERROR * torch.randn(exact_NV.shape, generator=generator, dtype=torch.float64))
     candidates = {
@@ -162,6 +163,7 @@ BATCH = 8192
 def exact_candidates() -> dict[str, KLTerm]:
     """Terms without a group, by the name they have in the tables."""
 
+    # RB: Rao-Blackwellized, the exact KL of each prefix (2506.09477).
     def rb(**fields: Any) -> KLTerm:
         return KLTerm("exact", credit="to_go", correction="prefix_previous", **fields)
 
@@ -392,7 +394,7 @@ def lognormal_ratios(
         mean_T = _mean_capped(kl, tokens_T, cap)
         rows.append(
             {
-                "KL a token": f"{kl:g}",
+                "KL per token": f"{kl:g}",
                 "tokens": length,
                 "effective sample share": math.exp(-2 * kl * length),
                 f"mean up to {cap:g}": float(mean_T[-1]),
@@ -412,6 +414,7 @@ def _mean_capped(kl: float, tokens_T: Tensor, cap: float) -> Tensor:
     return below_cap_T + cap * above_cap_T
 
 
+# The names of candidates are stored in open_problem.csv, and figures and tables select by them.
 HEADLINE = (
     "sequence IS, k1 total",
     "per decision, k1",
@@ -439,6 +442,7 @@ def regret_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Per candidate and sample size: error over the least error of any trainable candidate, mean and worst instance."""
     import pandas as pd
 
+    # Per instance, because errors differ by decades between instances and the hardest would decide a mean of errors.
     trainable = frame[~frame.candidate.str.startswith(YARDSTICKS)]
     keys = ["length", "staleness", "seed"]
     columns: dict[str, Any] = {}

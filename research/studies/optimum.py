@@ -66,6 +66,7 @@ class Games:
         """``log`` of ``beta ref / (lambda - R)``, ``[S, B]``; lambda by bisection between its two bounds."""
         ref_SB = self.of_completions(self.ref_logp_SNV).exp()
         beta_S1 = self.beta_S[:, None]
+        # At the lower bound the largest summand is 1; at the upper one each is at most its ref, and the sum at most 1.
         low_S1 = (self.reward_SB + beta_S1 * ref_SB).amax(1, keepdim=True)
         high_S1 = self.reward_SB.amax(1, keepdim=True) + beta_S1
         for _ in range(steps):
@@ -271,12 +272,14 @@ def _gradient(
         total_S1 = batch * (weight_SB * games.reward_SB).sum(-1, keepdim=True)
         advantage_SB = games.reward_SB - (total_S1 - games.reward_SB) / (batch - 1)
         reward_S = (weight_SB * advantage_SB * logp_SB).sum(-1)
+    # Per completion; the weights make it an expectation, or the mean of a batch.
     surrogate_SB = terms_loss(terms)(games.rows(logp_SNV, sampler_SNV)).sum(-1).reshape(logp_SB.shape)
     penalty_S = games.beta_S * (weight_SB * surrogate_SB).sum(-1)
     (gradient_SNV,) = torch.autograd.grad((penalty_S - reward_S).sum(), theta_SNV)
     return gradient_SNV
 
 
+# Small enough to optimize every configuration until it stops, several games at once.
 TREE = Tree.build(vocabulary=3, length=4)
 BETAS = (0.2, 0.5)
 REACHED = 1e-6
@@ -286,6 +289,7 @@ STATIONARY = 1e-5
 PATH_POINTS = 60
 """Points stored of each path, evenly spread over the logarithm of the step."""
 
+# The names are stored in optimum.csv.
 SETTINGS: dict[str, Optimization] = {
     "on-policy": Optimization(steps=3000, rate=0.05),
     "sampler 20 steps old": Optimization(steps=3000, rate=0.05, sampler="lagging", lag=20),
@@ -400,6 +404,7 @@ def _modes(first_B: float) -> Tensor:
     """Log-probs ``[N, V]``: first ``first_B`` on B, 0.1 on the third branch, the rest on A; then 0.8 on the same."""
     logp_NV = torch.full((MODE_TREE.prefixes, MODE_TREE.vocabulary), 1 / 3, dtype=torch.float64)
     logp_NV[0] = torch.tensor([0.9 - first_B, first_B, 0.1], dtype=torch.float64)
+    # Prefixes off these paths stay uniform: no completion through them earns anything.
     for token in range(MODE_TREE.vocabulary):
         along = torch.full((MODE_TREE.vocabulary,), 0.1, dtype=torch.float64)
         along[token] = 0.8
@@ -456,6 +461,7 @@ def _optimize_modes(games: Games, terms: Terms, optimization: Optimization, kind
             changed_S = mode_S >= SHARE * optimal_S
         else:
             changed_S = mode_S - optimal_S <= SHARE * (start_S - optimal_S)
+        # Only the first time: with samples a mode can be lost again.
         first_S[changed_S & first_S.isnan()] = step
 
     end = optimize(games, terms, optimization, watch)

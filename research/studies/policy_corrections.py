@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 LENGTHS = (4, 8, 12)
 SAMPLES = (64, 1024, 16384)
 
+# The names are stored in policy_corrections.csv; docs/decision.md shows some of them (doc_tables/policy_terms.py).
 CANDIDATES: dict[str, PolicyTerm] = {
     "reinforce (no ratio)": PolicyTerm(),
     "token": PolicyTerm(corrections={"token": {}}),
@@ -63,7 +64,7 @@ SHOWN = (
     "sequence_tis 2",
     "sequence_tis 8",
 )
-"""What the figure shows."""
+"""The candidates of the figure."""
 
 
 def study(
@@ -80,18 +81,25 @@ def study(
     for setting, facts in random_settings(lengths, staleness, seeds):
         target_D = reward_gradient(setting)
         losses = {name: reward_loss(term, setting) for name, term in CANDIDATES.items()}
+        # Clips and masks leave tokens without a gradient: part of the bias is what they drop.
         dropped = silent_shares(setting, losses)
         for name, moments in exact_moments_by_loss(setting, losses).items():
             figures = relative_figures(moments, target_D)
-            strength = float(moments.gradient_D @ target_D) / float(target_D.square().sum())
-            errors = errors_at(SAMPLES, figures["bias"], figures["variance"])
             rows.append(
-                {**facts, "candidate": name, **figures, "strength": strength, "dropped": dropped[name], **errors}
+                {
+                    **facts,
+                    "candidate": name,
+                    **figures,
+                    "strength": float(moments.gradient_D @ target_D) / float(target_D.square().sum()),
+                    "dropped": dropped[name],
+                    **errors_at(SAMPLES, figures["bias"], figures["variance"]),
+                }
             )
         done()
-    errors_columns = [f"error_{n}" for n in SAMPLES]
+    # The columns of the stored file; the KL of a setting, which the facts also have, is of no policy term.
     columns = ["length", "staleness", "seed", "ess", "candidate", "bias", "cosine", "strength", "variance", "dropped"]
-    return pd.DataFrame(rows, columns=[*columns, *errors_columns])
+    columns += [f"error_{n}" for n in SAMPLES]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def winners(frame: pd.DataFrame) -> pd.DataFrame:
@@ -99,11 +107,16 @@ def winners(frame: pd.DataFrame) -> pd.DataFrame:
     import pandas as pd
 
     rows = []
-    for (length, staleness), here in frame.groupby(["length", "staleness"]):
-        row: dict[str, Any] = {"length": length, "staleness": staleness, "ess": here.ess.median()}
+    for (length, staleness), group in frame.groupby(["length", "staleness"]):
+        row: dict[str, Any] = {"length": length, "staleness": staleness, "ess": group.ess.median()}
         for n in SAMPLES:
-            error = here.groupby("candidate")[f"error_{n}"].median().reindex(list(CANDIDATES))
-            row[f"least at N={n}"] = f"{error.idxmin()} ({error.min():.2g})" if staleness else "all alike"
+            # In the order of CANDIDATES, of which the first wins a tie.
+            error = group.groupby("candidate")[f"error_{n}"].median().reindex(list(CANDIDATES))
+            if staleness == 0:
+                # Every ratio is 1.
+                row[f"least at N={n}"] = "all alike"
+            else:
+                row[f"least at N={n}"] = f"{error.idxmin()} ({error.min():.2g})"
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -117,16 +130,17 @@ def draw(out: Path) -> None:
         "bias": "relative bias\n(0 shown as 0.001)",
         "error_1024": "error at N = 1024,\nrelative to |G|",
     }
-    looks = {name: look(at) for at, name in enumerate(SHOWN)}
+    looks = {name: look(number) for number, name in enumerate(SHOWN)}
     lines_by_length(frame, out / "policy_corrections.svg", looks, labels, "median")
 
 
 def write_report(frame: pd.DataFrame, out: Path, *, command: str) -> None:
-    """CSV, figure and README into ``out``; ``command`` is what regenerates them."""
+    """Write CSV, figure and README into ``out``; ``command`` is what regenerates them."""
     import pandas as pd
 
     save_csv(frame, out / "policy_corrections.csv")
     draw(out)
+    # Read back: the page shows the six digits of the file, from which it can be printed again.
     stored = pd.read_csv(out / "policy_corrections.csv")
     write_page(out, parts(stored, command=command))
 
@@ -151,7 +165,8 @@ def parts(frame: pd.DataFrame, *, command: str) -> list[Any]:
         "the error at N completions is `sqrt(bias^2 + variance / N)` over the target's norm. What to take: "
         "docs/decision.md.",
         "![bias and error](policy_corrections.svg)",
-        *("## Least error", winners(frame)),
+        "## Least error",
+        winners(frame),
     ]
     for title, column in tables.items():
         texts += [f"## {title}", by_length_and_staleness(frame, column, list(CANDIDATES), "median")]

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 UPDATES = (15, 30)
-"""Updates after which gradients are measured; figures are geometric means over them."""
+"""Updates after which gradients are measured; figures are means over them."""
 
 BLOCKS = 16
 SKETCH = 65536
@@ -67,6 +67,7 @@ def _term(recipe: str) -> KLTerm:
     return dataclasses.replace(term, beta=1.0)
 
 
+# Labels of terms at beta 1 are the forms of gradients.csv: a run is found by the label of its own terms.
 COMMON = (
     _term("comedy/k1_in_reward"),
     _term("comedy/k1_in_loss"),
@@ -259,6 +260,7 @@ def measure(setting: Setting, *, updates: Sequence[int] = UPDATES, blocks: int =
     try:
         make_trainer(config, [probe]).fit(module, datamodule=data)
     finally:
+        # Also after an error: a sampler's processes would outlive this one.
         data.close()
     names = [POLICY, REFERENCE, *(term.label() for term in setting.forms)]
     return {update: {"names": names, "gram": probe.grams[update], **probe.values[update]} for update in updates}
@@ -301,54 +303,72 @@ def gradient_figures(gram: Tensor, form: Mapping[int, float], beta: float, clip:
     ur_KK = _products(gram, update, reference)
     pr_KK = _products(gram, policy, reference)
 
-    reference_square = float(mean_product(r_KK))
-    if reference_square <= 0:
-        raise UserError("predictor: noise hides the reference gradient; more blocks, or a later update")
-    reference_norm = math.sqrt(reference_square)
+    of_form = _form_figures(g_KK, gr_KK, r_KK)
     policy_norm = _rms_norm(p_KK)
     if policy_norm == 0:
         raise UserError("predictor: the policy loss has no gradient at this update; measure at an earlier one")
-    g_norm = _rms_norm(g_KK)
+    reference_norm = math.sqrt(float(mean_product(r_KK)))
     update_norm = _rms_norm(u_KK)
+    along = float(mean_product(gr_KK))
 
-    # Unbiased estimates of squares, which may come out below zero.
-    covariance = max(float(noise(g_KK)), 0.0)
-    squared_distance = max(float(mean_product(g_KK - gr_KK - gr_KK.T + r_KK)), 0.0)
-    squared_error = squared_distance + covariance
-    mean_square = float(mean_product(g_KK))
     exact_square = float(mean_product(_products(gram, exact_update, exact_update)))
-
-    along = float(mean_product(gr_KK))  # <E g, R>
-    update_along_reference = float(mean_product(ur_KK))
     update_along_exact = float(mean_product(_products(gram, update, exact_update)))
-    cosine = 0.0
-    if mean_square > 0:
-        cosine = along / (reference_norm * math.sqrt(mean_square))
     update_cosine = math.nan
     if exact_square > 0:
         # Below 1e-12 the norm is noise, and the cosine would be as large as one likes.
         update_cosine = update_along_exact / (max(exact_square, 1e-12) ** 0.5 * update_norm)
 
+    squared_error = _squared_distance(g_KK, gr_KK, r_KK) + _covariance(g_KK)
     return {
-        "bias": math.sqrt(squared_distance) / reference_norm,
-        "noise": math.sqrt(covariance) / reference_norm,
-        "error": math.sqrt(squared_error) / reference_norm,
-        "strength": along / reference_square,
-        "cosine": cosine,
-        "sample_cosine": along / (reference_norm * g_norm),
-        "kl_to_policy": beta * g_norm / policy_norm,
+        **of_form,
+        "kl_to_policy": beta * _rms_norm(g_KK) / policy_norm,
         "update_error": beta * math.sqrt(squared_error) / policy_norm,
         "update_cosine": update_cosine,
         "projection": beta * along / (reference_norm * policy_norm),
         "projection_after_clip": float(kl_projection(u_KK, p_KK, ur_KK, pr_KK, r_KK, scale=1.0, bound=clip)),
-        "descent": update_along_reference / (reference_norm * update_norm),
+        "descent": float(mean_product(ur_KK)) / (reference_norm * update_norm),
     }
+
+
+def _form_figures(g_KK: Tensor, gr_KK: Tensor, r_KK: Tensor) -> dict[str, float]:
+    """The figures of a form by itself, against the reference: products ``<g, g>``, ``<g, r>`` and ``<r, r>``."""
+    reference_square = float(mean_product(r_KK))
+    if reference_square <= 0:
+        raise UserError("predictor: noise hides the reference gradient; more blocks, or a later update")
+    reference_norm = math.sqrt(reference_square)
+    covariance = _covariance(g_KK)
+    squared_distance = _squared_distance(g_KK, gr_KK, r_KK)
+    mean_square = float(mean_product(g_KK))
+    along = float(mean_product(gr_KK))  # <E g, R>
+    cosine = 0.0
+    if mean_square > 0:
+        cosine = along / (reference_norm * math.sqrt(mean_square))
+    return {
+        "bias": math.sqrt(squared_distance) / reference_norm,
+        "noise": math.sqrt(covariance) / reference_norm,
+        "error": math.sqrt(squared_distance + covariance) / reference_norm,
+        "strength": along / reference_square,
+        "cosine": cosine,
+        "sample_cosine": along / (reference_norm * _rms_norm(g_KK)),
+    }
+
+
+# Both are unbiased estimates of squares, which may come out below zero.
+def _squared_distance(g_KK: Tensor, gr_KK: Tensor, r_KK: Tensor) -> float:
+    """``|E g - R|^2``."""
+    return max(float(mean_product(g_KK - gr_KK - gr_KK.T + r_KK)), 0.0)
+
+
+def _covariance(g_KK: Tensor) -> float:
+    """The trace of the covariance of one update's gradient."""
+    return max(float(noise(g_KK)), 0.0)
 
 
 def gradient_table(setting: Setting, measured: Mapping[int, Mapping[str, Any]]) -> pd.DataFrame:
     """One row per form, beta and update of a setting."""
     import pandas as pd
 
+    # A config without a norm does not clip.
     clip = load_config(ROOT / setting.config, list(setting.overrides)).optimizer.clip_norm or math.inf
     rows: list[dict[str, Any]] = []
     for update, state in measured.items():
@@ -496,6 +516,7 @@ def per_configuration(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 # --- what predicts what ---------------------------------------------------------------------------------------------
+# g: the form's gradient, R: the expected reference gradient, p: the policy loss's, u = p + beta g (`gradient_figures`).
 CANDIDATES = {
     "beta": "the coefficient alone",
     "ess": "effective share of the completions: the setting's, the same for every form",
@@ -583,6 +604,7 @@ def explained(table: pd.DataFrame, columns: Sequence[str], outcome: str, *, leav
 
     y = table[outcome].to_numpy(float)
     ranks = [rankdata(table[name]) / len(y) for name in columns]
+    # Ranks, because the candidates span decades and some are 0 or negative.
     x = np.column_stack([np.ones(len(y)), *ranks])
     everything = np.ones(len(y), bool)
     if leave_out is None:
@@ -634,6 +656,7 @@ def bootstrap(table: pd.DataFrame, name: str, outcome: str, draws: int = 300) ->
         drawn = generator.integers(len(groups), size=len(groups))
         index = np.concatenate([groups[number] for number in drawn])
         values.append(rank_correlation(table[name].loc[index], table[outcome].loc[index]))
+    # NaN: a draw in which the candidate is constant.
     low, high = np.nanquantile(values, (0.025, 0.975))
     return float(low), float(high)
 
@@ -665,6 +688,7 @@ def merged(gradients: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
     for setting in settings():
         for term in setting.forms:
             terms_of_form[term.label()] = (term,)
+    # Forms of two terms are trained together, and certified together.
     for name in table.form:
         if " + " in name:
             terms_of_form[name] = tuple(terms_of_form[part][0] for part in name.split(" + "))

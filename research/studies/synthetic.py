@@ -132,6 +132,7 @@ def _cells(frame: pd.DataFrame, keys: list[str], column: str, text: Callable[[pd
     import pandas as pd
 
     cells = {key: text(group) for key, group in frame.groupby([*keys, column], sort=False)}
+    # Without pivot_table, which would sort, and aggregates to numbers only.
     table = pd.Series(cells).unstack(sort=False)
     table.columns = [f"{value:g}" for value in table.columns]
     return table.rename_axis(keys).reset_index()
@@ -181,6 +182,7 @@ def _seed_table(frame: pd.DataFrame, column: str, value: str, title: str) -> str
 FLOOR = 1e-10
 """Where KLs that are zero up to rounding are drawn (nats)."""
 
+# Looks by number, as figures of runs have them (kl_comedy.tracking.figures), and not by the order of a figure.
 LOOKS: Looks = {
     "no KL": WITHOUT_KL,
     "k1 in reward": look(0),
@@ -287,7 +289,7 @@ def plot_monte_carlo(frame: pd.DataFrame, path: Path) -> None:
                     marks = style | {"linestyle": "none", "markersize": 2.5}
                     axes.errorbar(points.length, points[value], label=name, **bars, **marks)
                 label(axes, exact_value, regime, title, xlabel="length (tokens)")
-            # Both biases on one scale.
+            # Both biases on one scale, so that the noise floor is seen.
             row[1].set_ylim(row[0].get_ylim())
         legend_below(
             drawing, "lines: exact; marks: sampled, with 95% intervals (of variances in logarithms); one policy"
@@ -334,6 +336,7 @@ def draw_optimum(out: Path) -> None:
         for axes, setting in zip(panels.flat, settings, strict=False):
             rows_of_setting = frame[(frame.setting == setting) & (frame.beta == beta)]
             for number, (name, style, rows) in enumerate(drawn(rows_of_setting, "optimum")):
+                # What reached the optimum is at 1e-16, and would stretch the axis by six decades.
                 ends = rows[["min", "median", "max"]].clip(lower=FLOOR)
                 markers = _marker_places(number, len(rows))
                 axes.plot(rows.step + 1, ends["median"], label=name, markevery=markers, **style)
@@ -363,6 +366,7 @@ def draw_modes(out: Path) -> None:
             runs = runs.assign(updates=(runs.step + 1).fillna(ceiling))
             for position, name in enumerate(names):
                 updates = runs[runs.configuration == name].groupby("rare").updates
+                # A factor, because the axis is logarithmic.
                 shift = 1.12 ** (position - len(names) / 2)
                 shifted = [rare * shift for rare in updates.median().index]
                 axes.plot(shifted, updates.median(), label=name, **LOOKS[name])
@@ -409,6 +413,7 @@ def label(axes: Any, value: str, group: str, subtitle: str = "", **settings: Any
     if value == "bias":
         # A bias of 1: as far off as no gradient at all.
         axes.axhline(1.0, color="black", linewidth=0.6, linestyle=":")
+        # At most 3: a form that is far off would flatten all others.
         axes.set_ylim(-0.05, min(max(axes.get_ylim()[1], 1.2), 3.0))
     if value == "variance":
         axes.set_yscale("log")

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kl_comedy.kl.estimators import ESTIMATORS
+from kl_comedy.registry import ESTIMATORS
 from kl_comedy.tracking.figures import legend_below, look
 from research.studies.pages import figure, markdown, save_csv, three_digits
 
 if TYPE_CHECKING:
     import pandas as pd
 
+# The looks of the same estimators in the figures of the synthetic study.
 LOOKS = {"k1": look(0), "k2": look(4), "k3": look(1)}
 NAMES = tuple(LOOKS)
 KLS = (0.001, 0.01, 0.1, 1.0, 5.0)
@@ -40,7 +41,7 @@ means over {seeds} policies. The estimates are those of one token (2506.09477, F
 
     {command}
 
-![relative error against the number of samples, a panel a KL](error.svg)
+![relative error against the number of samples, a panel per KL](error.svg)
 
 {table}
 
@@ -62,10 +63,14 @@ any sample's figure grows with the sample.
 
 
 def moments(logp: Tensor, ref_logp: Tensor, weight: Tensor) -> dict[str, tuple[float, float]]:
-    """Of each of :data:`NAMES`, mean and variance (nats, nats^2) under ``weight``, which sums to one."""
-    values = {name: ESTIMATORS.get(name).fn(logp - ref_logp) for name in NAMES}
-    means = {name: float((weight * value).sum()) for name, value in values.items()}
-    return {name: (means[name], float((weight * (value - means[name]) ** 2).sum())) for name, value in values.items()}
+    """Mean and variance (nats, nats^2) of each of :data:`NAMES` under ``weight``, which sums to one."""
+    moments_of = {}
+    for name in NAMES:
+        values = ESTIMATORS.get(name).fn(logp - ref_logp)
+        mean = float((weight * values).sum())
+        variance = float((weight * (values - mean) ** 2).sum())
+        moments_of[name] = (mean, variance)
+    return moments_of
 
 
 def token_errors(seeds: int = 10, counts: Sequence[int] = COUNTS) -> pd.DataFrame:
@@ -75,22 +80,33 @@ def token_errors(seeds: int = 10, counts: Sequence[int] = COUNTS) -> pd.DataFram
     rows = []
     for seed in range(seeds):
         generator = torch.Generator().manual_seed(seed)
-        ref, noise = (2 * torch.randn(VOCABULARY, generator=generator, dtype=torch.float64) for _ in range(2))
+        ref_logits = 2 * torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
+        noise = 2 * torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
+        ref_logp = ref_logits.log_softmax(0)
+        # The same noise at every KL, scaled: a policy moves along one line away from the reference.
         for kl in KLS:
-            logp = _at_kl(ref.log_softmax(0), noise, kl)
-            for name, (mean, variance) in moments(logp, ref.log_softmax(0), logp.exp()).items():
+            logp = _at_kl(ref_logp, noise, kl)
+            for name, (mean, variance) in moments(logp, ref_logp, logp.exp()).items():
                 bias = mean / kl - 1
-                rows += [(kl, seed, name, n, bias, math.sqrt(bias**2 + variance / kl**2 / n)) for n in counts]
+                for count in counts:
+                    error = math.sqrt(bias**2 + variance / kl**2 / count)
+                    rows.append((kl, seed, name, count, bias, error))
     return pd.DataFrame(rows, columns=["kl", "seed", "estimator", "samples", "bias", "error"])
 
 
 def _at_kl(ref_logp: Tensor, noise: Tensor, kl: float) -> Tensor:
     """The log-probs of ``ref + scale * noise`` whose KL to ``ref`` is ``kl``, by bisection: it rises with scale."""
-    low, high = 0.0, 100.0
+    low = 0.0
+    high = 100.0
+    # A hundred halvings go below float64's resolution.
     for _ in range(100):
         scale = (low + high) / 2
         logp = (ref_logp + scale * noise).log_softmax(0)
-        low, high = (scale, high) if float((logp.exp() * (logp - ref_logp)).sum()) < kl else (low, scale)
+        kl_at_scale = float((logp.exp() * (logp - ref_logp)).sum())
+        if kl_at_scale < kl:
+            low = scale
+        else:
+            high = scale
     return logp
 
 
@@ -98,17 +114,20 @@ def gaussian_table() -> pd.DataFrame:
     """A row per policy of :data:`GAUSSIANS`; a variance that does not exist is ``infinite``."""
     import pandas as pd
 
+    # A grid of the standardized policy, whose density is the weight; the constants of both densities cancel.
     z = torch.linspace(-30, 30, 300_001, dtype=torch.float64)
+    weight = torch.softmax(-0.5 * z**2, 0)
     rows = []
     for mean, sd in GAUSSIANS:
         x = mean + sd * z
-        logp, ref_logp = -0.5 * z**2 - math.log(sd), -0.5 * x**2
-        weight = torch.softmax(-0.5 * z**2, 0)
+        logp = -0.5 * z**2 - math.log(sd)
+        ref_logp = -0.5 * x**2
         kl = math.log(1 / sd) + (sd**2 + mean**2 - 1) / 2
         row: dict[str, float | str] = {"mean": mean, "sd": sd, "KL": kl}
         for name, (value, variance) in moments(logp, ref_logp, weight).items():
-            exists = name != "k3" or sd**2 > 0.5
-            row[f"{name}: sd / KL"] = math.sqrt(variance) / kl if exists else "infinite"
+            # E[(ref / pi)^2] diverges for a policy this narrow, whatever sum the grid has.
+            is_infinite = name == "k3" and sd**2 <= 0.5
+            row[f"{name}: sd / KL"] = "infinite" if is_infinite else math.sqrt(variance) / kl
             row[f"{name}: bias / KL"] = value / kl - 1
         rows.append(row)
     return pd.DataFrame(rows)
@@ -116,19 +135,22 @@ def gaussian_table() -> pd.DataFrame:
 
 def error_table(frame: pd.DataFrame, counts: Sequence[int] = (1, 64, 4096)) -> pd.DataFrame:
     """A row per KL and estimator: the bias, and the error at some numbers of samples; geometric means over seeds."""
-    import numpy as np
-
     shown = frame[frame.samples.isin(counts)]
-    errors = shown.groupby(["kl", "estimator", "samples"]).error.agg(lambda values: np.exp(np.log(values).mean()))
+    errors = shown.groupby(["kl", "estimator", "samples"]).error.agg(_geometric_mean)
     table = errors.unstack().rename(columns=lambda n: f"error, n = {n}")
     bias = frame.groupby(["kl", "estimator"]).bias.mean()
     table.insert(0, "bias / KL", bias.map(three_digits))
     return table.rename_axis(columns=None).reset_index().rename(columns={"kl": "KL, nats"})
 
 
+def _geometric_mean(values: pd.Series[float]) -> float:
+    import numpy as np
+
+    return float(np.exp(np.log(values).mean()))
+
+
 def draw(out: Path) -> None:
     """The figure, from the data in ``out``."""
-    import numpy as np
     import pandas as pd
 
     frame = pd.read_csv(out / "errors.csv")
@@ -136,7 +158,7 @@ def draw(out: Path) -> None:
         for axes, kl in zip(panels, KLS, strict=True):
             for name, style in LOOKS.items():
                 rows = frame[(frame.kl == kl) & (frame.estimator == name)]
-                middle = rows.groupby("samples").error.agg(lambda values: np.exp(np.log(values).mean()))
+                middle = rows.groupby("samples").error.agg(_geometric_mean)
                 axes.plot(middle.index, middle, label=name, **style)
             axes.set(xscale="log", yscale="log", title=f"KL {kl:g} nats", xlabel="samples")
         panels[0].set_ylabel("root mean squared\nerror / KL")
@@ -144,12 +166,18 @@ def draw(out: Path) -> None:
 
 
 def write_report(frame: pd.DataFrame, out: Path, *, command: str) -> None:
-    """``errors.csv``, ``error.svg`` and ``README.md`` in ``out``."""
+    """Write ``errors.csv``, ``error.svg`` and ``README.md`` into ``out``."""
     import pandas as pd
 
     save_csv(frame, out / "errors.csv")
     draw(out)
-    frame = pd.read_csv(out / "errors.csv")  # six digits
-    texts = {"vocabulary": f"{VOCABULARY:,}", "seeds": frame.seed.nunique(), "command": command}
-    page = PAGE.format(**texts, table=markdown(error_table(frame)), gaussians=markdown(gaussian_table()))
+    # Read back: the page shows the six digits of the file, from which it can be printed again.
+    frame = pd.read_csv(out / "errors.csv")
+    page = PAGE.format(
+        vocabulary=f"{VOCABULARY:,}",
+        seeds=frame.seed.nunique(),
+        command=command,
+        table=markdown(error_table(frame)),
+        gaussians=markdown(gaussian_table()),
+    )
     (out / "README.md").write_text(page)

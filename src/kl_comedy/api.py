@@ -94,6 +94,7 @@ def certify(
         chosen = recipe(terms, key="terms")
     else:
         chosen = (terms,) if isinstance(terms, KLTerm) else tuple(terms)
+        # An empty sequence is allowed: its certificate says that nothing holds the policy to the reference.
         name = " + ".join(term.label() for term in chosen) or "no KL"
 
     # A wrong claim of a part makes every certificate that uses it doubtful: it is reported with them.
@@ -160,14 +161,16 @@ def explain(what: str | Path, *, system: str | None = None, overrides: Sequence[
     if text not in RECIPES and os.path.isfile(text):  # Path.is_file raises for a long text
         reading = read_launch_file(Path(text), system=system, overrides=overrides).reading()
         return _explain_reading(reading)
+    # Not ignored: a mistyped path would otherwise be read as flags or as a recipe, without what it was given with.
     if system is not None or overrides:
         raise UserError(f"system and overrides need a file; {text!r} is not one")
     if is_peer(text):
         return _explain_reading(read(text))
     terms = recipe(text, key="what")
+    certificates = {}
     # A recipe without KL has no gradient to certify.
-    certified = certify_terms(text, terms) if terms else []
-    certificates = {certificate.regime: certificate for certificate in certified}
+    if terms:
+        certificates = {certificate.regime: certificate for certificate in certify_terms(text, terms)}
     return Explanation(text=text, terms=terms, certificates=certificates)
 
 
@@ -263,10 +266,12 @@ def train(config: str | Path, *overrides: str, plugins: Iterable[str | Path] = (
             words += ["--plugin", str(file)]
         loaded = load_config(config, list(overrides))
 
+        # Imported after the config is read: a mistake in it is reported at once, and training takes seconds to import.
         from rich.console import Console
 
         from kl_comedy.training.start import train_unless_finished
 
+        # Progress goes to stderr: a caller's own output on stdout stays clean.
         outcome = train_unless_finished(loaded, Console(stderr=True), redact_command(words))
     return _row(outcome)
 
@@ -285,6 +290,7 @@ def _row(outcome: Outcome) -> pd.Series:
             # The keys are texts, as JSON has them: "9" would be greater than "10".
             last_update = max(history, key=int)
             row[f"eval/{name}/{score}"] = history[last_update]
+    # object: the numbers of a row keep their types beside its texts.
     return pd.Series(row, dtype=object)
 
 
@@ -336,6 +342,7 @@ def results_table(
     for name in status:
         if name not in STATUSES:
             raise bad_value("status", name, STATUSES)
+    # MLflow writes them in capitals.
     counted = [name.upper() for name in status]
     with named_extras():
         from kl_comedy.tracking.compare import summarize

@@ -155,6 +155,7 @@ def check(
     """
     if isinstance(claims, str):
         claims = {"on_policy": claims}
+    # All names first: the enumeration takes seconds.
     _check_names("regimes", (*claims, *regimes), REGIMES)
     _check_names("claims", claims.values(), (*TARGETS, "none"))
     _check_names("reduction", (reduction,), REDUCTIONS)
@@ -178,6 +179,7 @@ def check(
             # One place is enough: where one value is not finite, many are.
             if is_claimed_here and not problems:
                 problems |= dict.fromkeys(_not_finite(loss, batch))
+        # One policy is enough: a leak is a mistake of the loss's code, and shows on any log-probs.
         first_batch = _Batch.of(policies[0], holes_seed)
         problems |= dict.fromkeys(_leaks(loss, first_batch, policies[0], seed))
         findings.append(_Results(results).finding(regime, claims.get(regime)))
@@ -261,11 +263,14 @@ class _Results:
 
     def _target(self, claimed: str | None, results: Sequence[_Result]) -> str | None:
         """The target that all ``results`` hit; the claimed one where several do. None where none does."""
-        # Zero first: where it is hit, a positive coefficient of another target is rounding.
-        candidates = ["zero", *(name for name in TARGETS if self._coefficients[name] > 0)]
+        # Zero first: where it is hit, a positive coefficient of another target is rounding. A negative coefficient
+        # would be a loss that drives the policy away from the reference.
+        candidates = ["zero"]
+        candidates += [name for name in TARGETS if self._coefficients[name] > 0]
         hit_by_all = [name for name in candidates if all(self._hits(name, result) for result in results)]
         if not hit_by_all:
             return None
+        # Several targets may have the same gradient in a regime; the claim then decides how it is called.
         if claimed in hit_by_all and "zero" not in hit_by_all:
             return claimed
         return hit_by_all[0]
@@ -426,6 +431,7 @@ class _Loss:
 
     def _value(self, batch: _Batch, rows: slice, columns: slice = slice(None)) -> Tensor:
         given = {name: tensor[rows, columns] for name, tensor in batch.tensors.items()}
+        # A loss that writes into its arguments would change what the later calls of this check are given.
         before = {name: tensor.detach().clone() for name, tensor in given.items()}
         value = self.call(given)
         for name, tensor in given.items():
@@ -511,6 +517,7 @@ def _not_finite(loss: _Loss, batch: _Batch) -> list[str]:
     if not bool(usual_B.any()):
         return []
     loss_B, returned = loss(batch)
+    # Summed over the vocabulary: one number that is not finite makes its token's sum so.
     slope_BT = _slope(loss_B, batch).sum(-1)
     for name, tensor in (("value", returned.detach()), ("gradient", slope_BT)):
         problem = _describe_not_finite(name, tensor, usual_B, mask_BT)
@@ -549,6 +556,7 @@ def _leaks(loss: _Loss, batch: _Batch, policy: BatteryInstance, seed: int) -> li
     loss_B, _ = loss(batch)
     slope_BTV = _slope(loss_B, batch)
     mask_BT = batch.tensors["mask"]
+    # A loss that does not read the hole gives the same value up to the rounding of its own precision.
     tolerance = 1e-4
     if loss_B.dtype == torch.float64:
         tolerance = 1e-9
@@ -604,7 +612,9 @@ def _caller(loss_fn: Callable[..., Any]) -> Callable[[Mapping[str, Tensor]], Any
         else:
             by_name.append(parameter.name)
     takes_any_name = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
-    if takes_any_name and not by_name and not by_position:
+    names_any = len(by_position) + len(by_name) > 0
+    # With **kwargs alone the loss gets everything; beside names of its own, **kwargs are the caller's further options.
+    if takes_any_name and not names_any:
         by_name = list(ARGUMENTS)
 
     def call(tensors: Mapping[str, Tensor]) -> Any:

@@ -92,6 +92,7 @@ def shareable_memory() -> Iterator[None]:
         return
     import torch
 
+    # Private: torch has no public function that changes the setting after the start.
     set_allocator: Any = torch._C._accelerator_setAllocatorSettings
     with _sharing:
         set_allocator(shareable)
@@ -130,6 +131,7 @@ def running_sum(values: Tensor) -> Tensor:
         return values.cumsum(-1)
     from torch.nn.functional import pad
 
+    # After the pass with a step, each element holds the sum of up to 2 x step elements that end with it.
     step = 1
     while step < values.shape[-1]:
         values = values + pad(values[..., :-step], (step, 0))
@@ -145,6 +147,7 @@ def running_probability(probability: Tensor) -> Tensor:
     """
     if not on_gpu(probability):
         return probability.double().cumsum_(-1)
+    # The sum of a distribution is about 2^52, far below the largest 64-bit integer.
     whole = (probability.double() * PROBABILITY_STEPS).long()
     return whole.cumsum(-1).double() / PROBABILITY_STEPS
 

@@ -19,8 +19,8 @@ class RunFailed(RuntimeError):
 
 
 REQUEUE_EXIT_CODE = 75
-"""The exit code of :class:`RunStopped` (EX_TEMPFAIL: try again). Rendered batch scripts requeue the job on it, so
-scripts that were submitted before a change would stop requeueing."""
+"""The exit code of :class:`RunStopped` (EX_TEMPFAIL: try again). Rendered batch scripts requeue the job on it, so with
+another number here, scripts that are already submitted would stop requeueing."""
 
 
 class RunStopped(RunFailed):
@@ -41,6 +41,7 @@ def shown(value: object) -> str:
     >>> shown("k33"), shown("x" * 1000)[-24:]
     ("'k33'", 'xx... (1,002 characters)')
     """
+    # The message about a mistake must not fail itself, whatever the value is.
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4,300 digits
@@ -66,15 +67,18 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
     if len(str(given)) > COMPARED:
         return None
     names = list(allowed)[:CANDIDATES]
-    lowered = {name.lower(): name for name in names}
-    matches = difflib.get_close_matches(str(given).lower(), list(lowered), n=1, cutoff=0.5)
+    # Compared without case, which is a common mistake, but suggested as it is written.
+    name_of_lowered = {name.lower(): name for name in names}
+    # With difflib's default of 0.6, k4 would have no suggestion: half of its letters are right, which counts as 0.5.
+    matches = difflib.get_close_matches(str(given).lower(), list(name_of_lowered), n=1, cutoff=0.5)
     if not matches:
         return None
-    return lowered[matches[0]]
+    return name_of_lowered[matches[0]]
 
 
 def _hint(given: object, names: Iterable[str]) -> str:
     """The end of a message: the nearest allowed name, where there is one."""
+    # The text of another value, as True or None, may resemble a name without meaning it.
     if not isinstance(given, str):
         return ""
     near = nearest(given, names)
@@ -92,13 +96,14 @@ def bad_value(key: str, given: object, allowed: Iterable[str] | str, why: str = 
     kl.0.estimator: got 'k33'; allowed: k1, k2, k3; did you mean 'k3'?
     """
     if isinstance(allowed, str):
-        names = []
+        # A description holds no names, so that nothing can be suggested.
+        hint = ""
         description = allowed
     else:
         names = list(allowed)
+        hint = _hint(given, names)
         description = ", ".join(names) or "(nothing)"
-    reason = f" ({why})" if why else ""
-    return UserError(f"{_cut(key)}: got {shown(given)}; allowed: {description}{_hint(given, names)}{reason}")
+    return UserError(f"{_cut(key)}: got {shown(given)}; allowed: {description}{hint}{_in_brackets(why)}")
 
 
 def unknown_key(key: str, given: object, allowed: Iterable[str], why: str = "") -> UserError:
@@ -109,16 +114,23 @@ def unknown_key(key: str, given: object, allowed: Iterable[str], why: str = "") 
     """
     names = list(allowed)
     allowed_names = ", ".join(names) or "(none)"
+    # The allowed names are those of one level, so only the key's last part is compared with them.
     misspelt = key.rsplit(".", 1)[-1]
-    reason = f" ({why})" if why else ""
-    no_such_key = f"{_cut(key)}: no such key (given {shown(given)}){reason}"
+    no_such_key = f"{_cut(key)}: no such key (given {shown(given)}){_in_brackets(why)}"
     return UserError(f"{no_such_key}; allowed: {allowed_names}{_hint(misspelt, names)}")
+
+
+def _in_brackets(remark: str) -> str:
+    if not remark:
+        return ""
+    return f" ({remark})"
 
 
 @contextmanager
 def error_prefix(place: str) -> Iterator[None]:
-    """Begin the message of a :class:`UserError` that is raised inside with ``place``."""
+    """Put ``place`` in front of the message of a :class:`UserError` that is raised in this context."""
     try:
         yield
     except UserError as error:
+        # The cause stays the original one: the shorter message of the same error explains nothing.
         raise UserError(f"{place}: {error}") from error.__cause__

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+# Stop reasons and statuses are stored with sampled completions, and names of metrics contain the statuses.
 STOP_REASONS = ("eos", "stop", "length")
 """Why a completion ended: the end token, a stop string, or the limit on new tokens (truncated)."""
 
 FOREIGN_VERSION = -1
-"""Version of a token that no weights of this run drew (recorded rollouts of another)."""
+"""Version of a token that no weights of this run drew: it is from another run's recorded rollouts."""
 
 STATUSES = ("ok", "unparseable", "timeout", "refused")
-"""What the verifier says about its own verdict."""
+"""What the verifier says about its own verdict; ``timeout`` and ``refused`` mean that there is none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +79,7 @@ class Rollout:
     prompt: Prompt
     group_id: int
     completion_ids: tuple[int, ...]
+    # One number per token, not per rollout: with a lag, weights may change within a completion.
     logps: tuple[float, ...]
     versions: tuple[int, ...]
     stop_reason: str

@@ -84,7 +84,9 @@ def redact(text: str, key: str = "") -> str:
     """
     if text and is_secret_key(key):
         return HIDDEN
-    return _without_flag_values(_without_pairs(_without_tokens(text), _is_secret_value))
+    text = _without_tokens(text)
+    text = _without_pairs(text, _is_secret_value)
+    return _without_flag_values(text)
 
 
 def redact_command(words: Sequence[str]) -> str:
@@ -101,6 +103,7 @@ def redact_command(words: Sequence[str]) -> str:
             hidden.append(f"{key}={redact(value, key)}")
         else:
             hidden.append(redact(word))
+    # Last, on the whole line: a flag and its value are two words.
     return _without_flag_values(shlex.join(hidden))
 
 
@@ -112,7 +115,9 @@ def redact_source(source: str) -> str:
     >>> redact_source("api_key = 'abc'; pad_token = '<pad>'; password: hunter2; token: str")
     "api_key = '***'; pad_token = '<pad>'; password: ***; token: str"
     """
-    return _without_flag_values(_without_pairs(_without_tokens(source), _is_secret_literal))
+    source = _without_tokens(source)
+    source = _without_pairs(source, _is_secret_literal)
+    return _without_flag_values(source)
 
 
 def printable(text: str) -> str:
@@ -139,6 +144,7 @@ def refuse_secrets(data: Any, key: str = "") -> None:
 
 
 def _looks_secret(name: str, text: str) -> bool:
+    # In prose for the model, only a token is a secret for certain.
     if TEXT_KEY.search(name):
         return _without_tokens(text) != text
     return redact(text) != text
@@ -185,22 +191,26 @@ def _without_pairs(text: str, is_secret: Callable[[str, str], bool]) -> str:
         is_inside_value = key.start() < end  # `password: 'token=x'`
         if is_inside_value or not is_secret_key(key["key"]):
             continue
-        value = VALUE.match(text, key.end())
-        if value is None:
+        match = VALUE.match(text, key.end())
+        if match is None:
             continue
+        value = match[0]
+        # A variable says where the secret is.
+        if not value.startswith("$") and is_secret(key["sign"], value):
+            value = _hidden(value)
         pieces.append(text[end : key.end()])
-        is_variable = value[0].startswith("$")
-        if is_variable or not is_secret(key["sign"], value[0]):
-            pieces.append(value[0])
-        elif value[0][0] in "'\"":
-            # With its quotes, so that redacted source is source still.
-            quote = value[0][0]
-            pieces.append(f"{quote}{HIDDEN}{quote}")
-        else:
-            pieces.append(HIDDEN)
-        end = value.end()
+        pieces.append(value)
+        end = match.end()
     pieces.append(text[end:])
     return "".join(pieces)
+
+
+def _hidden(value: str) -> str:
+    """What stands in place of ``value``: in the same quotes, so that redacted source can still be parsed."""
+    if value[0] not in "'\"":
+        return HIDDEN
+    quote = value[0]
+    return f"{quote}{HIDDEN}{quote}"
 
 
 def _is_secret_value(sign: str, value: str) -> bool:
@@ -215,10 +225,12 @@ def _is_secret_literal(sign: str, value: str) -> bool:
     """Whether the value of a secret's name is hidden in source code: a text that is not empty, or like a password."""
     if value[0] in "'\"":
         return len(value) > len("''")
+    # Without quotes it is code: a call, an index, an attribute are expressions, and a type or a name has no digits.
+    if re.search(r"[(\[.]", value):
+        return False
     has_digit = re.search(r"\d", value) is not None
     has_letter = re.search(r"[A-Za-z]", value) is not None
-    is_expression = re.search(r"[(\[.]", value) is not None  # a call, an index, an attribute
-    return has_digit and has_letter and not is_expression
+    return has_digit and has_letter
 
 
 def _leaves(data: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -230,22 +242,25 @@ def _leaves(data: Any, key: str) -> Iterator[tuple[str, Any]]:
     else:
         yield key, data
         return
+    prefix = ""
+    if key:
+        prefix = f"{key}."
     for name, item in items:
-        inner_key = f"{key}.{name}" if key else str(name)
-        yield from _leaves(item, inner_key)
+        yield from _leaves(item, f"{prefix}{name}")
 
 
 def check_address(url: str, key: str) -> None:
     """Raise :class:`UserError` that names ``key`` where ``url`` is not a plain address of an HTTP server."""
-    parts = urlsplit(url)
-    has_server = parts.scheme in ("http", "https") and bool(parts.hostname)
-    # A user or a query may hold a key, and the address is stored with the run.
-    has_credentials = bool(parts.username or parts.query)
-    if not has_server or has_credentials or not _has_valid_port(parts):
+    if not _is_plain_address(urlsplit(url)):
         raise bad_value(key, redact(url), "addresses such as http://127.0.0.1:8000, without user or key")
 
 
-def _has_valid_port(parts: SplitResult) -> bool:
+def _is_plain_address(parts: SplitResult) -> bool:
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return False
+    # A user or a query may hold a key, and the address is stored with the run.
+    if parts.username or parts.query:
+        return False
     try:
         _ = parts.port
     except ValueError:  # not a number, or above 65535

@@ -4,7 +4,8 @@ Registering is a decorator that returns the function unchanged. A duplicate name
 name raises with the alternatives. The first lookup imports the package that registers the built-ins of the
 kind and the entry points of the group ``kl_comedy.<kind>``; files join by :func:`load_plugin_file`.
 
-The source of every part from outside is known: of a file in :data:`PLUGIN_FILES`, of a package in :data:`PACKAGES`.
+The source of every part from outside this package is recorded: that of a file in :data:`PLUGIN_FILES`, that of a
+package in :data:`PACKAGES`.
 """
 
 from __future__ import annotations
@@ -90,6 +91,7 @@ class Entry(Generic[T]):
             if callable(fact):  # a function or a class: nothing to print
                 continue
             row[key] = fact
+            # The second question is for the type checker: a class was left out above.
             if is_dataclass(fact) and not isinstance(fact, type):
                 row[key] = asdict(fact)
         return row
@@ -115,7 +117,7 @@ class Registry(Generic[T]):
         ``source`` is the paper and equation, or the code, it comes from; ``summary`` defaults to the docstring's first
         line. Raises :class:`UserError` when the name is taken.
         """
-        # Here and not in `add`: the caller of a decorator is whoever applies it, which may be a helper of ours.
+        # Here and not in `add`: the caller of `add` is whoever applies the decorator, which may be a helper of ours.
         registering = _registering_module(sys._getframe(1))
 
         def add(fn: T) -> T:
@@ -163,6 +165,7 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[Entry[T]]:
         self.load()
+        # A copy: the loop's body may register a part.
         return iter(list(self._entries.values()))
 
     def load(self) -> None:
@@ -178,16 +181,16 @@ class Registry(Generic[T]):
                 with _plugin_import(place, "failed to load"):
                     point.load()
         except BaseException:
-            self._loaded = False  # a second lookup must not go on without the parts that failed
+            self._loaded = False  # a second lookup must fail too, instead of missing parts without saying so
             raise
 
 
 @contextlib.contextmanager
 def _plugin_import(place: str, failed: str) -> Iterator[None]:
-    """Import a plugin inside: every error of its becomes a :class:`UserError` that begins with ``place``.
+    """Turn every error of a plugin's import, which runs in this context, into a :class:`UserError`.
 
-    ``failed`` says what failed. The parts that a failed module had registered are forgotten, so that it can be
-    imported again.
+    The message begins with ``place`` and says what ``failed``. The parts that a failed module had registered are
+    removed, so that it can be imported again.
     """
     try:
         yield
@@ -264,6 +267,7 @@ def load_plugin_file(path: str | Path, *, check_names: bool = True) -> None:
     name = f"{PLUGIN_MODULE}{file.stem}"
     sources = plugin_sources(file)
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(file):
+        # Imported before. What is recorded stays, even if a file was edited since: that is the code that runs.
         PLUGIN_FILES.update({**sources, **PLUGIN_FILES})
         return
     for other in sources.keys() & PLUGIN_FILES.keys():
@@ -316,7 +320,8 @@ def plugin_line(error: BaseException | None) -> str | None:
     while error is not None:
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in paths]
         if frames:
-            return f"{frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name}"
+            innermost = frames[-1]
+            return f"{innermost.filename}, line {innermost.lineno}, in {innermost.name}"
         error = error.__cause__ or error.__context__
     return None
 
@@ -324,13 +329,22 @@ def plugin_line(error: BaseException | None) -> str | None:
 def plugin_sources(file: Path) -> dict[str, bytes]:
     """The content of a plugin file and of the modules and packages in its folder that it imports, theirs included.
 
-    Found by reading ``import`` statements, those within functions too. Raises :class:`UserError` for a missing file.
+    They are found by reading ``import`` statements, those within functions too. Raises :class:`UserError` for a missing
+    file.
     """
-    return _with_local_imports([file.resolve()], file.resolve().parent, lambda module: module == __package__)
+
+    def is_this_package(module: str) -> bool:
+        # A plugin may lie beside the package, as in a checkout's src; the package is not one of the plugin's modules.
+        return module == __package__
+
+    return _with_local_imports([file.resolve()], file.resolve().parent, is_this_package)
 
 
 def _with_local_imports(files: Iterable[Path], folder: Path, is_foreign: Callable[[str], bool]) -> dict[str, bytes]:
-    """The content of ``files`` and of what they import from ``folder``, but for top-level modules that are foreign."""
+    """The content of ``files`` and of what they import from ``folder``, except for top-level modules that are foreign.
+
+    The names are paths from ``folder``. Raises :class:`UserError` for a file that cannot be read.
+    """
     sources: dict[str, bytes] = {}
     waiting = list(files)
     while waiting:
@@ -345,7 +359,7 @@ def _with_local_imports(files: Iterable[Path], folder: Path, is_foreign: Callabl
         for module in _imported_modules(sources[name]):
             if not is_foreign(module):
                 waiting += _files_beside(folder, module)
-    # Sorted: the order in which they were found depends on the hash seed of Python, and the archive must not.
+    # Sorted: the imports of a file are a set, whose order depends on the hash seed of Python; the archive must not.
     return dict(sorted(sources.items()))
 
 
@@ -378,6 +392,7 @@ def _files_beside(folder: Path, module: str) -> list[Path]:
 
 def plugin_hashes(sources: Mapping[str, bytes]) -> dict[str, str]:
     """The sha256 (first 12 hex digits) of each source by its name."""
+    # The hashes of stored configs cover these: their length and their order must not change.
     return {name: hashlib.sha256(content).hexdigest()[:12] for name, content in sorted(sources.items())}
 
 
@@ -419,7 +434,8 @@ class PluginPackage:
     def read(cls, name: str) -> PluginPackage:
         """The package as its files are now. Nothing of it is imported."""
         files = _python_files(name)
-        return cls(name=name, files=files, sources={path: file.read_bytes() for path, file in files.items()})
+        sources = {path: file.read_bytes() for path, file in files.items()}
+        return cls(name=name, files=files, sources=sources)
 
     @property
     def paths(self) -> set[str]:
@@ -431,11 +447,13 @@ class PluginPackage:
         """The version of the distribution that installed it, else its ``__version__``; None where it has neither."""
         if self.name == SCRIPT:
             return None
-        # First by entry points: an editable install names no top-level modules, which _distributions goes by.
+        # First by entry points: an editable install by hatchling or flit lists neither its modules nor its files
+        # (setuptools lists its modules), so that _distributions does not know it.
         for distribution in importlib.metadata.distributions():
             for point in distribution.entry_points:
-                is_ours = point.group.startswith("kl_comedy.") and _package_of(point.module) == self.name
-                if is_ours and distribution.version:
+                registers_parts = point.group.startswith("kl_comedy.")
+                is_of_this_package = _package_of(point.module) == self.name
+                if registers_parts and is_of_this_package and distribution.version:
                     return distribution.version
         for distribution_name in _distributions().get(self.name, ()):
             if distribution_name:
@@ -450,13 +468,15 @@ class PluginPackage:
         """Its source, and that of the modules beside it that it imports and no other distribution installed."""
         if not self.is_archived or not self.files:
             return self.sources
+        # A path is relative to the folder that holds the package: as many levels up as it has slashes.
         path, file = next(iter(self.files.items()))
         folder = file.parents[path.count("/")]
         if file != folder / path:  # the package's folder has another name
             return self.sources
         beside = {file.stem for file in folder.glob("*.py")}
         beside |= {file.parent.name for file in folder.glob("*/__init__.py")}
-        # A quick look, because asking for all distributions takes a second: most packages import nothing beside them.
+        # A quick look first, because most packages import nothing beside them: _distributions reads files of every
+        # installed package (0.2 s for 200 of them).
         text = b"\n".join(self.sources.values())
         mentioned = {module for module in beside - {self.name} if module.encode() in text}
         if all(_is_library(module) for module in mentioned):
@@ -471,7 +491,10 @@ class PluginPackage:
             return bool(distributions) and distributions.isdisjoint(own_distributions)
 
         inside = [file for file in self.files.values() if file.is_relative_to(folder)]
-        return dict(sorted({**_with_local_imports(inside, folder, is_foreign), **self.sources}.items()))
+        sources = _with_local_imports(inside, folder, is_foreign)
+        # The package's own files as they were when it registered its first part, and not as they are now.
+        sources.update(self.sources)
+        return dict(sorted(sources.items()))
 
     @functools.cached_property
     def hashes(self) -> dict[str, str]:
@@ -491,8 +514,11 @@ class PluginPackage:
         """Its name, and the hash of its source (12 hex digits) or its version."""
         if not self.sources:
             return " ".join(f"{name} {version}" for name, version in self.hashes.items())
+        # Stored runs are compared by this tag: another form of the text would make every plugin look changed.
         text = "".join(f"{path}\0{digest}\n" for path, digest in self.hashes.items())
-        name = next(iter(self.sources)) if self.name == SCRIPT else self.name
+        name = self.name
+        if self.name == SCRIPT:
+            name = next(iter(self.sources))
         return f"{name} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
@@ -593,6 +619,7 @@ def _real_name(module: str) -> str:
     if module != SCRIPT:
         return module
     spec = getattr(sys.modules.get(SCRIPT), "__spec__", None)
+    # python FILE has no spec.
     if spec is None:
         return module
     return str(spec.name)
@@ -659,14 +686,17 @@ def _locations(name: str) -> tuple[list[Path], Path | None]:
     module = sys.modules.get(name)
     if module is not None and getattr(module, "__spec__", None) is None:
         # A script, which importlib cannot find by its name.
-        script = getattr(module, "__file__", None)
-        return [], None if script is None else Path(script)
-    spec = importlib.util.find_spec(name)
-    if spec is None:
+        file = getattr(module, "__file__", None)
+    else:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            return [], None
+        if spec.submodule_search_locations is not None:
+            return [Path(place) for place in spec.submodule_search_locations], None
+        file = spec.origin
+    if file is None:
         return [], None
-    if spec.submodule_search_locations is not None:
-        return [Path(place) for place in spec.submodule_search_locations], None
-    return [], None if spec.origin is None else Path(spec.origin)
+    return [], Path(file)
 
 
 @functools.cache

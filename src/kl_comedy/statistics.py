@@ -72,6 +72,7 @@ def generator(seed: int = 0) -> np.random.Generator:
     """The random generator of one command, which passes it to everything that resamples."""
     import numpy as np
 
+    # A fixed seed: `results verify` makes tables again and compares their intervals to the last digit.
     return np.random.default_rng(seed)
 
 
@@ -91,6 +92,7 @@ def interval(values: Sequence[float], method: str = "t", rng: np.random.Generato
     if method == "bootstrap" or n < 2:
         # An independent value is a cluster of its own.
         return clustered_interval([[value] for value in values], method, rng=rng, draws=SEED_DRAWS)
+    # fmean and fsum round once, at their end, so that the interval does not depend on the order of the seeds.
     mean = fmean(values)
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
     half = _t_quantile(n - 1) * deviation / math.sqrt(n)
@@ -128,6 +130,8 @@ def clustered_se(clusters: Sequence[Sequence[float]]) -> float | None:
         return None
     values = _flatten(clusters)
     mean = fmean(values)
+    # d_g^2: deviations are summed within a cluster before they are squared. Those of samples that agree add up, and the
+    # error is then larger than that of independent samples.
     squares = [math.fsum(value - mean for value in cluster) ** 2 for cluster in clusters]
     return math.sqrt(groups / (groups - 1) * math.fsum(squares)) / len(values)
 
@@ -191,6 +195,7 @@ def _effective_size(share: float, se: float, *, values: int, groups: int) -> flo
         # All clusters have the same mean (mostly: everything right, or everything wrong). Nothing is known about how
         # much the samples of a cluster agree, so each cluster counts as one value.
         return float(groups)
+    # At most the number of values: clusters that differ less than chance alone would make them are luck, not evidence.
     return min(share * (1 - share) / se**2, float(values))
 
 
@@ -209,6 +214,7 @@ def _wilson(share: float, size: float) -> tuple[float, float]:
     z2 = float(ndtri(0.5 + LEVEL / 2)) ** 2
     middle = (share + z2 / (2 * size)) / (1 + z2 / size)
     half = math.sqrt(z2 * (share * (1 - share) / size + z2 / (4 * size**2))) / (1 + z2 / size)
+    # The formula stays within [0, 1]; its rounding may not.
     return max(middle - half, 0.0), min(middle + half, 1.0)
 
 
@@ -221,6 +227,7 @@ def _bootstrap_means(clusters: Sequence[Sequence[float]], rng: np.random.Generat
     sizes = np.array([len(cluster) for cluster in clusters], dtype=float)
     groups = len(clusters)
     means = []
+    # In parts: all draws of an evaluation with many problems would not fit into memory.
     draws_at_once = max(CHUNK // groups, 1)
     for start in range(0, draws, draws_at_once):
         rows = min(draws_at_once, draws - start)
@@ -296,6 +303,7 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int
     not used. Raises :class:`UserError` where ``k`` is larger than the number of samples.
     """
     check_k(k, len(answers))
+    # Disjoint, because votes of blocks that share samples would not be independent.
     blocks = [slice(start, start + k) for start in range(0, len(answers) - k + 1, k)]
     votes = [majority(answers[block], correct[block]) for block in blocks]
     return Majority(correct=fmean(vote.correct for vote in votes), tied=any(vote.tied for vote in votes))
@@ -397,7 +405,7 @@ def iqm(scores: Mapping[str, Sequence[float]], rng: np.random.Generator) -> Inte
     1.5
     """
 
-    def trimmed(samples: Sequence[Any]) -> Any:
+    def trimmed(samples: Sequence[np.ndarray]) -> Any:
         import numpy as np
         from scipy.stats import trim_mean
 
@@ -421,7 +429,7 @@ def probability_of_improvement(
     if not tasks:
         raise UserError(f"no task in common: {', '.join(a)} against {', '.join(b)}")
 
-    def wins(samples: Sequence[Any]) -> Any:
+    def wins(samples: Sequence[np.ndarray]) -> Any:
         import numpy as np
 
         # The samples of a come first, one for each task, then those of b; leading axes are bootstrap draws.
@@ -435,23 +443,31 @@ def probability_of_improvement(
     return _aggregate(samples, wins, rng)
 
 
-def _arrays(scores: Mapping[str, Sequence[float]]) -> list[Any]:
+def _arrays(scores: Mapping[str, Sequence[float]]) -> list[np.ndarray]:
     import numpy as np
 
-    arrays = [np.asarray(values, dtype=float) for values in scores.values()]
-    usable = [len(values) > 0 and bool(np.isfinite(values).all()) for values in arrays]
-    if not arrays or not all(usable):
-        raise UserError("an aggregate needs at least one task, and at least one finite score of each")
+    if not scores:
+        raise UserError("an aggregate needs at least one task")
+    arrays = []
+    for task, values in scores.items():
+        array = np.asarray(values, dtype=float)
+        if len(array) == 0 or not np.isfinite(array).all():
+            raise UserError(f"an aggregate needs at least one score of each task, all of them finite; {task!r} has not")
+        arrays.append(array)
     return arrays
 
 
-def _aggregate(samples: list[Any], statistic: Callable[[Sequence[Any]], Any], rng: np.random.Generator) -> Interval:
-    """``statistic`` of the samples with its stratified bootstrap interval: runs are resampled within their task.
+def _aggregate(
+    samples: list[np.ndarray], statistic: Callable[[Sequence[np.ndarray]], Any], rng: np.random.Generator
+) -> Interval:
+    """``statistic`` of the samples, one array ``[runs]`` per task, with its stratified bootstrap interval.
 
-    Not scipy.stats.bootstrap, which refuses a task with a single run.
+    Runs are resampled within their task. ``statistic`` takes arrays with leading axes too: ``[draws, runs]``.
     """
     low = None
     high = None
+    # Not scipy.stats.bootstrap, which refuses a task with a single run. Where every task has one, each draw would be
+    # the same and the interval a point.
     can_resample = any(len(values) > 1 for values in samples)
     if can_resample:
         draws = []
@@ -483,12 +499,12 @@ def reward_at_kl(points: Sequence[Point], kl: float) -> float | str:
     """
     # A run that diverged has no place on the frontier.
     finite = [point for point in points if math.isfinite(point.kl) and math.isfinite(point.reward)]
-    kls_below = [point.kl for point in finite if point.kl <= kl]
-    kls_above = [point.kl for point in finite if point.kl >= kl]
-    if not kls_below or not kls_above:
+    # The nearest KL on either side. Collapsed runs count here: where between a sound run and a collapsed one the
+    # collapse begins is unknown, so the frontier has a gap there.
+    below = max((point.kl for point in finite if point.kl <= kl), default=None)
+    above = min((point.kl for point in finite if point.kl >= kl), default=None)
+    if below is None or above is None:
         return "outside"  # the frontier is not extrapolated
-    below = max(kls_below)
-    above = min(kls_above)
     reward_below = _mean_reward(finite, below)
     reward_above = _mean_reward(finite, above)
     if reward_below is None or reward_above is None:
@@ -501,16 +517,15 @@ def reward_at_kl(points: Sequence[Point], kl: float) -> float | str:
 
 def _mean_reward(points: Sequence[Point], kl: float) -> float | None:
     """The mean reward of the runs that ended at exactly ``kl``; None where all of them have collapsed."""
-    rewards = []
-    for point in points:
-        if point.kl == kl and not point.collapsed:
-            rewards.append(point.reward)
+    sound = [point for point in points if not point.collapsed]
+    rewards = [point.reward for point in sound if point.kl == kl]
     if not rewards:
         return None
     return fmean(rewards)
 
 
 DEFAULT_RULE = "eval/heldout/reward < 0.5 start"
+"""The rule of collapse where the user gives none. Stored tables without ``--collapse`` count collapsed runs by it."""
 
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _LAST = r"(?:\blast\s+([1-9]\d*))?"

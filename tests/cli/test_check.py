@@ -23,21 +23,39 @@ def starts(*overrides):
     return what_starts(load_config(TINY, overrides), gpus=0)
 
 
-def test_what_would_start():
+def test_the_default_sampler_is_in_the_trainers_process():
     assert starts()["sampler"] == "hf in the trainer's process"
+
+
+def test_an_asynchronous_run_over_ranks_starts_a_server_beside_them():
     rows = starts("train.strategy=fsdp", "train.devices=2", "lag.mode=async", "lag.max_steps=3", "lag.in_flight=true")
     assert rows["processes"] == "fsdp, 2 on 1 node"
     assert rows["sampler"].startswith("hf_server beside the trainer: 1, started by the run")
     assert rows["samples"].endswith("at most 3 updates old, wait, weights in flight")
-    options = "rollout.options={urls: ['http://a:1', 'http://b:2']}"
-    rows = starts("rollout.backend=vllm_server", options, "model.lora={rank: 2}")
+
+
+def test_servers_elsewhere_get_the_merged_adapter_through_a_folder():
+    urls = "rollout.options={urls: ['http://a:1', 'http://b:2']}"
+    rows = starts("rollout.backend=vllm_server", urls, "model.lora={rank: 2}")
     assert "2 at http://a:1, http://b:2" in rows["sampler"]
     assert rows["weights"].startswith("transport folder, staged by rank 0, the adapter merged")
-    if not torch.cuda.is_available():
-        assert starts("rollout.backend=vllm_server")["weights"].startswith("transport gloo, staged by rank 0;")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the transport is another")
+def test_without_a_gpu_weights_go_over_gloo():
+    assert starts("rollout.backend=vllm_server")["weights"].startswith("transport gloo, staged by rank 0;")
+
+
+def test_an_own_server_gets_the_adapter_alone():
     rows = starts("rollout.backend=vllm_server", "model.lora={rank: 2}")
     assert rows["weights"].startswith("transport adapter, staged by rank 0;")
+
+
+def test_shards_are_gathered_up_to_a_limit():
     assert "at most 16 GiB" in starts("train.strategy=fsdp")["weights"]
+
+
+def test_recorded_batches_are_read_by_rank_0():
     rows = starts("rollout.backend=replay", "rollout.options={path: old}", "lag.mode=on_policy")
     assert rows["sampler"].startswith("replay: batches of old, read by rank 0")
 
@@ -46,7 +64,8 @@ def test_the_command_prints_json_with_memory():
     done = CliRunner().invoke(app, ["check", str(TINY), "--format", "json", "--gpu", "cpu"])
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
-    assert rows["memory"].endswith("on cpu: fits") and rows["updates"] == "8, a checkpoint every 1"
+    assert rows["memory"].endswith("on cpu: fits")
+    assert rows["updates"] == "8, a checkpoint every 1"
 
 
 @pytest.mark.parametrize(
@@ -69,15 +88,22 @@ def test_the_reason_where_it_cannot_run(overrides, message, monkeypatch):
         CliRunner().invoke(app, ["check", str(TINY), *overrides], catch_exceptions=False)
 
 
-FOUR = "rollout.backend=vllm_server"
+VLLM = "rollout.backend=vllm_server"
 
 
-def test_the_transport_is_the_one_of_a_run_on_as_many_gpus():
-    def weights(gpus, *overrides):
-        return what_starts(load_config(TINY, [FOUR, *overrides]), gpus=gpus)["weights"].split(",")[0]
-
-    assert [weights(gpus) for gpus in (0, 1, 8)] == ["transport gloo", "transport ipc", "transport nccl"]
-    assert weights(8, "rollout.options={servers: 2, gpus: ['0', '1']}") == "transport gloo"
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "transport"),
+    [
+        (0, [], "gloo"),
+        (1, [], "ipc"),
+        (8, [], "nccl"),
+        (8, ["rollout.options={servers: 2, gpus: ['0', '1']}"], "gloo"),
+    ],
+    ids=["no GPU", "one GPU for both", "GPUs of their own", "a GPU of the trainer's for a server"],
+)
+def test_the_transport_is_the_one_of_a_run_on_as_many_gpus(gpus, overrides, transport):
+    weights = what_starts(load_config(TINY, [VLLM, *overrides]), gpus=gpus)["weights"]
+    assert weights.split(",")[0] == f"transport {transport}"
 
 
 @pytest.mark.parametrize(
@@ -89,27 +115,35 @@ def test_the_transport_is_the_one_of_a_run_on_as_many_gpus():
             r"train\.devices: got 2; allowed: at most 1 \(each process has",
         ),
         (
-            [FOUR, "rollout.options={servers: 3}"],
+            [VLLM, "rollout.options={servers: 3}"],
             2,
             r"rollout\.options\.servers: got 3; allowed: at most 1 \(a node has 2",
         ),
-        ([FOUR, "rollout.options={servers: 2, gpus: ['0', '0']}"], 2, r"gpus: got .* GPUs 0 to 1, each once"),
-        ([FOUR, "rollout.options={gpus: ['2']}"], 2, r"gpus: got .* GPUs 0 to 1, each once"),
+        ([VLLM, "rollout.options={servers: 2, gpus: ['0', '0']}"], 2, r"gpus: got .* GPUs 0 to 1, each once"),
+        ([VLLM, "rollout.options={gpus: ['2']}"], 2, r"gpus: got .* GPUs 0 to 1, each once"),
         (
-            [FOUR, "rollout.options={gpus: ['1'], tensor_parallel_size: 2}"],
+            [VLLM, "rollout.options={gpus: ['1'], tensor_parallel_size: 2}"],
             2,
             r"gpus: got .* allowed: 2 for each server",
         ),
-        ([FOUR, "rollout.options={servers: 2, gpus: ['1']}"], 2, r"gpus: got .* one entry for each of the 2 servers"),
+        ([VLLM, "rollout.options={servers: 2, gpus: ['1']}"], 2, r"gpus: got .* one entry for each of the 2 servers"),
     ],
 )
 def test_a_process_or_an_engine_without_a_gpu_is_refused(overrides, gpus, message):
-    words = ["check", str(TINY), *overrides, "--gpus", str(gpus), "--no-memory"]
+    arguments = ["check", str(TINY), *overrides, "--gpus", str(gpus), "--no-memory"]
     with pytest.raises(UserError, match=message):
-        CliRunner().invoke(app, words, catch_exceptions=False)
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
-def test_the_engines_of_every_config_are_the_ones_that_its_settings_name():
-    for path in sorted((ROOT / "configs").glob("**/*.yaml")):
-        if "rollout" in (yaml.safe_load(path.read_text()) or {}):
-            assert what_starts(load_config(path), gpus=0)["sampler"], path
+def has_rollouts(path):
+    """Whether it is a config of a run that draws: not a grid, a profile or one without engines."""
+    keys = yaml.safe_load(path.read_text()) or {}
+    return "rollout" in keys
+
+
+CONFIGS = [path for path in sorted((ROOT / "configs").glob("**/*.yaml")) if has_rollouts(path)]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
+def test_the_engines_of_every_config_are_the_ones_that_its_settings_name(path):
+    assert what_starts(load_config(path), gpus=0)["sampler"]

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 
@@ -31,123 +32,167 @@ def sums(tmp_path, monkeypatch):
 
 
 def records(folder):
+    """The folder of the suite's one evaluation below ``folder``."""
     (path,) = Path(folder).glob("*/sums-*")
     return path
 
 
+def read_lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def test_scores_records_and_the_same_again_without_sampling(kl_comedy, sums):
-    words = ("evaluate", *MODEL, "--suite", sums, "eval.samples=4", "--format", "json")
-    code, out, err = kl_comedy(*words)
+    command = ("evaluate", *MODEL, "--suite", sums, "eval.samples=4")
+    code, out, err = kl_comedy(*command, "--format", "json")
     assert code == 0, err
     (row,) = json.loads(out)
-    items = [json.loads(line) for line in (records("evaluations") / "items.jsonl").read_text().splitlines()]
-    assert row["problems"] == 12 and len(items) == 48
-    assert row["accuracy"] == sum(item["correct"] for item in items) / 48 > 0
-    assert row["accuracy_low"] < row["accuracy"] < row["accuracy_high"] and row["pass@4"] >= row["accuracy"]
-    assert row["truncated_share"] == sum(item["stop_reason"] == "length" for item in items) / 48
-    import pandas as pd
+    items_file = records("evaluations") / "items.jsonl"
+    items = read_lines(items_file)
+    n_items = 12 * 4  # problems, samples of each
+    assert row["problems"] == 12
+    assert len(items) == n_items
+    assert row["accuracy"] == sum(item["correct"] for item in items) / n_items
+    assert row["accuracy"] > 0
+    assert row["accuracy_low"] < row["accuracy"] < row["accuracy_high"]
+    assert row["pass@4"] >= row["accuracy"]
+    assert row["truncated_share"] == sum(item["stop_reason"] == "length" for item in items) / n_items
 
     table = pd.read_parquet(records("evaluations") / "items.parquet")
     assert table.to_dict("records")[5]["completion"] == items[5]["completion"]
-    before = (records("evaluations") / "items.jsonl").stat().st_mtime_ns
-    code, again, err = kl_comedy(*words, "--k", "3")
-    assert code == 0 and json.loads(again)[0]["accuracy"] == row["accuracy"] and "pass@3" in json.loads(again)[0]
-    assert (records("evaluations") / "items.jsonl").stat().st_mtime_ns == before and "problems" not in err
-    for format, line in (("csv", "sums,generate,12"), ("markdown", "| sums | 12 x 4 |"), ("table", "accuracy")):
-        assert line in kl_comedy(*words[:-1], format)[1]
+
+    written_at = items_file.stat().st_mtime_ns
+    code, out, err = kl_comedy(*command, "--format", "json", "--k", "3")
+    assert code == 0
+    (row_of_k,) = json.loads(out)
+    assert row_of_k["accuracy"] == row["accuracy"]
+    assert "pass@3" in row_of_k
+    assert items_file.stat().st_mtime_ns == written_at, "nothing is sampled again"
+    assert "problems" not in err
+
+    assert "sums,generate,12" in kl_comedy(*command, "--format", "csv")[1]
+    assert "| sums | 12 x 4 |" in kl_comedy(*command, "--format", "markdown")[1]
+    assert "accuracy" in kl_comedy(*command, "--format", "table")[1]
 
 
 def test_an_interrupted_and_resumed_evaluation_ends_in_the_same_bytes(kl_comedy, sums, monkeypatch):
-    words = (*MODEL, "--suite", sums, "eval.samples=2", "--chunk", "1", "--limit", "6")
-    assert kl_comedy("evaluate", *words, "--out", "whole")[0] == 0
+    command = ("evaluate", *MODEL, "--suite", sums, "eval.samples=2", "--chunk", "1", "--limit", "6")
+    assert kl_comedy(*command, "--out", "whole")[0] == 0
+
+    def chunks():
+        return sorted((records("parts") / "chunks").glob("?????.jsonl"))
 
     def evaluate_until(count):
+        """Fail when so many chunks are written."""
         write = records_module.atomic_write
 
         def limited(path, content):
-            written = len(list((records("parts") / "chunks").glob("?????.jsonl"))) if path.suffix == ".jsonl" else 0
-            if written == count:
+            if path.suffix == ".jsonl" and len(chunks()) == count:
                 raise RunFailed("the node is gone")
             write(path, content)
 
         with monkeypatch.context() as patch:
             patch.setattr(records_module, "atomic_write", limited)
-            assert kl_comedy("evaluate", *words, "--out", "parts")[0] == 1
+            assert kl_comedy(*command, "--out", "parts")[0] == 1
 
     evaluate_until(3)
-    done = sorted((records("parts") / "chunks").glob("?????.jsonl"))
-    assert [file.stem for file in done] == ["00000", "00001", "00002"]
+    first, second, third = chunks()
+    assert [first.stem, second.stem, third.stem] == ["00000", "00001", "00002"]
     assert not (records("parts") / "items.jsonl").exists()
-    done[1].write_bytes(done[1].read_bytes()[:40])  # what a failing disk may leave
-    untouched = done[0].stat().st_mtime_ns
+    second.write_bytes(second.read_bytes()[:40])  # what a failing disk may leave
+    written_at = first.stat().st_mtime_ns
     evaluate_until(5)
-    assert done[0].stat().st_mtime_ns == untouched
-    assert kl_comedy("evaluate", *words, "--out", "parts")[0] == 0
+    assert first.stat().st_mtime_ns == written_at, "a whole chunk is not evaluated again"
+    assert kl_comedy(*command, "--out", "parts")[0] == 0
     assert (records("parts") / "items.jsonl").read_bytes() == (records("whole") / "items.jsonl").read_bytes()
-    assert records("parts").name == records("whole").name and not (records("parts") / "chunks").exists()
+    assert records("parts").name == records("whole").name
+    assert not (records("parts") / "chunks").exists()
 
 
-def test_one_process_evaluates(kl_comedy, sums, monkeypatch):
-    words = ("evaluate", *MODEL, "--suite", sums)
-    code, _, err = kl_comedy(*words, "--shard", "0/4")
-    assert code == 2 and "--shard: there are no shards any more" in " ".join(err.split())
-    for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        with monkeypatch.context() as patch:
-            patch.setenv(name, "2")
-            code, _, err = kl_comedy(*words)
-        assert code == 2 and "one process evaluates" in " ".join(err.split())
+def test_shards_are_refused(kl_comedy, sums):
+    code, _, err = kl_comedy("evaluate", *MODEL, "--suite", sums, "--shard", "0/4")
+    assert code == 2
+    assert "--shard: there are no shards any more" in " ".join(err.split())
+    assert not Path("evaluations").exists()
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_one_process_evaluates(kl_comedy, sums, monkeypatch, variable):
+    monkeypatch.setenv(variable, "2")
+    code, _, err = kl_comedy("evaluate", *MODEL, "--suite", sums)
+    assert code == 2
+    assert "one process evaluates" in " ".join(err.split())
     assert not Path("evaluations").exists()
 
 
 def test_a_run_and_its_checkpoints_are_evaluated_and_tracked(kl_comedy, sums):
-    words = ("train.steps=2", "eval.at_start=false", "eval.temperature=0", f"eval.suites=[{sums}]", "eval.kl=false")
-    code, _, err = kl_comedy("train", TINY, *words, "tracking.uri=sqlite:///mlflow.db")
-    assert code == 0 and "eval sums at update 2" in err, err
+    from mlflow import MlflowClient
+
+    settings = ("train.steps=2", "eval.at_start=false", "eval.temperature=0", f"eval.suites=[{sums}]", "eval.kl=false")
+    code, _, err = kl_comedy("train", TINY, *settings, "tracking.uri=sqlite:///mlflow.db")
+    assert code == 0, err
+    assert "eval sums at update 2" in err
     (run,) = Path("runs").glob("tiny-*")
     measured = json.loads((run / "summary.json").read_text())["evaluations"]["sums"]["2"]
-    for target, step in ((run, 2), (run / "checkpoints" / "step-00000001.ckpt", 1)):
-        target = target if target.exists() else next(run.glob(f"checkpoints/step-*{step}.ckpt"))
+
+    def evaluated(target):
         code, out, err = kl_comedy("evaluate", target, "--suite", sums, "--format", "json")
         assert code == 0, err
         (row,) = json.loads(out)
-        assert row["model"] == f"{run.name}-{step}"
-        assert step != 2 or row["accuracy"] == pytest.approx(measured)  # greedy: in the run as after it
-    from mlflow import MlflowClient
+        return row
+
+    of_run = evaluated(run)
+    assert of_run["model"] == f"{run.name}-2"
+    assert of_run["accuracy"] == pytest.approx(measured), "greedy: in the run as after it"
+    (checkpoint,) = run.glob("checkpoints/step-*1.ckpt")
+    of_checkpoint = evaluated(checkpoint)
+    assert of_checkpoint["model"] == f"{run.name}-1"
 
     client = MlflowClient("sqlite:///mlflow.db")
     experiment = client.get_experiment_by_name("kl_comedy-evaluations")
-    tracked = client.search_runs([experiment.experiment_id])
-    assert {each.data.tags["evaluated.step"] for each in tracked} == {"1", "2"}
-    for each in tracked:
-        assert each.data.tags["evaluated.run"] == run.name and "eval/sums/accuracy" in each.data.metrics
-        assert each.data.metrics["eval/sums/accuracy"] >= 0 and each.data.params["sampling.temperature"] == "0.0"
-        files = {Path(file.path).name for file in client.list_artifacts(each.info.run_id, "records")}
+    evaluations = client.search_runs([experiment.experiment_id])
+    assert {evaluation.data.tags["evaluated.step"] for evaluation in evaluations} == {"1", "2"}
+    for evaluation in evaluations:
+        assert evaluation.data.tags["evaluated.run"] == run.name
+        assert "eval/sums/accuracy" in evaluation.data.metrics
+        assert evaluation.data.metrics["eval/sums/accuracy"] >= 0
+        assert evaluation.data.params["sampling.temperature"] == "0.0"
+        files = {Path(file.path).name for file in client.list_artifacts(evaluation.info.run_id, "records")}
         assert files == {"items.jsonl", "items.parquet", "summary.json"}
 
 
+CHOICES = [
+    {"id": str(n), "problem": f"{n}+2=", "choices": [str(n + 2), str(n + 5), "0"], "answer": "A"} for n in range(8)
+]
+
+
 def test_choices_by_log_prob(kl_comedy, sums, tmp_path):
-    rows = [
-        {"id": str(n), "problem": f"{n}+2=", "choices": [str(n + 2), str(n + 5), "0"], "answer": "A"} for n in range(8)
-    ]
-    write_suite(tmp_path, rows)
-    words = ("evaluate", *MODEL, "--suite", "pick.yaml,sums.yaml", "--format", "json", "--limit", "6")
-    code, out, err = kl_comedy(*words)
+    write_suite(tmp_path, CHOICES)
+    code, out, err = kl_comedy("evaluate", *MODEL, "--suite", f"pick.yaml,{sums}", "--format", "json", "--limit", "6")
     assert code == 0, err
     row, _ = json.loads(out)
     (file,) = Path("evaluations").glob("*/pick-*/items.jsonl")
-    items = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(items) == 6 and row["accuracy"] == sum(item["picked"] == "A" for item in items) / 6
+    items = read_lines(file)
+    assert len(items) == 6
+    assert row["accuracy"] == sum(item["picked"] == "A" for item in items) / 6
     for item in items:
-        assert item["picked"] == "ABC"[max(range(3), key=item["logps"].__getitem__)] and max(item["logps"]) < 0
-    write_suite(tmp_path, rows, delimiter=" ")
-    code, _, err = kl_comedy(*words)
-    assert code == 2 and "cannot encode" in err  # the pocket tokenizer has no space
+        likeliest = max(range(3), key=item["logps"].__getitem__)
+        assert item["picked"] == "ABC"[likeliest]
+        assert max(item["logps"]) < 0
 
 
-def test_a_mistaken_suite_of_a_run_is_reported_before_it_begins(kl_comedy, sums):
-    for name, message in (("gsm9k", "did you mean 'gsm8k'"), (sums, "nor another suite")):
-        code, _, err = kl_comedy("train", TINY, f"eval.suites=[{name},{sums}]")
-        assert code == 2 and message in " ".join(err.split()), err
+def test_choices_that_the_tokenizer_cannot_spell_are_refused(kl_comedy, sums, tmp_path):
+    """The pocket tokenizer has no space."""
+    write_suite(tmp_path, CHOICES, delimiter=" ")
+    code, _, err = kl_comedy("evaluate", *MODEL, "--suite", "pick.yaml", "--limit", "6")
+    assert code == 2
+    assert "cannot encode" in err
+
+
+@pytest.mark.parametrize(("name", "message"), [("gsm9k", "did you mean 'gsm8k'"), ("sums.yaml", "nor another suite")])
+def test_a_mistaken_suite_of_a_run_is_reported_before_it_begins(kl_comedy, sums, name, message):
+    code, _, err = kl_comedy("train", TINY, f"eval.suites=[{name},{sums}]")
+    assert code == 2, err
+    assert message in " ".join(err.split())
     assert not Path("runs").exists()
 
 
@@ -168,13 +213,15 @@ MISTAKES = [
 ]
 
 
-def test_a_mistake_is_one_sentence_and_exit_2(kl_comedy, sums, tmp_path):
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
+def test_a_mistake_is_one_sentence_and_exit_2(kl_comedy, sums, tmp_path, arguments, message):
     (tmp_path / "short.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n')
     (tmp_path / "nogold.jsonl").write_text('{"problem": "1+1"}\n')
     (tmp_path / "badgold.jsonl").write_text('{"problem": "1+1", "answer": "?"}\n')
     (tmp_path / "badgold.yaml").write_text(yaml.safe_dump({**SUMS, "data": None, "file": {"path": "badgold.jsonl"}}))
-    for words, message in MISTAKES:
-        code, out, err = kl_comedy("evaluate", *MODEL, *words)
-        assert code == 2 and out == "", (words, err)
-        assert message in " ".join(err.split()) and "Traceback" not in err, (words, err)
+    code, out, err = kl_comedy("evaluate", *MODEL, *arguments)
+    assert code == 2, err
+    assert out == ""
+    assert message in " ".join(err.split())
+    assert "Traceback" not in err
     assert not list(Path("evaluations").glob("*/*/items.jsonl"))

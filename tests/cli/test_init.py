@@ -14,31 +14,78 @@ from commands import run_here
 ROOT = Path(__file__).parents[2]
 
 
-def run(*words, cwd, code=0):
-    """Its stdout and stderr."""
-    exit_code, out, err = run_here(*words, cwd=cwd)
-    assert exit_code == code, err
-    return out, err
+@pytest.fixture
+def stdout_of(tmp_path):
+    """The output of a command in the test's folder, which must succeed."""
+
+    def run(*arguments):
+        code, out, err = run_here(*arguments, cwd=tmp_path)
+        assert code == 0, err
+        return out
+
+    return run
 
 
-def test_every_file_that_init_writes_passes_its_command(tmp_path):
-    for kind in ("run", "grid", "plugin", "profile", "estimator"):
-        assert run("init", kind, cwd=tmp_path)[0].startswith(f"my_{kind}.")
-    assert "on-policy" in run("check", "my_run.yaml", "--no-memory", cwd=tmp_path)[0]
-    scripts = run("sweep", "my_grid.yaml", "--slurm", "my_profile.yaml", "--dry-run", cwd=tmp_path)[0]
+@pytest.fixture
+def refusal_of(tmp_path):
+    """The message of a command in the test's folder, which must be refused."""
+
+    def run(*arguments):
+        code, _, err = run_here(*arguments, cwd=tmp_path)
+        assert code == 2, err
+        return err
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["run", "grid", "plugin", "profile", "estimator"])
+def test_init_prints_the_file_that_it_writes(stdout_of, kind):
+    assert stdout_of("init", kind).startswith(f"my_{kind}.")
+
+
+def test_the_run_passes_check(stdout_of):
+    stdout_of("init", "run")
+    assert "on-policy" in stdout_of("check", "my_run.yaml", "--no-memory")
+
+
+def test_the_grid_is_planned_for_the_profile(stdout_of):
+    stdout_of("init", "run")
+    stdout_of("init", "grid")
+    stdout_of("init", "profile")
+    scripts = stdout_of("sweep", "my_grid.yaml", "--slurm", "my_profile.yaml", "--dry-run")
     assert "#SBATCH --partition=gpu" in scripts
-    estimators = ("--term", "{estimator: my_k2, placement: loss}", "--plugin", "my_estimator.py")
-    assert "token_reverse" in run("certify", *estimators, "--format", "json", cwd=tmp_path)[0]
+
+
+def test_the_estimator_is_certified(stdout_of):
+    stdout_of("init", "estimator")
+    term = "{estimator: my_k2, placement: loss}"
+    assert "token_reverse" in stdout_of("certify", "--term", term, "--plugin", "my_estimator.py", "--format", "json")
+
+
+def test_the_plugin_is_checked_and_listed(stdout_of):
+    stdout_of("init", "run")
+    stdout_of("init", "plugin")
     settings = ("rewards=[{name: ends_with_answer}]", "callbacks=[{name: print_reward}]")
-    run("check", "my_run.yaml", *settings, "--no-memory", "--plugin", "my_plugin.py", cwd=tmp_path)
-    assert "ends_with_answer" in run("list", "rewards", "--plugin", "my_plugin.py", "--format", "json", cwd=tmp_path)[0]
-    assert "my_run.yaml exists" in run("init", "run", cwd=tmp_path, code=2)[1]
-    assert "did you mean 'run'" in run("init", "runs", cwd=tmp_path, code=2)[1]
-    assert "is a .py file" in run("init", "plugin", "a.yaml", cwd=tmp_path, code=2)[1]
+    stdout_of("check", "my_run.yaml", *settings, "--no-memory", "--plugin", "my_plugin.py")
+    rewards = stdout_of("list", "rewards", "--plugin", "my_plugin.py", "--format", "json")
+    assert "ends_with_answer" in rewards
 
 
-def test_the_version_is_printed(tmp_path):
-    assert run("--version", cwd=tmp_path)[0] == f"kl_comedy {kl_comedy.__version__}\n"
+def test_a_file_that_exists_is_not_overwritten(stdout_of, refusal_of):
+    stdout_of("init", "run")
+    assert "my_run.yaml exists" in refusal_of("init", "run")
+
+
+def test_an_unknown_kind_is_refused(refusal_of):
+    assert "did you mean 'run'" in refusal_of("init", "runs")
+
+
+def test_a_plugin_is_a_python_file(refusal_of):
+    assert "is a .py file" in refusal_of("init", "plugin", "a.yaml")
+
+
+def test_the_version_is_printed(stdout_of):
+    assert stdout_of("--version") == f"kl_comedy {kl_comedy.__version__}\n"
 
 
 @pytest.mark.slow
@@ -48,16 +95,19 @@ def test_the_wheel_installs_with_its_data_and_extras(tmp_path):
     subprocess.run(["git", "clone", "--quiet", "--depth=1", f"file://{ROOT}", copy], check=True)
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, copy], check=True)
     (wheel,) = tmp_path.glob("kl_comedy-*.whl")
-    data = {str(file.relative_to(copy / "src")) for file in (copy / "src").rglob("*.*") if file.suffix != ".py"}
+    files = {str(file.relative_to(copy / "src")) for file in (copy / "src").rglob("*.*") if file.suffix != ".py"}
+    data = {name for name in files if "egg-info" not in name}
     packed = zipfile.ZipFile(wheel).namelist()
-    assert {name for name in data if "egg-info" not in name} <= set(packed)
-    metadata = zipfile.ZipFile(wheel).read(next(name for name in packed if name.endswith("METADATA"))).decode()
-    for extra in ("vllm", "dev", "gym"):
-        assert f"Provides-Extra: {extra}\n" in metadata
+    assert data <= set(packed)
+    (metadata_name,) = [name for name in packed if name.endswith("METADATA")]
+    metadata = zipfile.ZipFile(wheel).read(metadata_name).decode()
+    assert "Provides-Extra: vllm\n" in metadata
+    assert "Provides-Extra: dev\n" in metadata
+    assert "Provides-Extra: gym\n" in metadata
     subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
     environment = {"PYTHONPATH": str(tmp_path / "site"), "PATH": ""}
     command = [sys.executable, "-m", "kl_comedy.cli"]
     subprocess.run([*command, "init", "run", "r.yaml"], cwd=tmp_path, env=environment, check=True)
-    words = [*command, "check", "r.yaml", "--no-memory", "--format", "json"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    check = [*command, "check", "r.yaml", "--no-memory", "--format", "json"]
+    done = subprocess.run(check, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
     assert json.loads(done.stdout)["processes"].startswith("single")

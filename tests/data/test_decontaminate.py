@@ -45,11 +45,14 @@ DIFFERENT = [
 ]
 
 
-def test_decoration_does_not_hide_a_copy_and_different_problems_stay_different():
-    for one, other in SAME:
-        assert normalize(one) == normalize(other)
-    for one, other in DIFFERENT:
-        assert normalize(one) != normalize(other), one
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_decoration_does_not_hide_a_copy(one, other):
+    assert normalize(one) == normalize(other)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_different_problems_stay_different(one, other):
+    assert normalize(one) != normalize(other)
 
 
 @given(st.text(max_size=60))
@@ -72,14 +75,25 @@ def test_arithmetic_is_the_same_only_when_written_the_same(one, other):
     assert normalize(write(one, " ")) != normalize(write(other, " "))
 
 
+TRAIN = [problem(text) for text in ("4 - 1 =", "4 + 1 =", "2 + 2 =", "9 - 9 =")]
+EVALS = {"a": [problem("4-1=")], "b": [problem("4 -1"), problem("9-9")], "none": [problem("1+1")]}
+
+
 def test_counts_are_per_evaluation_set_and_order_is_kept():
-    train = [problem(text) for text in ("4 - 1 =", "4 + 1 =", "2 + 2 =", "9 - 9 =")]
-    evals = {"a": [problem("4-1=")], "b": [problem("4 -1"), problem("9-9")], "none": [problem("1+1")]}
-    clean, counts = decontaminate(train, evals)
-    assert [p.text for p in clean] == ["4 + 1 =", "2 + 2 ="]
+    clean, counts = decontaminate(TRAIN, EVALS)
+    assert [kept.text for kept in clean] == ["4 + 1 =", "2 + 2 ="]
     assert counts == {"a": 1, "b": 2, "none": 0}
-    assert decontaminate(train, {}) == (train, {})
-    assert decontaminate([], evals) == ([], {"a": 0, "b": 0, "none": 0})
+
+
+def test_without_evaluation_sets_nothing_is_taken_away():
+    assert decontaminate(TRAIN, {}) == (TRAIN, {})
+
+
+def test_no_problems_stay_none():
+    assert decontaminate([], EVALS) == ([], {"a": 0, "b": 0, "none": 0})
+
+
+def test_taking_every_problem_away_is_refused():
     with pytest.raises(UserError, match=r"each of the 1 problems .*held: 1.*data\.decontaminate=false"):
         decontaminate([problem("1 + 1")], {"held": [problem("1+1")], "other": []})
 
@@ -88,4 +102,5 @@ def test_a_task_is_recognised_by_its_own_question_however_it_is_asked():
     entry = {"question": "State the final answer to the following arithmetic problem: 4 - 1 =", "answer": "3"}
     train = [problem("4 - 1 =", entry=entry), problem("5 - 1 =")]
     clean, counts = decontaminate(train, {"gym": [problem(entry["question"], entry=entry)]})
-    assert [p.text for p in clean] == ["5 - 1 ="] and counts == {"gym": 1}
+    assert [kept.text for kept in clean] == ["5 - 1 ="]
+    assert counts == {"gym": 1}

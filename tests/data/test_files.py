@@ -25,8 +25,14 @@ def load(path, dataset="jsonl", **settings):
 
 def write(folder, *rows):
     """A JSONL file; bytes are written as they are."""
+    content = b""
+    for row in rows:
+        if isinstance(row, bytes):
+            content += row
+        else:
+            content += json.dumps(row).encode() + b"\n"
     path = folder / "rows.jsonl"
-    path.write_bytes(b"".join(r if isinstance(r, bytes) else json.dumps(r).encode() + b"\n" for r in rows))
+    path.write_bytes(content)
     return path
 
 
@@ -48,8 +54,12 @@ def error_of(path, *arguments, **settings):
 
 def test_fixture_rows_arrive_whole():
     problems = load(FIXTURE)
-    assert len(problems) == 32 and problems[0].text.startswith("Natalia sold clips to 48")
-    assert (problems[0].id, problems[0].answer, problems[0].meta) == ("gsm8k/train/0", "72", {})
+    assert len(problems) == 32
+    first = problems[0]
+    assert first.text.startswith("Natalia sold clips to 48")
+    assert first.id == "gsm8k/train/0"
+    assert first.answer == "72"
+    assert first.meta == {}
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip)
@@ -72,6 +82,7 @@ def test_fields_are_mapped_and_reach_into_objects(tmp_path):
     assert load(path, fields=fields) == [Problem(id="12", text="why?", answer="7", meta={"level": None})]
 
 
+# Rows that are bad behind a good one, and what is said of them.
 MALFORMED = [
     (b'{"id": "b", "problem": "x", \n', "malformed JSON"),
     (b'{"id": "b", "problem": "x", "answer": NaN}\n', "NaN is not a JSON number"),
@@ -101,105 +112,199 @@ UNCLEAR = [
 ]
 
 
-def test_a_malformed_row_names_its_file_and_line(tmp_path):
-    for row, message in MALFORMED:
-        path = write(tmp_path, GOOD, row)
-        error = error_of(path)
-        assert error.startswith(f"{path}:2: ") and message in error, error
-    for row, message in UNCLEAR:
-        error = error_of(write(tmp_path, row))
-        assert "rows.jsonl:1: cannot tell" in error and message in error, error
+@pytest.mark.parametrize(("row", "message"), MALFORMED, ids=[message[:40] for _, message in MALFORMED])
+def test_a_malformed_row_names_its_file_and_line(tmp_path, row, message):
+    path = write(tmp_path, GOOD, row)
+    error = error_of(path)
+    assert error.startswith(f"{path}:2: ")
+    assert message in error
+
+
+@pytest.mark.parametrize(("row", "message"), UNCLEAR, ids=[message for _, message in UNCLEAR])
+def test_a_row_whose_fields_can_be_read_in_several_ways_or_none_is_refused(tmp_path, row, message):
+    error = error_of(write(tmp_path, row))
+    assert "rows.jsonl:1: cannot tell" in error
+    assert message in error
+
+
+def test_a_misspelled_field_names_the_nearest(tmp_path):
     error = error_of(write(tmp_path, GOOD), fields={"text": "problm"})
-    assert "no field 'problm'" in error and "did you mean 'problem'" in error
+    assert "no field 'problm'" in error
+    assert "did you mean 'problem'" in error
 
 
-def test_an_empty_file_blank_lines_at_the_end_and_a_missing_path(tmp_path):
+# --- paths and options --------------------------------------------------------------------------------------------
+def test_a_file_without_rows_is_refused(tmp_path):
     assert "has no rows" in error_of(write(tmp_path, b"\n"))
-    path = write(tmp_path, GOOD, b"\n \n")
-    assert len(load(path)) == 1
+
+
+def test_blank_lines_at_the_end_are_no_rows(tmp_path):
+    assert len(load(write(tmp_path, GOOD, b"\n \n"))) == 1
+
+
+def test_a_missing_file_names_the_nearest(tmp_path):
+    write(tmp_path, GOOD)
     error = error_of(tmp_path / "row.jsonl")
-    assert error.startswith("data.train.path: got ") and "did you mean" in error and "rows.jsonl" in error
+    assert error.startswith("data.train.path: got ")
+    assert "did you mean" in error
+    assert "rows.jsonl" in error
+
+
+def test_a_missing_folder_is_named(tmp_path):
     assert "there is no folder" in error_of(tmp_path / "nowhere" / "rows.jsonl")
+
+
+def test_a_folder_is_no_file(tmp_path):
     assert "this is a folder" in error_of(tmp_path)
+
+
+def test_a_path_is_needed():
     assert "data.train.path: the dataset 'jsonl' needs the path" in error_of("")
 
 
-def test_what_a_loader_would_ignore_is_refused(tmp_path):
-    path = write(tmp_path, GOOD)
-    assert "data.train.split: got 'train', but" in error_of(path, split="train")
-    for options, message in (
+def test_a_split_that_a_loader_would_ignore_is_refused(tmp_path):
+    assert "data.train.split: got 'train', but" in error_of(write(tmp_path, GOOD), split="train")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"answr_after": "####"}, "options.answr_after: no such key"),
         ({"answer_boxed": "yes"}, "options.answer_boxed: got 'yes'"),
         ({"answer_after": ""}, "options.answer_after: got ''"),
         ({"answer_after": "####", "answer_boxed": True}, "exclude each other"),
-    ):
-        assert message in error_of(path, options=options)
+    ],
+    ids=["no such key", "no boolean", "no marker", "both"],
+)
+def test_an_option_without_a_meaning_is_refused(tmp_path, options, message):
+    assert message in error_of(write(tmp_path, GOOD), options=options)
 
 
-def test_answer_after_a_marker(tmp_path):
-    options = {"answer_after": "####"}
-    for answer, expected in (
+# --- answers within a solution ------------------------------------------------------------------------------------
+AFTER_MARKER = {"answer_after": "####"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
         ("9 * 8 = <<9*8=72>>72\n#### 72", "72"),
         ("#### 3\n#### 1,234,567.5", "1234567.5"),
         ("#### (1,234)", "(1,234)"),
         ("#### 0,12", "0,12"),
-    ):
-        assert load(write(tmp_path, {"question": "x", "answer": answer}), options=options)[0].answer == expected
-    for answer in ("72", "72 ####", "72 #### "):
-        error = error_of(write(tmp_path, {"question": "x", "answer": answer}), options=options)
-        assert "rows.jsonl:1: field 'answer' " in error and "marker '####'" in error
+    ],
+    ids=["after steps", "the last marker, thousands", "a pair", "no thousands"],
+)
+def test_the_answer_stands_after_a_marker(tmp_path, answer, expected):
+    (problem,) = load(write(tmp_path, {"question": "x", "answer": answer}), options=AFTER_MARKER)
+    assert problem.answer == expected
 
 
-def test_answer_boxed(tmp_path):
-    settings = {"fields": {"answer": "solution"}, "options": {"answer_boxed": True}}
-    for solution, expected in (
+@pytest.mark.parametrize("answer", ["72", "72 ####", "72 #### "], ids=["no marker", "nothing after it", "a space"])
+def test_a_row_without_an_answer_after_the_marker_is_refused(tmp_path, answer):
+    error = error_of(write(tmp_path, {"question": "x", "answer": answer}), options=AFTER_MARKER)
+    assert "rows.jsonl:1: field 'answer' " in error
+    assert "marker '####'" in error
+
+
+BOXED = {"fields": {"answer": "solution"}, "options": {"answer_boxed": True}}
+
+
+@pytest.mark.parametrize(
+    ("solution", "expected"),
+    [
         (r"so \boxed{1} and $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
         (r"our answer is $\boxed 9$.", "9"),
         (r"\boxed {x_{1}}", "x_{1}"),
         (r"\boxed{\text{(E)}}", r"\text{(E)}"),
-    ):
-        assert load(write(tmp_path, {"problem": "x", "solution": solution}), **settings)[0].answer == expected
-    for solution in (" 9 without a box", "{9}", r"\boxed{1", r"\boxed{}", r"\boxed", r"\boxed{1} \boxed{2"):
-        path = write(tmp_path, {"problem": "x", "solution": solution})
-        assert "rows.jsonl:1: field 'solution'" in error_of(path, **settings)
+    ],
+)
+def test_the_answer_stands_in_the_last_box(tmp_path, solution, expected):
+    (problem,) = load(write(tmp_path, {"problem": "x", "solution": solution}), **BOXED)
+    assert problem.answer == expected
 
 
-def test_choices_become_lettered_lines(tmp_path):
-    for answer in ("B", "b", 1):
-        path = write(tmp_path, {"problem": "1 + 1?", "choices": ["1", "2", 3], "answer": answer})
-        problem = load(path)[0]
-        assert (problem.text, problem.answer) == ("1 + 1?\n(A) 1\n(B) 2\n(C) 3", "B")
-        assert problem.meta == {"choices": ("1", "2", "3"), "question": "1 + 1?"}
-        assert load(path, options={"render_choices": False})[0].text == "1 + 1?"
-    for answer in ("D", "2", 3, -1, True, "AB", "", None, 1.0):
-        error = error_of(write(tmp_path, {"problem": "1 + 1?", "choices": ["1", "2", "3"], "answer": answer}))
-        assert "rows.jsonl:1: field 'answer' is " in error and " with 3 choices" in error
-    for choices in ("AB", ["1"], ["1"] * 27, ["1", ""], ["1", None], {"text": ["1", "2"]}):
-        error = error_of(write(tmp_path, {"problem": "1 + 1?", "choices": choices, "answer": "A"}))
-        assert "rows.jsonl:1: field 'choices'" in error
+@pytest.mark.parametrize(
+    "solution", [" 9 without a box", "{9}", r"\boxed{1", r"\boxed{}", r"\boxed", r"\boxed{1} \boxed{2"]
+)
+def test_a_row_without_a_whole_box_is_refused(tmp_path, solution):
+    path = write(tmp_path, {"problem": "x", "solution": solution})
+    assert "rows.jsonl:1: field 'solution'" in error_of(path, **BOXED)
 
 
+# --- choices ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("answer", ["B", "b", 1])
+def test_choices_become_lettered_lines(tmp_path, answer):
+    path = write(tmp_path, {"problem": "1 + 1?", "choices": ["1", "2", 3], "answer": answer})
+    (problem,) = load(path)
+    assert problem.text == "1 + 1?\n(A) 1\n(B) 2\n(C) 3"
+    assert problem.answer == "B"
+    assert problem.meta == {"choices": ("1", "2", "3"), "question": "1 + 1?"}
+    (without_lines,) = load(path, options={"render_choices": False})
+    assert without_lines.text == "1 + 1?"
+
+
+@pytest.mark.parametrize("answer", ["D", "2", 3, -1, True, "AB", "", None, 1.0], ids=repr)
+def test_an_answer_that_is_no_choice_is_refused(tmp_path, answer):
+    error = error_of(write(tmp_path, {"problem": "1 + 1?", "choices": ["1", "2", "3"], "answer": answer}))
+    assert "rows.jsonl:1: field 'answer' is " in error
+    assert " with 3 choices" in error
+
+
+@pytest.mark.parametrize(
+    "choices",
+    ["AB", ["1"], ["1"] * 27, ["1", ""], ["1", None], {"text": ["1", "2"]}],
+    ids=["text", "one", "more than letters", "an empty one", "null", "an object"],
+)
+def test_choices_that_are_none_are_refused(tmp_path, choices):
+    error = error_of(write(tmp_path, {"problem": "1 + 1?", "choices": choices, "answer": "A"}))
+    assert "rows.jsonl:1: field 'choices'" in error
+
+
+# --- Parquet ------------------------------------------------------------------------------------------------------
 def test_parquet_reads_what_jsonl_reads(tmp_path):
-    rows = [{"question": f"{n} + 1?", "answer": n + 1, "id": f"q{n}"} for n in range(2500)]
+    """More rows than are read at once."""
+    rows = [{"question": f"{number} + 1?", "answer": number + 1, "id": f"q{number}"} for number in range(2500)]
     problems = load(write_parquet(tmp_path, rows), "parquet")
     assert problems == load(write(tmp_path, *rows))
     assert problems[2499] == Problem(id="q2499", text="2499 + 1?", answer="2500")
+
+
+def test_a_malformed_row_of_a_parquet_file_is_named(tmp_path):
     path = write_parquet(tmp_path, [GOOD, GOOD | {"id": "b", "answer": None}])
     assert error_of(path, "parquet").startswith(f"{path} row 2: field 'answer'")
+
+
+def test_another_file_is_no_parquet_file(tmp_path):
     assert "is not a readable Parquet file" in error_of(write(tmp_path, GOOD), "parquet")
+
+
+def test_a_field_that_does_not_fit_into_json_is_refused_where_it_is_asked_for(tmp_path):
     path = write_parquet(tmp_path, [GOOD | {"raw": b"\x00"}])
-    assert load(path, "parquet")[0].meta == {}
+    (problem,) = load(path, "parquet")
+    assert problem.meta == {}
     assert "row 1: field 'raw' does not fit into JSON" in error_of(path, "parquet", fields={"raw": "raw"})
 
 
+# --- hostile files ------------------------------------------------------------------------------------------------
+HUNDRED_THOUSAND_FIELDS = ", ".join(f'"f{number}": 1' for number in range(100_000))
+
+
 def test_a_hundred_thousand_fields_with_one_doubled_are_refused_at_once(tmp_path):
-    fields = ", ".join(f'"f{n}": 1' for n in range(100_000))
-    path = write(tmp_path, f'{{{fields}, "f99999": 2}}\n'.encode())
+    """A comparison of each with each would take minutes."""
+    path = write(tmp_path, f'{{{HUNDRED_THOUSAND_FIELDS}, "f99999": 2}}\n'.encode())
     with cpu_limit(10):
         assert "the field 'f99999' occurs twice" in error_of(path)
-        assert len(error_of(write(tmp_path, f"{{{fields}}}\n".encode()))) < 2000
-        path = write(tmp_path, f'{{{fields}, "text": "x", "answer": "1"}}\n'.encode())
-        assert len(error_of(path, fields={"answer": "f100000"})) < 2000
+
+
+@pytest.mark.parametrize(
+    ("more", "fields"),
+    [("", {}), (', "text": "x", "answer": "1"', {"answer": "f100000"})],
+    ids=["no known field", "a missing field"],
+)
+def test_a_message_about_a_row_of_a_hundred_thousand_fields_is_short(tmp_path, more, fields):
+    path = write(tmp_path, f"{{{HUNDRED_THOUSAND_FIELDS}{more}}}\n".encode())
+    with cpu_limit(10):
+        assert len(error_of(path, fields=fields)) < 2000
 
 
 def parquet_of_one_text(folder, characters, rows):
@@ -215,17 +320,22 @@ def parquet_of_one_text(folder, characters, rows):
     return path
 
 
-@pytest.mark.parametrize(("characters", "rows"), [(10_000_000, 2000), (10, 3_000_000)])
+@pytest.mark.parametrize(("characters", "rows"), [(10_000_000, 2000), (10, 3_000_000)], ids=["long texts", "many rows"])
 def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch, characters, rows):
-    """Of 20 GB, and of rows that take more than their values. The limit is lowered, for the sake of this machine."""
+    """A file of 20 GB, and one whose rows take more than their values. The limit is lowered to spare this machine."""
     monkeypatch.setattr(sources, "MAX_UNPACKED", 2**26)
     path = parquet_of_one_text(tmp_path, characters, rows)
     assert path.stat().st_size < 40_000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with cpu_limit(20):
         assert "unpacks to more than 0.0625 GiB, from" in error_of(path, "parquet")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000  # KiB
-    assert len(load(parquet_of_one_text(tmp_path, 1000, 5000), "parquet")) == 5000
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib < 600_000
+
+
+def test_a_parquet_file_that_unpacks_to_a_little_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "MAX_UNPACKED", 2**26)
+    assert len(load(parquet_of_one_text(tmp_path, characters=1000, rows=5000), "parquet")) == 5000
 
 
 def test_the_footer_of_a_parquet_file_is_looked_at_before_its_rows(tmp_path, monkeypatch):

@@ -26,20 +26,32 @@ def problems(n):
     return [Problem(id=str(i), text=f"{i} + 1 =", answer=str(i + 1)) for i in range(n)]
 
 
-def test_built_ins_are_registered_and_a_miss_names_them():
+def test_built_ins_are_registered():
     assert {"jsonl", "parquet", "hub", "reasoning_gym", "pocket"} <= set(DATASETS.names())
+
+
+def test_a_misspelled_dataset_names_the_nearest():
     with pytest.raises(UserError, match=r"data\.train\.dataset: got 'jsnol'.*did you mean 'jsonl'"):
         load(dataset="jsnol")
 
 
-def test_limit_takes_the_first_rows_or_a_seeded_subset():
-    whole = load(dataset="jsonl", path=str(FIXTURE))
-    assert load(dataset="jsonl", path=str(FIXTURE), limit=5) == whole[:5]
-    assert load(dataset="jsonl", path=str(FIXTURE), limit=100) == whole
-    drawn = load(dataset="jsonl", path=str(FIXTURE), limit=5, seed=1)
-    assert drawn == load(dataset="jsonl", path=str(FIXTURE), limit=5, seed=1)
-    assert drawn != whole[:5]
-    assert drawn != load(dataset="jsonl", path=str(FIXTURE), limit=5, seed=2)
+def load_fixture(**settings):
+    return load(dataset="jsonl", path=str(FIXTURE), **settings)
+
+
+def test_a_limit_without_a_seed_takes_the_first_rows():
+    assert load_fixture(limit=5) == load_fixture()[:5]
+
+
+def test_a_limit_above_the_number_of_rows_takes_all():
+    assert load_fixture(limit=100) == load_fixture()
+
+
+def test_a_limit_with_a_seed_draws_a_subset():
+    drawn = load_fixture(limit=5, seed=1)
+    assert drawn == load_fixture(limit=5, seed=1)
+    assert drawn != load_fixture()[:5]
+    assert drawn != load_fixture(limit=5, seed=2)
 
 
 @given(n=st.integers(1, 40), limit=st.integers(1, 50), seed=st.integers(0, 5))
@@ -49,64 +61,140 @@ def test_a_subset_keeps_the_order_and_repeats_nothing(n, limit, seed):
     assert len(chosen) == min(n, limit)
 
 
-EVALUATION_NAMES = (
-    "test gsm8k_test.jsonl test[:10%] train+test AIME24 aime_2024 amc23 MATH-500 math500 math_test4500 held_out "
-    "heldout eval"
-)
-OTHER_NAMES = "train latest.jsonl contest_math math_train7500 gsm8k amcat testament main math"
+# --- evaluation data in training ------------------------------------------------------------------------------
+EVALUATION_NAMES = [
+    "test",
+    "gsm8k_test.jsonl",
+    "test[:10%]",
+    "train+test",
+    "AIME24",
+    "aime_2024",
+    "amc23",
+    "MATH-500",
+    "math500",
+    "math_test4500",
+    "held_out",
+    "heldout",
+    "eval",
+]
+OTHER_NAMES = [
+    "train",
+    "latest.jsonl",
+    "contest_math",
+    "math_train7500",
+    "gsm8k",
+    "amcat",
+    "testament",
+    "main",
+    "math",
+]
 
 
-def test_training_on_evaluation_data_is_refused_unless_asked_for(tmp_path):
-    assert all(eval_only_word(name) is not None for name in EVALUATION_NAMES.split())
-    assert all(eval_only_word(name) is None for name in OTHER_NAMES.split())
-    for setting, settings in (
+@pytest.mark.parametrize("name", EVALUATION_NAMES)
+def test_a_name_of_evaluation_data_is_known(name):
+    assert eval_only_word(name) is not None
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_another_name_is_not_taken_for_one_of_evaluation_data(name):
+    assert eval_only_word(name) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
         ("split", {"dataset": "pocket", "split": "heldout"}),
         ("split", {"dataset": "hub", "name": "openai/gsm8k", "split": "test"}),
         ("subset", {"dataset": "hub", "name": "a/b", "subset": "eval", "split": "train"}),
         ("name", {"dataset": "hub", "name": "HuggingFaceH4/MATH-500", "split": "train"}),
         ("path", {"dataset": "jsonl", "path": "somewhere/gsm8k_test.jsonl"}),
-    ):
-        with pytest.raises(UserError, match=rf"data\.train\.{setting}: got .*data\.allow_test_split=true"):
-            load(training=True, **settings)
+    ],
+    ids=["pocket split", "hub split", "subset", "name", "path"],
+)
+def test_training_on_evaluation_data_is_refused(key, settings):
+    with pytest.raises(UserError, match=rf"data\.train\.{key}: got .*data\.allow_test_split=true"):
+        load(training=True, **settings)
+
+
+@pytest.fixture
+def evaluation_file(tmp_path):
     path = tmp_path / "test" / "gsm8k_test.jsonl"
     path.parent.mkdir()
     path.write_bytes(FIXTURE.read_bytes())
-    assert len(load(dataset="jsonl", path=str(path))) == 32
-    assert len(load(dataset="jsonl", path=str(path), training=True, allow_test_split=True)) == 32
-    renamed = path.rename(path.with_name("gsm8k.jsonl"))
-    assert len(load(dataset="jsonl", path=str(renamed), training=True)) == 32, "a folder's name does not count"
+    return path
+
+
+def test_evaluation_data_may_be_evaluated(evaluation_file):
+    assert len(load(dataset="jsonl", path=str(evaluation_file))) == 32
+
+
+def test_evaluation_data_may_be_trained_on_where_it_is_asked_for(evaluation_file):
+    assert len(load(dataset="jsonl", path=str(evaluation_file), training=True, allow_test_split=True)) == 32
+
+
+def test_the_name_of_a_folder_does_not_count(evaluation_file):
+    renamed = evaluation_file.rename(evaluation_file.with_name("gsm8k.jsonl"))
+    assert len(load(dataset="jsonl", path=str(renamed), training=True)) == 32
+
+
+# --- hashes -----------------------------------------------------------------------------------------------------
+THREE = problems(3)
+OTHERS = {
+    "reversed": THREE[::-1],
+    "one fewer": THREE[:2],
+    "none": [],
+    "id": [Problem(id="x", text="0 + 1 =", answer="1"), *THREE[1:]],
+    "text": [Problem(id="0", text="x", answer="1"), *THREE[1:]],
+    "answer": [Problem(id="0", text="0 + 1 =", answer="x"), *THREE[1:]],
+    "answer within the text": [Problem(id="0", text="0 + 1 =1", answer=""), *THREE[1:]],
+}
+
+
+def test_the_hash_is_that_of_stored_runs():
+    assert data_hash(THREE) == "4922b8836a1f0dd31b6a4f745a8ad9591df8eeb3f4b388371378b0a671f61125"
 
 
 def test_the_hash_depends_on_id_text_answer_and_order():
-    base = problems(3)
-    assert data_hash(base) == "4922b8836a1f0dd31b6a4f745a8ad9591df8eeb3f4b388371378b0a671f61125"
-    hashes = {data_hash(base), data_hash(base[::-1]), data_hash(base[:2]), data_hash([])}
-    for change in ({"id": "x"}, {"text": "x"}, {"answer": "x"}):
-        fields = {"id": "0", "text": "0 + 1 =", "answer": "1"} | change
-        hashes.add(data_hash([Problem(**fields), *base[1:]]))
-    hashes.add(data_hash([Problem(id="0", text="0 + 1 =1", answer=""), *base[1:]]))
-    assert len(hashes) == 8
-    assert data_hash([Problem(id="0", text="0 + 1 =", answer="1", meta={"level": 3}), *base[1:]]) == data_hash(base)
+    hashes = {data_hash(THREE), *[data_hash(other) for other in OTHERS.values()]}
+    assert len(hashes) == 1 + len(OTHERS)
+
+
+def test_the_hash_does_not_depend_on_what_else_is_known_of_a_problem():
+    with_level = Problem(id="0", text="0 + 1 =", answer="1", meta={"level": 3})
+    assert data_hash([with_level, *THREE[1:]]) == data_hash(THREE)
 
 
 # --- hub -------------------------------------------------------------------------------------------------------
 
 
-def test_a_dataset_folder_is_loaded_like_a_hub_dataset(tmp_path, monkeypatch):
+@pytest.fixture
+def dataset_folder(tmp_path, monkeypatch):
+    """A folder that the hub's library loads as a dataset, with a train split of three sums."""
     import datasets
 
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "sums"
     folder.mkdir()
-    rows = [{"question": f"{n} + 1?", "answer": f"because\n#### {n + 1}"} for n in range(3)]
+    rows = [{"question": f"{number} + 1?", "answer": f"because\n#### {number + 1}"} for number in range(3)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    loaded = load(dataset="hub", name=str(folder), split="train", options={"answer_after": "####"}, training=True)
-    assert [p.answer for p in loaded] == ["1", "2", "3"]
-    assert loaded[2].id == f"{folder}[train]/3"
+    return folder
+
+
+def test_a_dataset_folder_is_loaded_like_a_hub_dataset(dataset_folder):
+    settings = {"dataset": "hub", "name": str(dataset_folder), "split": "train"}
+    loaded = load(**settings, options={"answer_after": "####"}, training=True)
+    assert [problem.answer for problem in loaded] == ["1", "2", "3"]
+    assert loaded[2].id == f"{dataset_folder}[train]/3"
+
+
+def test_a_malformed_row_of_a_hub_dataset_is_named(dataset_folder):
     with pytest.raises(UserError, match=r"sums\[train\] row 1: no field 'q' .*the row has: question, answer"):
-        load(dataset="hub", name=str(folder), split="train", fields={"text": "q"})
+        load(dataset="hub", name=str(dataset_folder), split="train", fields={"text": "q"})
+
+
+def test_a_split_that_a_hub_dataset_does_not_have_is_named(dataset_folder):
     with pytest.raises(UserError, match=r"data\.train: could not load the hub dataset .*split=trian"):
-        load(dataset="hub", name=str(folder), split="trian")
+        load(dataset="hub", name=str(dataset_folder), split="trian")
 
 
 def test_the_hub_out_of_reach_is_one_clear_sentence(monkeypatch):
@@ -128,10 +216,10 @@ def test_the_hub_out_of_reach_is_one_clear_sentence(monkeypatch):
     assert asked == [(("a/b", "main"), {"split": "train", "revision": "abc"})], "no trust_remote_code, nothing else"
 
 
-def test_the_hub_needs_a_name_and_a_split():
-    for missing, settings in (("name", {"split": "train"}), ("split", {"name": "a/b"})):
-        with pytest.raises(UserError, match=rf"data\.train\.{missing}: .*needs it, for example"):
-            load(dataset="hub", **settings)
+@pytest.mark.parametrize(("missing", "settings"), [("name", {"split": "train"}), ("split", {"name": "a/b"})])
+def test_the_hub_needs_a_name_and_a_split(missing, settings):
+    with pytest.raises(UserError, match=rf"data\.train\.{missing}: .*needs it, for example"):
+        load(dataset="hub", **settings)
 
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------------
@@ -159,17 +247,32 @@ def test_chain_sum_as_a_bare_expression_scores_with_its_own_scorer():
         assert task.score_answer(problem.answer + "1", entry) < 1.0
 
 
-def test_text_field_size_seed_and_limit():
-    assert gym(options=SUMS | {"text_field": "expression"}, limit=1, seed=1)[0].text == "4 - 1"
-    assert len(gym(options=SUMS | {"size": 7})) == 7
-    assert len(gym(options=SUMS, limit=600)) == 600, "beyond the task's default size of 500"
-    assert len(gym(options=SUMS | {"size": 7}, limit=3)) == 3
+def test_the_text_of_a_task_may_be_one_of_its_fields():
+    (problem,) = gym(options=SUMS | {"text_field": "expression"}, limit=1, seed=1)
+    assert problem.text == "4 - 1"
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "count"),
+    [
+        (SUMS | {"size": 7}, {}, 7),
+        (SUMS, {"limit": 600}, 600),  # beyond the task's default size of 500
+        (SUMS | {"size": 7}, {"limit": 3}, 3),
+    ],
+    ids=["size", "limit", "limit below the size"],
+)
+def test_size_and_limit_of_a_task(options, settings, count):
+    assert len(gym(options=options, **settings)) == count
+
+
+def test_the_seed_of_a_task_may_stand_among_its_options():
     assert gym(options=SUMS | {"seed": 5}, limit=3) == gym(options=SUMS, seed=5, limit=3)
 
 
 def test_neighbouring_seeds_overlap_as_documented():
-    first, second = gym(options=SUMS, seed=10, limit=20), gym(options=SUMS, seed=11, limit=20)
-    assert [p.text for p in first[1:]] == [p.text for p in second[:-1]]
+    first = gym(options=SUMS, seed=10, limit=20)
+    second = gym(options=SUMS, seed=11, limit=20)
+    assert [problem.text for problem in first[1:]] == [problem.text for problem in second[:-1]]
 
 
 MISTAKES = [
@@ -186,23 +289,32 @@ MISTAKES = [
 ]
 
 
-def test_mistakes_in_a_task_are_named():
-    for settings, message in MISTAKES:
-        with pytest.raises(UserError, match=rf"data\.train.*{message}"):
-            gym(**({"limit": 2} | settings))
+@pytest.mark.parametrize(("settings", "message"), MISTAKES, ids=[str(settings) for settings, _ in MISTAKES])
+def test_mistakes_in_a_task_are_named(settings, message):
+    with pytest.raises(UserError, match=rf"data\.train.*{message}"):
+        gym(**({"limit": 2} | settings))
 
 
-def test_a_task_without_an_oracle_has_an_empty_answer_and_none_prints_to_stdout(capsys):
+def test_a_task_without_an_oracle_has_an_empty_answer():
+    (problem,) = gym(name="graph_color", limit=1)
+    assert problem.answer == ""
+
+
+@pytest.mark.parametrize("name", ["graph_color", "bf", "rush_hour"])
+def test_no_task_prints_to_stdout(name, capsys):
     """``bf`` prints a dot for every item it makes."""
-    assert gym(name="graph_color", limit=1)[0].answer == ""
-    assert gym(name="bf", limit=1) and gym(name="rush_hour", limit=1)
+    assert gym(name=name, limit=1)
     assert capsys.readouterr().out == ""
 
 
-def test_no_task_hides_our_own_options_and_none_looks_like_a_test_split():
+def test_no_task_hides_our_own_options():
     factory = pytest.importorskip("reasoning_gym.factory")
     from kl_comedy.data.sources import TEXT_OPTIONS
 
     for name, (_, settings) in factory.DATASETS.items():
-        assert not set(TEXT_OPTIONS) & set(settings.__dataclass_fields__)
-        assert eval_only_word(name) is None
+        assert set(TEXT_OPTIONS) & set(settings.__dataclass_fields__) == set(), name
+
+
+def test_no_task_looks_like_a_test_split():
+    factory = pytest.importorskip("reasoning_gym.factory")
+    assert [name for name in factory.DATASETS if eval_only_word(name) is not None] == []

@@ -61,7 +61,6 @@ def test_the_notebook_reads_a_store(tmp_path, monkeypatch):
         logger = RunLogger(
             tracking,
             run_dir=tmp_path / str(seed),
-            run_name="r",
             params={"seed": seed, "optimizer.lr": 1e-4, "kl.beta": 0.1},
             tags={"kl.label": "0.1 k3_reverse_token in loss", "sweep": "study_core"},
         )

@@ -23,7 +23,7 @@ from kl_comedy.rollouts import Sampling, build_hf, build_vllm_server
 from kl_comedy.rollouts.engines import transports
 from kl_comedy.rollouts.engines.client import Client
 from kl_comedy.rollouts.engines.teacher import TeacherServer
-from small_policies import PROMPTS, largest_gap, perturb, pocket
+from small_policies import PROMPTS, largest_gap, perturb, pocket, versions_of
 
 TOLERANCE = 5e-5
 """Nats, float32; as in process."""
@@ -35,8 +35,8 @@ def build(policy, **options):
 
 
 def draw(backend, prompts=PROMPTS, *, group_size=3, seed=0, **changes):
-    settings = Sampling(**{"temperature": 1.0, "max_new_tokens": 20, **changes})
-    return backend.generate(prompts, group_size=group_size, sampling=settings, seed=seed)
+    settings = {"temperature": 1.0, "max_new_tokens": 20} | changes
+    return backend.generate(prompts, group_size=group_size, sampling=Sampling(**settings), seed=seed)
 
 
 def content(rollouts):
@@ -57,7 +57,8 @@ def servers(policy, tmp_path_factory):
     groups = [process.pid for process in backend.processes()]
     backend.close()
     assert sorted(path.name for path in (folder / "sampler").iterdir()) == ["server-0.log"]
-    assert not any(map(_group_exists, groups))
+    for group in groups:
+        assert not _group_exists(group)
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_log_probs_are_the_learners_before_and_after_an_update(servers, moved):
     for temperature in (1.0, 0.7):
         rollouts = draw(servers, temperature=temperature)
         assert largest_gap(moved, rollouts, temperature) < TOLERANCE
-        assert {version for r in rollouts for version in r.versions} == {3}
+        assert versions_of(rollouts) == {3}
     perturb(moved.model, seed=1)
     assert largest_gap(moved, draw(servers)) > 0.05
     servers.update_weights(4)
@@ -97,6 +98,7 @@ def test_a_teacher_gives_the_log_probs_of_its_likeliest_tokens(servers, policy, 
     servers.update_weights(0)
     monkeypatch.setenv("TEACHER_KEY", servers._key)
     settings = TeacherConfig(url=servers._servers[0].client.url, options={"api_key_env": "TEACHER_KEY"})
+    # The completions are all three columns; their token 2 counts as padding.
     ids = torch.tensor([[3, 4, 5], [6, 7, 2]])
     batch = {"prompt_ids_BP": ids[:, :2], "prompt_mask_BP": ids[:, :2] > 0, "ids_BT": ids, "mask_BT": ids > 2}
     served = TeacherServer(settings, policy, 4).forward_pass(**batch)
@@ -108,27 +110,65 @@ def test_a_teacher_gives_the_log_probs_of_its_likeliest_tokens(servers, policy, 
     torch.testing.assert_close(logp_NK, logq_NV.gather(1, ids_NK), atol=TOLERANCE, rtol=TOLERANCE)
 
 
-def test_every_route_wants_the_key_and_the_run_can_be_pointed_at_a_server(servers, policy, monkeypatch, tmp_path):
-    draw(servers)
-    (process,) = servers.processes()
-    url = servers._servers[0].client.url
-    for path in ("/v1/models", "/collective_rpc", "/pause", "/weight_info", "/health"):
-        assert httpx.request("POST" if path in ("/pause", "/collective_rpc") else "GET", url + path).status_code == 401
+@pytest.fixture
+def url(servers):
+    """The address of the server, which is started by the first draw."""
+    if not servers.processes():
+        draw(servers)
+    return servers._servers[0].client.url
+
+
+@pytest.fixture
+def key_file(servers, tmp_path):
+    file = tmp_path / "key"
+    file.write_text(servers._key)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("POST", "/collective_rpc"),
+        ("POST", "/pause"),
+        ("GET", "/weight_info"),
+        ("GET", "/health"),
+    ],
+)
+def test_every_route_wants_the_key(url, method, path):
+    assert httpx.request(method, url + path).status_code == 401
+
+
+def test_a_run_without_the_key_of_a_server_is_refused(url, policy, key_file):
     with pytest.raises(UserError, match="it refuses an empty API key: there is none in the environment variable SOME"):
         build(policy, urls=[url], api_key_env="SOME")
-    key = tmp_path / "key"
-    key.write_text("wrong")
+    key_file.write_text("wrong")
     with pytest.raises(UserError, match=r"it refuses the API key in .*key"):
-        build(policy, urls=[url], api_key_file=str(key))
-    key.write_text(servers._key)
-    servers._servers[0].client.call("/update_weight_version", new_version="default")  # as one that has its own weights
-    for other, why in (
-        (pocket(num_hidden_layers=1), "log-probs of the probe differ"),
-        (pocket(vocab_size=128), "refuses"),
-    ):
-        with pytest.raises(UserError, match=f"a server of the model that is trained .*{why}"):
-            build(other, urls=[url], api_key_file=str(key))
-    second = build(policy, urls=[url], api_key_file=str(key), transport="gloo", weights_dir=str(tmp_path / "weights"))
+        build(policy, urls=[url], api_key_file=str(key_file))
+
+
+@pytest.fixture
+def foreign_label(servers, url):
+    """The server's label is vLLM's own, as that of one which has its own weights; afterwards it is ours again."""
+    servers._servers[0].client.call("/update_weight_version", new_version="default")
+    yield
+    servers.update_weights(0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"num_hidden_layers": 1}, "log-probs of the probe differ"), ({"vocab_size": 128}, "refuses")],
+    ids=["fewer layers", "another vocabulary"],
+)
+def test_a_server_of_another_model_is_refused(url, key_file, foreign_label, changes, reason):
+    with pytest.raises(UserError, match=f"a server of the model that is trained .*{reason}"):
+        build(pocket(**changes), urls=[url], api_key_file=str(key_file))
+
+
+def test_the_run_can_be_pointed_at_a_server(servers, url, key_file, foreign_label, policy, tmp_path):
+    (process,) = servers.processes()
+    weights_dir = str(tmp_path / "weights")
+    second = build(policy, urls=[url], api_key_file=str(key_file), transport="gloo", weights_dir=weights_dir)
     assert largest_gap(policy, draw(second)) < TOLERANCE
     second.close()
     assert process.alive, "a server that is not ours is left alone"
@@ -141,64 +181,82 @@ def test_every_route_wants_the_key_and_the_run_can_be_pointed_at_a_server(server
 def test_weights_change_in_flight_and_every_token_says_which(servers, moved):
     """Updates while batches are drawn: completions begun under old weights go on, exactly, under the new ones."""
     servers.update_weights(100)
-    rollouts, enough = [], threading.Event()
+    rollouts = []
+    enough = threading.Event()
 
     def sample():
+        settings = {"group_size": 4, "temperature": 2.0, "max_new_tokens": 60}
         while not enough.is_set():
-            rollouts.extend(
-                draw(servers, PROMPTS * 4, group_size=4, temperature=2.0, max_new_tokens=60, seed=len(rollouts))
-            )
+            rollouts.extend(draw(servers, PROMPTS * 4, seed=len(rollouts), **settings))
+
+    def begun_before(version):
+        """The completions whose last tokens this version drew, and whose first an earlier one."""
+        ended_by_it = [rollout for rollout in rollouts if rollout.versions[-1] == version]
+        return [rollout for rollout in ended_by_it if rollout.versions[0] != version]
 
     thread = threading.Thread(target=sample)
     thread.start()
-    deadline, version = time.monotonic() + 120, 100
+    deadline = time.monotonic() + 120
+    version = 100
     mixed = []
+    # An update may fall between two batches: another one is made until one has met completions in flight.
     while not mixed and time.monotonic() < deadline:
         time.sleep(1.0)
         version += 1
         perturb(moved.model, seed=version, size=0.02)
         servers.update_weights(version)
         time.sleep(2.0)
-        mixed = [r for r in rollouts if len(set(r.versions)) > 1 and r.versions[-1] == version]
+        mixed = begun_before(version)
     enough.set()
     thread.join()
     assert mixed, "no update met a completion in flight"
-    assert all(list(r.versions) == sorted(r.versions) for r in rollouts)
+    for rollout in rollouts:
+        assert list(rollout.versions) == sorted(rollout.versions)
     for rollout in mixed[:8]:
         first = rollout.versions.index(version)
         assert largest_gap(moved, [rollout], 2.0, start=first) < TOLERANCE
-        assert largest_gap(moved, [rollout], 2.0) > TOLERANCE
+        assert largest_gap(moved, [rollout], 2.0) > TOLERANCE, "its first tokens are those of other weights"
 
 
 def test_a_server_killed_in_the_middle_of_a_batch_is_replaced_and_no_prompt_is_lost(servers, moved, caplog):
     """Killed when three of sixty prompts are answered."""
     servers.update_weights(7)
     (before,) = servers.processes()
-    client, answers = servers._servers[0].client, itertools.count(1)
+    client = servers._servers[0].client
+    answers = itertools.count(1)
 
-    def generate(requests, original=client.generate):
+    def generate_and_kill(requests, original=client.generate):
         answer = original(requests)
         if next(answers) == 3:
             os.killpg(before.pid, signal.SIGKILL)
         return answer
 
-    client.generate = generate
-    rollouts = draw(servers, [PROMPTS[n % len(PROMPTS)] for n in range(60)], group_size=8)
+    client.generate = generate_and_kill
+    sixty_prompts = PROMPTS * 15
+    rollouts = draw(servers, sixty_prompts, group_size=8)
     (after,) = servers.processes()
     assert after.pid != before.pid
-    assert [r.group_id for r in rollouts] == [n // 8 for n in range(480)]
-    assert {version for r in rollouts for version in r.versions} == {7}
+    assert [rollout.group_id for rollout in rollouts] == [number // 8 for number in range(480)]
+    assert versions_of(rollouts) == {7}
     assert largest_gap(moved, rollouts[::16]) < TOLERANCE
     assert "restarting it" in caplog.text
 
 
 def lose_the_trainer_in_a_transfer(url, key, folder):
-    """Send a few weights, then die without a word."""
-    client, transport = Client(url, key=key, timeout_s=60), transports.SocketTransport()
+    """Send five weights, then die without a word."""
+    client = Client(url, key=key, timeout_s=60)
+    transport = transports.SocketTransport()
     policy = pocket()
     staged = transports.stage(transport, policy, full_weights(policy.model), folder, 8, None, {})
-    memory_of, number = transports.memory_of, itertools.count()
-    transports.memory_of = lambda tensor: memory_of(tensor) if next(number) < 5 else os._exit(9)
+    memory_of = transports.memory_of
+    weights = itertools.count(1)
+
+    def die_after_five(tensor):
+        if next(weights) > 5:
+            os._exit(9)
+        return memory_of(tensor)
+
+    transports.memory_of = die_after_five
     client.take_weights(staged, transport)
 
 
@@ -215,19 +273,19 @@ def test_a_trainer_lost_in_the_middle_of_a_transfer_leaves_a_server_that_takes_t
     servers.update_weights(10)
     rows = draw(servers)
     assert largest_gap(moved, rows) < TOLERANCE
-    assert {version for row in rows for version in row.versions} == {10}
+    assert versions_of(rows) == {10}
     assert servers.processes() == [process], "it was not restarted"
 
 
-def test_a_server_that_refuses_a_transport_answers_again(servers, moved, tmp_path):
+def test_a_server_that_refuses_a_transport_answers_again(servers, moved, key_file, tmp_path):
     servers.update_weights(11)
-    url, key = servers._servers[0].client.url, tmp_path / "key"
-    key.write_text(servers._key)
+    client = servers._servers[0].client
+    by_folder = {"transport": "folder", "weights_dir": str(tmp_path / "weights")}
     for _ in range(5):
-        second = build(moved, urls=[url], api_key_file=str(key), transport="folder", weights_dir=str(tmp_path / "w"))
+        second = build(moved, urls=[client.url], api_key_file=str(key_file), **by_folder)
         with pytest.raises(UserError, match=r"urls: got .*which take its weights by folder"):
             draw(second)
         second.close()
-        assert servers._servers[0].client.get("/is_paused") == {"is_paused": False}
+        assert client.get("/is_paused") == {"is_paused": False}
     servers.update_weights(12)
     assert largest_gap(moved, draw(servers)) < TOLERANCE

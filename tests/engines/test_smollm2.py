@@ -26,10 +26,11 @@ def policy():
 
 def prompts(policy):
     texts = ("<|im_start|>user\n4 + 3 =<|im_end|>\n<|im_start|>assistant\n4 + 3 =", "The capital of France is")
-    return [
-        Prompt(problem=Problem(id=t, text=t, answer=""), text=t, token_ids=tuple(policy.tokenizer(t)["input_ids"]))
-        for t in texts
-    ]
+    prompts = []
+    for text in texts:
+        ids = tuple(policy.tokenizer(text)["input_ids"])
+        prompts.append(Prompt(problem=Problem(id=text, text=text, answer=""), text=text, token_ids=ids))
+    return prompts
 
 
 @pytest.mark.parametrize("build", [build_vllm, pytest.param(build_vllm_server, marks=pytest.mark.slow)])
@@ -51,20 +52,25 @@ def test_log_probs_agree_before_and_after_an_update(policy, build, tmp_path, mon
         backend.update_weights(1)
         after = gap(2)
         print(f"{build.__name__}: gap before {before:.2e}, left behind {stale:.2e}, after the update {after:.2e} nats")
-        assert before < TOLERANCE < stale
+        assert before < TOLERANCE
+        assert stale > TOLERANCE, "weights that stay behind would be seen"
         assert after < TOLERANCE
         if build is build_vllm:
-            stale_head_is_caught(backend, policy, monkeypatch)
+            assert_stale_head_is_caught(backend, policy, monkeypatch)
     finally:
         backend.close()
 
 
-def stale_head_is_caught(backend, policy, monkeypatch):
+def assert_stale_head_is_caught(backend, policy, monkeypatch):
     """What an update through an ordinary checkpoint of a tied model does: the head's packed copy stays behind."""
     from kl_comedy.rollouts.engines import vllm
 
-    whole = vllm.full_weights
-    monkeypatch.setattr(vllm, "full_weights", lambda *a: (pair for pair in whole(*a) if pair[0] != "lm_head.weight"))
+    full_weights = vllm.full_weights
+
+    def without_the_head(*arguments):
+        return ((name, weight) for name, weight in full_weights(*arguments) if name != "lm_head.weight")
+
+    monkeypatch.setattr(vllm, "full_weights", without_the_head)
     with torch.no_grad():
         policy.causal.get_output_embeddings().weight.mul_(1.05)
     with pytest.raises(RunFailed, match="log-probs of the probe differ"):

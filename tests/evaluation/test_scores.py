@@ -1,6 +1,7 @@
 """Canonical answers, records to scores, and the log-probs of choices against dense float64 formulas."""
 
 import dataclasses
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -21,24 +22,45 @@ from kl_comedy.rollouts import Sampling
 from kl_comedy.statistics import clustered_interval
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 
-SAME = [
-    ["\\boxed{\\frac{1}{2}}", "it is \\boxed{0.5}.", "#### 1/2", "\\boxed{\\dfrac12}", "x = 0.50"],
-    ["\\boxed{1{,}000}".replace("{,}", ","), "A: $1,000", "\\boxed{\\text{1000}}"],
-    ["\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "\\boxed{(3,\\frac{\\pi}{2})}"],
-    ["\\boxed{50\\%}", "\\boxed{50}", "#### 50"],
-    ["\\boxed{-\\frac{3}{4}}", "\\boxed{-3/4}"],
-]
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["\\boxed{\\frac{1}{2}}", "it is \\boxed{0.5}.", "#### 1/2", "\\boxed{\\dfrac12}", "x = 0.50"],
+        ["\\boxed{1,000}", "A: $1,000", "\\boxed{\\text{1000}}"],
+        ["\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "\\boxed{(3,\\frac{\\pi}{2})}"],
+        ["\\boxed{50\\%}", "\\boxed{50}", "#### 50"],
+        ["\\boxed{-\\frac{3}{4}}", "\\boxed{-3/4}"],
+    ],
+    ids=["a half", "a thousand", "a pair", "percent", "negative"],
+)
+def test_one_answer_written_differently_votes_together(texts):
+    assert len({canonical(text, "math") for text in texts}) == 1
 
 
-def test_one_answer_written_differently_votes_together_and_different_ones_do_not():
-    for texts in SAME:
-        assert len({canonical(text, "math") for text in texts}) == 1
+def test_different_answers_do_not_vote_together():
     assert canonical("\\boxed{3}", "math") != canonical("\\boxed{4}", "math")
-    assert canonical("I do not know", "math") is None
-    assert canonical("3+4=7;7+5=12", "number") == "12"
-    assert canonical("Sure.\nParis!", "text") == "paris" and canonical("", "text") is None
-    assert canonical("<answer></answer>", "answer_tag") is None
-    assert canonical("\\boxed{" * 100_000, "math") is None, "endless boxes cost little"
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "answer"),
+    [
+        ("I do not know", "math", None),
+        ("3+4=7;7+5=12", "number", "12"),
+        ("Sure.\nParis!", "text", "paris"),
+        ("", "text", None),
+        ("<answer></answer>", "answer_tag", None),
+    ],
+)
+def test_the_answer_in_a_text(text, form, answer):
+    assert canonical(text, form) == answer
+
+
+def test_endless_boxes_cost_little():
+    assert canonical("\\boxed{" * 100_000, "math") is None
+
+
+def test_an_unknown_form_of_answers_is_refused():
     with pytest.raises(UserError):
         canonical("x", "maths")
 
@@ -46,8 +68,7 @@ def test_one_answer_written_differently_votes_together_and_different_ones_do_not
 @given(st.text(alphabet="\\boxed{}0123456789/.$= \n#A:<answer>-%", max_size=200))
 def test_hostile_text_raises_nothing(text):
     for form in ("math", "number", "letter", "text", "answer_tag"):
-        answer = canonical(text, form)
-        assert answer is None or answer
+        assert canonical(text, form) != "", form
 
 
 def row(index, correct, answer="1", *, stop="eos", status="ok"):
@@ -55,29 +76,67 @@ def row(index, correct, answer="1", *, stop="eos", status="ok"):
     return {**record, "tokens": 4, "reward": float(correct)}
 
 
+COMPLETIONS = [
+    row(0, True),
+    row(0, False, "2"),
+    row(0, False, "2"),
+    row(0, True),
+    row(1, False, None, stop="length", status="unparseable"),
+    row(1, False, "3"),
+    row(1, True),
+    row(1, True),
+]
+"""Two problems, four samples of each, half of them correct."""
+
+
 def test_scores_of_completions():
-    rows = [row(0, True), row(0, False, "2"), row(0, False, "2"), row(0, True)]
-    rows += [row(1, False, None, stop="length", status="unparseable"), row(1, False, "3"), row(1, True), row(1, True)]
-    result = score_completions("s", rows, ks=(1, 2, 4))
+    result = score_completions("s", COMPLETIONS, ks=(1, 2, 4))
+    assert result.problems == 2
+    assert result.samples == 4
     scores = result.row()
-    assert (result.problems, result.samples) == (2, 4)
-    assert scores["accuracy"] == scores["pass@1"] == 0.5 and scores["accuracy_low"] < 0.5 < scores["accuracy_high"]
-    assert scores["pass@4"] == 1.0 and scores["pass@2"] == pytest.approx(5 / 6)
-    assert scores["maj@4"] == pytest.approx((0.5 + 1.0) / 2) and scores["maj@4_ties"] == 0.5
-    assert scores["truncated_share"] == scores["unparseable_share"] == scores["unanswered_share"] == 1 / 8
-    assert score_completions("s", rows, ks=()).metrics()["eval/s/tokens"] == 4
+    assert scores["accuracy"] == 0.5
+    assert scores["pass@1"] == 0.5
+    assert scores["accuracy_low"] < 0.5 < scores["accuracy_high"]
+    assert scores["pass@4"] == 1.0
+    # Of the six pairs of a problem's samples, one has no correct one.
+    assert scores["pass@2"] == pytest.approx(5 / 6)
+    # The votes of the first problem are a tie of a correct and a wrong answer.
+    assert scores["maj@4"] == pytest.approx((0.5 + 1.0) / 2)
+    assert scores["maj@4_ties"] == 0.5
+    assert scores["truncated_share"] == 1 / 8
+    assert scores["unparseable_share"] == 1 / 8
+    assert scores["unanswered_share"] == 1 / 8
+
+
+def test_the_length_of_completions_is_a_metric():
+    assert score_completions("s", COMPLETIONS, ks=()).metrics()["eval/s/tokens"] == 4
+
+
+def test_every_problem_must_have_as_many_samples():
     with pytest.raises(UserError, match="different numbers"):
-        score_completions("s", rows[1:], ks=())
+        score_completions("s", COMPLETIONS[1:], ks=())
+
+
+def test_the_ks_of_pass_at_k():
+    assert check_ks([4, 1, 4], 4) == (1, 4)
+    assert default_ks(8) == (2, 4, 8)
+
+
+def test_a_k_above_the_number_of_samples_is_refused():
     with pytest.raises(UserError, match="--k: got 8; allowed: 1 to 4"):
         check_ks([1, 8], 4)
-    assert check_ks([4, 1, 4], 4) == (1, 4) and default_ks(8) == (2, 4, 8)
 
 
 def test_scores_of_choices():
     rows = [{"correct": True, "correct_norm": False}, {"correct": True, "correct_norm": True}]
     scores = score_choices("s", rows).row()
-    assert (scores["accuracy"], scores["accuracy_norm"]) == (1.0, 0.5) and scores["accuracy_low"] < 1
-    single = score_choices("s", rows[:1])
+    assert scores["accuracy"] == 1.0
+    assert scores["accuracy_norm"] == 0.5
+    assert scores["accuracy_low"] < 1
+
+
+def test_scores_of_a_single_choice():
+    single = score_choices("s", [{"correct": True, "correct_norm": False}])
     assert single.metrics() == {"eval/s/accuracy": 1.0, "eval/s/accuracy_norm": 0.0}, "one problem has no interval"
     assert single.line() == "accuracy 1.000 (1 problems)"
 
@@ -87,21 +146,25 @@ class Backend:
 
     def generate(self, prompts, **settings):
         self.settings = settings
-        return [prompt for prompt in prompts for _ in range(settings["group_size"])]
+        rollouts = []
+        for prompt in prompts:
+            rollouts += [prompt] * settings["group_size"]
+        return rollouts
 
 
 class Rewards:
+    """Completions of one token, two, three and so on with these rewards; the first is truncated."""
+
     def __init__(self, values):
         self.values = values
 
     def score(self, rollouts):
-        return [
-            SimpleNamespace(
-                rollout=SimpleNamespace(completion_ids=[0] * (n + 1), stop_reason="length" if n == 0 else "eos"),
-                reward=SimpleNamespace(value=value),
-            )
-            for n, value in enumerate(self.values[: len(rollouts)])
-        ]
+        rows = []
+        for n, value in enumerate(self.values[: len(rollouts)]):
+            stop_reason = "length" if n == 0 else "eos"
+            rollout = SimpleNamespace(completion_ids=[0] * (n + 1), stop_reason=stop_reason)
+            rows.append(SimpleNamespace(rollout=rollout, reward=SimpleNamespace(value=value)))
+        return rows
 
 
 def evaluated(values, samples, **settings):
@@ -133,15 +196,21 @@ def test_a_set_has_the_clustered_interval_of_its_rewards():
         "eval/s/kl/x": 6.0,
     }
     assert result.line() == f"reward 0.500 [{interval.low:.3f}, {interval.high:.3f}] (3 problems, length 3.5)"
-    assert (settings["seed"], settings["group_size"], settings["sampling"].temperature) == (7, 2, 1.0)
-    graded = clustered_interval([[0.5], [0.1], [0.3]], "t")
-    assert evaluated([0.5, 0.1, 0.3], 1)[0].values["reward"] == graded, "Student's interval unless all are 0 or 1"
+    assert settings["seed"] == 7
+    assert settings["group_size"] == 2
+    assert settings["sampling"].temperature == 1.0
+
+
+def test_rewards_that_are_not_all_0_or_1_have_students_interval():
+    result, _ = evaluated([0.5, 0.1, 0.3], 1)
+    assert result.values["reward"] == clustered_interval([[0.5], [0.1], [0.3]], "t")
 
 
 def test_a_set_may_have_a_scorer_and_sampling_of_its_own():
     greedy = Sampling(temperature=0.0, max_new_tokens=9)
     result, settings = evaluated([0.0] * 3, 1, scorer=Rewards([1.0] * 3), sampling=greedy)
-    assert result.row()["reward"] == 1.0 and settings["sampling"] is greedy
+    assert result.row()["reward"] == 1.0
+    assert settings["sampling"] is greedy
 
 
 # --- log-probs of choices ---------------------------------------------------------------------------------------------
@@ -168,31 +237,52 @@ def choices_of(loaded):
 
 def test_log_probs_are_those_of_the_dense_float64_model(tiny):
     choices = choices_of(tiny)
-    values = []
+    expected = dense_log_probs(tiny, choices)
     for budget in (1, 40, 10_000):
         scorer = ChoiceScorer(loaded=tiny, budget=budget, chunk_elements=10**6, ranks=SINGLE_PROCESS)
         logps = scorer.log_probs(choices)
         assert [len(row) for row in logps] == [3, 2, 2]
-        values.append([logp for row in logps for logp in row])
-    model = tiny.model.double()
+        assert flat(logps) == pytest.approx(expected, abs=2e-5), budget
+
+
+def flat(rows):
+    return list(itertools.chain.from_iterable(rows))
+
+
+def dense_log_probs(loaded, choices):
+    """The log-prob of each choice by itself, in float64; the model is in float32 again afterwards."""
+    model = loaded.model.double()
+    logps = []
     try:
-        for position, (index, ids) in enumerate(choices.rows):
-            prompt = choices.prompts[index]
+        for index, ids in choices.rows:
+            prompt_ids = choices.prompts[index].token_ids
             with torch.no_grad():
-                dense = model(input_ids=torch.tensor([[*prompt.token_ids, *ids]])).logits[0].log_softmax(-1)
-            n = len(prompt.token_ids)
-            exact = sum(float(dense[n + t - 1, id]) for t, id in enumerate(ids))
-            assert [each[position] for each in values] == pytest.approx([exact] * 3, abs=2e-5)
+                logp_TV = model(input_ids=torch.tensor([[*prompt_ids, *ids]])).logits[0].log_softmax(-1)
+            # The distribution of a token is at the position before it.
+            first = len(prompt_ids) - 1
+            logps.append(sum(float(logp_TV[first + t, token]) for t, token in enumerate(ids)))
     finally:
-        tiny.model.float()
+        loaded.model.float()
+    return logps
 
 
 def test_the_likeliest_choice_is_picked_whole_and_per_character(tiny):
     choices = choices_of(tiny)
     first, second, third = choices.records([[-4.0, -3.0, -1.5], [-2.0, -3.0], [-1.0, -1.0]], first=5)
-    assert (first["index"], first["picked"], first["picked_norm"], first["correct"]) == (5, "C", "B", False)
-    assert [second[key] for key in ("picked", "picked_norm", "correct", "correct_norm")] == ["A", "B", True, False]
-    assert third["index"] == 7 and third["picked"] == "A", "of equals the first"
+    assert first["index"] == 5
+    assert first["picked"] == "C"
+    assert first["picked_norm"] == "B"
+    assert first["correct"] is False
+    assert second["picked"] == "A"
+    assert second["picked_norm"] == "B"
+    assert second["correct"] is True
+    assert second["correct_norm"] is False
+    assert third["index"] == 7
+    assert third["picked"] == "A", "of equals the first"
+
+
+def test_choices_that_cannot_be_compared_are_refused(tiny):
+    choices = choices_of(tiny)
     letters = dataclasses.replace(TEXTS, score="letters")
     with pytest.raises(UserError, match="cannot encode"):  # the pocket tokenizer has no letters
         tokenize_choices(letters, choices.prompts, tiny, template="plain")
@@ -218,7 +308,7 @@ class OneOfSeveral:
 def test_processes_divide_the_passes_and_make_equally_many(tiny, monkeypatch, size, chunk):
     choices = choices_of(tiny)
     scorer = ChoiceScorer(loaded=tiny, budget=20, chunk_elements=10**6, ranks=SINGLE_PROCESS)
-    alone = [logp for row in scorer.log_probs(choices, chunk=chunk) for logp in row]
+    alone = flat(scorer.log_probs(choices, chunk=chunk))
     passes = []
 
     def counted(*args, **kwargs):
@@ -233,9 +323,12 @@ def test_processes_divide_the_passes_and_make_equally_many(tiny, monkeypatch, si
             part = OneOfSeveral(Ranks(rank=rank, size=size))
             dataclasses.replace(scorer, ranks=part).log_probs(choices, chunk=chunk)
         parts.append(stopped.value.args[0])
-    assert len(set(passes)) == 1 and passes[0] == math.ceil(len(choices.batches(20, chunk)) / size)
-    assert sorted(row for part in parts for row in part) == list(range(len(alone)))
-    assert all(alone[row] == logp for part in parts for row, logp in part.items())
+    assert len(set(passes)) == 1
+    assert passes[0] == math.ceil(len(choices.batches(20, chunk)) / size)
+    assert sorted(flat(parts)) == list(range(len(alone)))
+    for part in parts:
+        for row, logp in part.items():
+            assert logp == alone[row]
 
 
 @given(
@@ -248,20 +341,27 @@ def test_processes_divide_the_passes_and_make_equally_many(tiny, monkeypatch, si
 def test_a_chunk_is_batched_as_if_it_were_alone(sizes, budget, chunk):
     def choice_set(part):
         problem = Problem(id="p", text="", answer="A")
-        prompts = [Prompt(problem=problem, text="", token_ids=(0,) * before) for before, _ in part]
-        rows = [(index, (0,) * size) for index, (_, after) in enumerate(part) for size in after]
+        prompts = []
+        rows = []
+        for index, (prompt_length, choice_lengths) in enumerate(part):
+            prompts.append(Prompt(problem=problem, text="", token_ids=(0,) * prompt_length))
+            rows += [(index, (0,) * length) for length in choice_lengths]
         return ChoiceSet(name="", prompts=prompts, texts=[], rows=rows)
 
-    whole, size = choice_set(sizes), chunk or len(sizes)
-    batches, first = [], 0
-    for start in range(0, len(sizes), size):
-        part = choice_set(sizes[start : start + size])
-        batches += [[first + row for row in batch] for batch in part.batches(budget)]
-        first += len(part.rows)
+    whole = choice_set(sizes)
+    problems_per_chunk = len(sizes) if chunk is None else chunk
+    batches = []
+    first_row = 0
+    for start in range(0, len(sizes), problems_per_chunk):
+        part = choice_set(sizes[start : start + problems_per_chunk])
+        for batch in part.batches(budget):
+            batches.append([first_row + row for row in batch])
+        first_row += len(part.rows)
     assert whole.batches(budget, chunk) == batches
-    assert sorted(row for batch in batches for row in batch) == list(range(len(whole.rows)))
+    assert sorted(flat(batches)) == list(range(len(whole.rows)))
     for batch in batches:
         # As the pass pads: prompts to the longest prompt, choices to the longest choice, of whichever rows.
         prompt = max(len(whole.prompt_ids(row)) for row in batch)
         choice = max(len(whole.rows[row][1]) for row in batch)
-        assert len(batch) == 1 or len(batch) * (prompt + choice) <= budget
+        if len(batch) > 1:
+            assert len(batch) * (prompt + choice) <= budget

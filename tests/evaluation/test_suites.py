@@ -24,23 +24,48 @@ from kl_comedy.registry import SUITES
 NAMES = sorted(path.stem for path in DEFINITIONS.glob("*.yaml"))
 
 
-def test_a_suite_of_the_package_is_complete():
-    expected = "gsm8k math500 math2 aime24 aime25 amc23 mmlu_stem arc_challenge arc_challenge_likelihood countdown"
-    assert {*expected.split(), "mmlu_college_physics", "mmlu_college_biology", "pocket_sums"} <= set(NAMES)
-    for name in NAMES:
-        suite = get_suite(name)
-        assert suite.name == name and suite.summary.endswith(".") and suite.source and suite.licence
-        assert suite.group != "own" and suite.items and suite.data is not None
-        assert SUITES.get(name).row()["items"] == suite.items
-        if suite.kind == "likelihood":
-            assert not suite.prompt.suffix and suite.template == "plain"
-        elif suite.answer == "letter":
-            assert "{options}" in suite.text and suite.reward.name == "multiple_choice"
+def test_the_package_has_these_suites():
+    expected = {
+        "gsm8k",
+        "math500",
+        "math2",
+        "aime24",
+        "aime25",
+        "amc23",
+        "mmlu_stem",
+        "mmlu_college_physics",
+        "mmlu_college_biology",
+        "arc_challenge",
+        "arc_challenge_likelihood",
+        "countdown",
+        "pocket_sums",
+    }
+    assert expected <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_suite_of_the_package_is_complete(name):
+    suite = get_suite(name)
+    assert suite.name == name
+    assert suite.summary.endswith(".")
+    assert suite.source
+    assert suite.licence
+    assert suite.group != "own"
+    assert suite.items
+    assert suite.data is not None
+    assert SUITES.get(name).row()["items"] == suite.items
+    if suite.kind == "likelihood":
+        assert not suite.prompt.suffix
+        assert suite.template == "plain"
+    elif suite.answer == "letter":
+        assert "{options}" in suite.text
+        assert suite.reward.name == "multiple_choice"
 
 
 def write(folder, rows, name="own.jsonl"):
     path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    path.write_text("".join(lines))
     return path
 
 
@@ -56,7 +81,8 @@ SUMS = [{"id": f"s{n}", "problem": f"{n}+1=?", "answer": str(n + 1)} for n in ra
 def test_a_suite_of_ones_own_lies_beside_its_file(tmp_path):
     write(tmp_path, SUMS)
     suite = get_suite(own_suite(tmp_path, file={"path": "own.jsonl"}, items=5, text="Compute {text}"))
-    assert suite.name == "mine" and suite.group == "own"
+    assert suite.name == "mine"
+    assert suite.group == "own"
     problems = suite_problems(suite, limit=2)
     assert [problem.text for problem in problems] == ["Compute 0+1=?", "Compute 1+1=?"]
 
@@ -64,25 +90,38 @@ def test_a_suite_of_ones_own_lies_beside_its_file(tmp_path):
 def test_extending_takes_everything_else_over(tmp_path):
     suite = get_suite(own_suite(tmp_path, extends="gsm8k", items=None, max_new_tokens=7, prompt={"suffix": "!"}))
     base = get_suite("gsm8k")
-    assert (suite.max_new_tokens, suite.prompt.suffix, suite.items) == (7, "!", None)
-    assert suite.data == base.data and suite.reward == base.reward and base.max_new_tokens == 1024
+    assert suite.max_new_tokens == 7
+    assert suite.prompt.suffix == "!"
+    assert suite.items is None
+    assert suite.data == base.data
+    assert suite.reward == base.reward
+    assert base.max_new_tokens == 1024
 
 
-def test_a_mistaken_suite_is_one_sentence(tmp_path):
-    for keys, message in (
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
         ({"kind": "generated"}, "did you mean 'generate'"),
         ({"promt": {}}, "did you mean 'prompt'"),
         ({}, "names no problems"),
         ({"extends": "gsm8"}, "did you mean 'gsm8k'"),
         ({"file": {"path": "x.jsonl"}, "reward": {"name": "math_verfy"}}, "did you mean 'math_verify'"),
         ({"file": {"path": "x.jsonl"}, "name": "../x"}, "names a folder"),
-    ):
-        with pytest.raises(UserError, match=message) as raised:
-            get_suite(own_suite(tmp_path, **keys))
-        assert "mine.yaml" in str(raised.value)
-    for name, message in (("gsm8", "did you mean 'gsm8k'"), ("nowhere.yaml", "existing YAML file")):
-        with pytest.raises(UserError, match=message):
-            get_suite(name)
+    ],
+    ids=["kind", "key", "nothing", "base", "reward", "name"],
+)
+def test_a_mistake_in_a_suites_file_names_the_file(tmp_path, keys, message):
+    with pytest.raises(UserError, match=message) as refused:
+        get_suite(own_suite(tmp_path, **keys))
+    assert "mine.yaml" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("gsm8", "did you mean 'gsm8k'"), ("nowhere.yaml", "existing YAML file")]
+)
+def test_a_suite_that_does_not_exist_is_refused(name, message):
+    with pytest.raises(UserError, match=message):
+        get_suite(name)
 
 
 def hashed(path):
@@ -106,27 +145,40 @@ def test_data_given_by_hand_is_taken_as_it_is_but_for_its_own_checksum(tmp_path)
     assert len(suite_problems(gsm8k, file=given)) == 5
     with pytest.raises(UserError, match="SHA-256"):
         suite_problems(gsm8k, file=SuiteFile(path=str(path), sha256="0" * 64))
-    for word in ("gsm8k", "=x", "gsm8k=x#abc"):
-        with pytest.raises(UserError, match="--data"):
-            parse_data_files([word])
+
+
+@pytest.mark.parametrize("text", ["gsm8k", "=x", "gsm8k=x#abc"], ids=["no file", "no suite", "a short checksum"])
+def test_a_mistaken_data_option_is_refused(text):
+    with pytest.raises(UserError, match="--data"):
+        parse_data_files([text])
 
 
 def test_a_missing_file_says_what_is_there_and_where_it_is_published(tmp_path):
     write(tmp_path, SUMS, "gsm8k_test.json")
     with pytest.raises(UserError, match=r"gsm8k_test\.jsonl.*did you mean .*gsm8k_test\.json'.*openai/gsm8k"):
         suite_problems(get_suite("gsm8k"), root=tmp_path)
+
+
+def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(UserError, match="there is no folder"):
         suite_problems(get_suite("gsm8k"), root=tmp_path / "none")
 
 
-def test_another_number_of_problems_and_an_item_without_gold_are_refused(tmp_path):
+def test_another_number_of_problems_is_refused(tmp_path):
     write(tmp_path, SUMS)
     with pytest.raises(UserError, match=r"it has 6 problems, and .* gave 5"):
         suite_problems(get_suite(own_suite(tmp_path, file={"path": "own.jsonl"}, items=6)))
-    for row in ({"problem": "1+1", "answer": None}, {"problem": "1+1", "answer": ""}, {"problem": "1+1"}):
-        write(tmp_path, [*SUMS, row])
-        with pytest.raises(UserError, match=r"own\.jsonl:6.*answer"):
-            suite_problems(get_suite(own_suite(tmp_path, file={"path": "own.jsonl"})))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"problem": "1+1", "answer": None}, {"problem": "1+1", "answer": ""}, {"problem": "1+1"}],
+    ids=["null", "empty", "no key"],
+)
+def test_a_problem_without_an_answer_is_refused_by_its_line(tmp_path, row):
+    write(tmp_path, [*SUMS, row])
+    with pytest.raises(UserError, match=r"own\.jsonl:6.*answer"):
+        suite_problems(get_suite(own_suite(tmp_path, file={"path": "own.jsonl"})))
 
 
 CHOICES = [
@@ -149,42 +201,55 @@ def test_questions_and_choices_are_put_in_literally(tmp_path):
     assert problem.text == "On one two: Which {text}?\nA. x {letter}\nB. y"
 
 
-def test_what_a_problem_lacks_is_refused(tmp_path):
+@pytest.mark.parametrize("text", ["{options}", "{subject}"])
+def test_a_text_that_needs_what_a_problem_lacks_is_refused(text):
     problem = Problem(id="p", text="t", answer="1")
-    for text in ("{options}", "{subject}"):
-        with pytest.raises(UserError, match="no such value"):
-            question(problem, SuiteConfig(name="s", text=text))
-    file = {"path": "own.jsonl", "fields": {"subject": "subject"}}
-    for rows, keys, message in (
+    with pytest.raises(UserError, match="no such value"):
+        question(problem, SuiteConfig(name="s", text=text))
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "message"),
+    [
         (CHOICES, {"where": {"subject": ["four"]}}, "no problem has subject in four"),
         (CHOICES, {"where": {"subjects": ["one"]}}, r"where.*'subjects'.*did you mean 'subject'"),
-        ([SUMS[0] | {"subject": "x"}], {"kind": "likelihood"}, "the problem 's0': has no choices to compare"),
-    ):
-        write(tmp_path, rows)
-        with pytest.raises(UserError, match=message):
-            suite_problems(get_suite(own_suite(tmp_path, file=file, **keys)))
+        ([{**SUMS[0], "subject": "x"}], {"kind": "likelihood"}, "the problem 's0': has no choices to compare"),
+    ],
+    ids=["a value", "a field", "choices"],
+)
+def test_a_suite_that_needs_what_its_problems_lack_is_refused(tmp_path, rows, keys, message):
+    write(tmp_path, rows)
+    file = {"path": "own.jsonl", "fields": {"subject": "subject"}}
+    with pytest.raises(UserError, match=message):
+        suite_problems(get_suite(own_suite(tmp_path, file=file, **keys)))
 
 
 def test_answers_by_the_source_s_own_labels(tmp_path):
     """ARC: some rows are labelled A to D, others 1 to 4."""
-    rows = [
-        {"id": "1", "question": "?", "choices": {"text": ["u", "v", "w"], "label": labels}, "answerKey": key}
-        for labels, key in ((["A", "B", "C"], "B"),)
-    ] + [{"id": "2", "question": "?", "choices": {"text": ["u", "v"], "label": ["1", "2"]}, "answerKey": "1"}]
-    path = write(tmp_path, rows)
+    by_letter = {
+        "id": "1",
+        "question": "?",
+        "choices": {"text": ["u", "v", "w"], "label": ["A", "B", "C"]},
+        "answerKey": "B",
+    }
+    by_number = {"id": "2", "question": "?", "choices": {"text": ["u", "v"], "label": ["1", "2"]}, "answerKey": "1"}
+    path = write(tmp_path, [by_letter, by_number])
     arc = get_suite("arc_challenge_likelihood")
     problems = suite_problems(arc, file=SuiteFile(path=str(path)))
-    assert [problem.answer for problem in problems] == ["B", "A"] and problems[1].meta["choices"] == ("u", "v")
+    assert [problem.answer for problem in problems] == ["B", "A"]
+    assert problems[1].meta["choices"] == ("u", "v")
     assert problems[0].text == "Question: ?\nAnswer:"
-    write(tmp_path, [{**rows[0], "answerKey": "E"}])
+    write(tmp_path, [{**by_letter, "answerKey": "E"}])
     with pytest.raises(UserError, match="none of the labels A, B, C"):
         suite_problems(arc, file=SuiteFile(path=str(path)))
 
 
 def test_chat_is_chosen_where_the_tokenizer_can():
-    with_chat, without = SimpleNamespace(chat_template="x"), SimpleNamespace(chat_template=None)
+    with_chat = SimpleNamespace(chat_template="x")
+    without = SimpleNamespace(chat_template=None)
     suite = get_suite("gsm8k")
-    assert resolve_template(suite, with_chat) == "chat" and resolve_template(suite, without) == "plain"
+    assert resolve_template(suite, with_chat) == "chat"
+    assert resolve_template(suite, without) == "plain"
     assert resolve_template(suite, with_chat, "plain") == "plain"
     assert resolve_template(get_suite("mmlu_stem_likelihood"), with_chat) == "plain"
     with pytest.raises(UserError, match="--template"):
@@ -205,7 +270,8 @@ def test_a_prompt_that_does_not_fit_is_counted(tmp_path):
     suite.prompt.max_tokens = 8
     problems = [Problem(id="a", text="1+1=", answer="2"), Problem(id="b", text="11+11+11=", answer="33")]
     prompts, report = suite_prompts(suite, problems, tokenizer)
-    assert [prompt.problem.id for prompt in prompts] == ["a"] and report.too_long == 1
+    assert [prompt.problem.id for prompt in prompts] == ["a"]
+    assert report.too_long == 1
 
 
 PUBLISHED = {
@@ -224,19 +290,26 @@ PUBLISHED = {
 }
 
 
-def test_rows_as_they_are_published_are_read(monkeypatch):
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rows_as_they_are_published_are_read(monkeypatch, name):
     """Where there is no hub, the layouts that their data cards show stand in for it."""
-    for name, row in PUBLISHED.items():
-        configs = []
-        monkeypatch.setattr(
-            "kl_comedy.data.sources._download",
-            lambda config, *_, configs=configs, row=row, **__: configs.append(config) or [row],
-        )
-        suite = get_suite(name)
-        suite.items = 1
-        (problem,) = suite_problems(suite)
-        assert problem.answer == ("B" if suite.answer == "letter" else "1002") and problem.text.startswith("1+1?")
-        assert configs[0].name == suite.data.name and configs[0].split in ("test", "train")
+    downloaded = []
+
+    def download(config, *_, **__):
+        downloaded.append(config)
+        return [PUBLISHED[name]]
+
+    monkeypatch.setattr("kl_comedy.data.sources._download", download)
+    suite = get_suite(name)
+    suite.items = 1
+    (problem,) = suite_problems(suite)
+    if suite.answer == "letter":
+        assert problem.answer == "B"
+    else:
+        assert problem.answer == "1002"
+    assert problem.text.startswith("1+1?")
+    assert downloaded[0].name == suite.data.name
+    assert downloaded[0].split in ("test", "train")
 
 
 def test_without_a_hub_the_message_says_what_to_do(monkeypatch):

@@ -574,7 +574,7 @@ def test_one_device_cannot_be_divided_for_async():
 OUR_KIND = [item for item in PUBLISHED if not item.other]
 
 
-@pytest.mark.parametrize("item", OUR_KIND, ids=lambda item: f"{item.what} {item.unit}")
+@pytest.mark.parametrize("item", OUR_KIND, ids=lambda item: f"{item.run} {item.unit}")
 def test_the_formulas_agree_with_published_times(item):
     """Sources: NeMo-RL's performance summaries, prime-rl's benchmark files (docs/planning.md)."""
     assert 0.65 < item.ratio < 1.35

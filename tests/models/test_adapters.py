@@ -34,6 +34,12 @@ def adapter(tmp_path, monkeypatch):
     return tmp_path / "adapter"
 
 
+def change_settings(adapter, changes):
+    file = adapter / "adapter_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({**settings, **changes}))
+
+
 def logits_of(model):
     return model(input_ids=torch.arange(12).view(1, -1)).logits
 
@@ -48,9 +54,19 @@ def expected_logits(adapter):
 def test_base_and_adapter_are_loaded_as_one_model_that_trains(adapter):
     loaded = load(adapter)
     torch.testing.assert_close(logits_of(loaded.model), expected_logits(adapter), atol=1e-5, rtol=1e-5)
-    assert all(parameter.requires_grad for parameter in loaded.model.parameters())
-    assert (logits_of(loaded.model) - logits_of(load(adapter.parent / "base").model)).abs().max() > 0.05
-    assert loaded.tokenizer.eos_token == "<e>", "of the base: the adapter's folder has none"
+    without_gradient = [name for name, weight in loaded.model.named_parameters() if not weight.requires_grad]
+    assert without_gradient == []
+
+
+def test_the_adapter_changes_the_base(adapter):
+    """So that the comparisons of logits in this file tell the two apart."""
+    base_logits = logits_of(load(adapter.parent / "base").model)
+    assert (logits_of(load(adapter).model) - base_logits).abs().max() > 0.05
+
+
+def test_the_tokenizer_is_that_of_the_base(adapter):
+    """The adapter's folder has none."""
+    assert load(adapter).tokenizer.eos_token == "<e>"
 
 
 def test_a_new_adapter_starts_at_the_old_one_and_its_reference_is_that_start(adapter):
@@ -65,13 +81,14 @@ def test_a_new_adapter_starts_at_the_old_one_and_its_reference_is_that_start(ada
 def test_the_merged_model_follows_changes_of_adapter_and_base(adapter):
     before = load(adapter).source
     assert load(adapter).source == before
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "lora_alpha": 64}))
-    changed = load(adapter)
-    assert changed.source != before
-    torch.testing.assert_close(logits_of(changed.model), expected_logits(adapter), atol=1e-5, rtol=1e-5)
+    change_settings(adapter, {"lora_alpha": 64})
+    other_adapter = load(adapter)
+    assert other_adapter.source != before
+    torch.testing.assert_close(logits_of(other_adapter.model), expected_logits(adapter), atol=1e-5, rtol=1e-5)
     save(adapter.parent / "base", llama(initializer_range=0.1))
-    assert load(adapter).source not in (before, changed.source)
+    other_base = load(adapter)
+    assert other_base.source != before
+    assert other_base.source != other_adapter.source
 
 
 def test_check_and_plan_know_the_base_without_loading_it(adapter):
@@ -89,13 +106,14 @@ def test_check_and_plan_know_the_base_without_loading_it(adapter):
         ({"peft_type": "PROMPT_TUNING"}, "peft_type 'PROMPT_TUNING'"),
         ({"target_modules": ["no_such_module"]}, "does not fit its base"),
     ],
+    ids=["base is not there", "no base", "no LoRA", "another model"],
 )
 def test_an_adapter_that_cannot_be_loaded_is_one_line(adapter, change, message):
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps({**settings, **change}))
+    change_settings(adapter, change)
     with pytest.raises(UserError, match=r"^model\.source") as error:
         load(adapter)
-    assert message in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_folder_with_a_whole_model_and_an_adapter_config_is_the_whole_model(adapter):
@@ -113,10 +131,11 @@ def test_a_model_with_a_sliding_window_and_no_layer_types_loads(tmp_path):
     load_model(ModelConfig(source=source, device="cpu"))
 
 
-def test_a_tokenizer_without_an_end_token_is_said(tmp_path, caplog):
+def test_a_tokenizer_without_an_end_token_is_logged_with_the_way_out(tmp_path, caplog):
     plain = tokenizer(eos=None)
     plain.pad_token = "="
     plain.save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING, logger="kl_comedy"):
         load_tokenizer(ModelConfig(source=str(tmp_path)))
-    assert "no end token" in caplog.text and "rollout.stop" in caplog.text
+    assert "no end token" in caplog.text
+    assert "rollout.stop" in caplog.text

@@ -37,8 +37,11 @@ def loaded():
 
 
 def prompts(loaded: LoadedModel, split: str, limit: int) -> list[Prompt]:
-    problems = pocket_problems(DatasetConfig(split=split, limit=limit, options=ONE_DIGIT), key="data")
-    return [Prompt(problem=p, text=p.text, token_ids=tuple(loaded.tokenizer(p.text)["input_ids"])) for p in problems]
+    asked = []
+    for problem in pocket_problems(DatasetConfig(split=split, limit=limit, options=ONE_DIGIT), key="data"):
+        token_ids = tuple(loaded.tokenizer(problem.text)["input_ids"])
+        asked.append(Prompt(problem=problem, text=problem.text, token_ids=token_ids))
+    return asked
 
 
 def sample(loaded, asked, *, seed, group_size=8, temperature=1.0):
@@ -51,32 +54,73 @@ def sample(loaded, asked, *, seed, group_size=8, temperature=1.0):
     return rollouts, torch.tensor([reward.value for reward in rewards])
 
 
-def test_the_warm_start_knows_the_format_and_is_often_wrong(loaded):
-    rollouts, rewards = sample(loaded, prompts(loaded, "heldout", 60), seed=0)
+@pytest.fixture(scope="module")
+def warm_start_samples(cache):
+    """Rollouts and rewards of the policy as it is after the warm start, 8 for each of 60 held-out problems."""
+    loaded = load_model(TINY)
+    return sample(loaded, prompts(loaded, "heldout", 60), seed=0)
+
+
+def has_the_format(rollout):
+    """Two steps, separated by a semicolon, and an end."""
+    if rollout.stop_reason != "eos":
+        return False
+    return rollout.text.count("=") == 2 and rollout.text.count(";") == 1
+
+
+def test_the_warm_start_knows_the_format(warm_start_samples):
+    rollouts, _ = warm_start_samples
+    with_format = [rollout for rollout in rollouts if has_the_format(rollout)]
+    assert len(with_format) > 0.95 * len(rollouts)
+
+
+def test_the_warm_start_is_often_wrong(warm_start_samples):
+    _, rewards = warm_start_samples
     assert 0.15 < rewards.mean() < 0.6
-    written = [r for r in rollouts if r.stop_reason == "eos" and r.text.count("=") == 2 and r.text.count(";") == 1]
-    assert len(written) > 0.95 * len(rollouts)
-    by_prompt = rewards.view(-1, 8).mean(1)
-    assert ((by_prompt > 0) & (by_prompt < 1)).float().mean() > 0.4, "groups with both verdicts carry the signal"
 
 
-def test_the_second_load_reads_the_cached_folder_which_is_an_ordinary_source(loaded, monkeypatch, capsys):
+def test_many_groups_have_both_verdicts(warm_start_samples):
+    """They carry the signal: a group of equal rewards has no advantage."""
+    _, rewards = warm_start_samples
+    mean_reward = rewards.view(-1, 8).mean(1)
+    has_both = (mean_reward > 0) & (mean_reward < 1)
+    assert has_both.float().mean() > 0.4
+
+
+def test_the_second_load_reads_the_cached_folder(loaded, monkeypatch, capsys):
     monkeypatch.setattr(pocket, "warm_start", lambda *args, **kwargs: pytest.fail("trained again"))
     state = torch.get_rng_state()
     model = pocket.load_pocket(TINY)
     assert torch.equal(state, torch.get_rng_state()), "loading leaves the global random numbers alone"
     assert capsys.readouterr() == ("", "")
-    assert not model.training and loaded.tokenizer.padding_side == "left"
+    assert not model.training
     for name, weight in model.state_dict().items():
-        assert torch.equal(weight, loaded.model.state_dict()[name])
+        assert torch.equal(weight, loaded.model.state_dict()[name]), name
+
+
+def test_the_tokenizer_of_the_pocket_policy_pads_left(loaded):
+    assert loaded.tokenizer.padding_side == "left"
+
+
+@pytest.fixture
+def from_folder(loaded):
+    """The policy loaded from its folder in the cache, as any other source."""
     folder = pocket.pocket_folder(pocket.recipe_from_options({"preset": "tiny"}))
-    other = load_model(ModelConfig(source=str(folder), device="cpu"))
+    return load_model(ModelConfig(source=str(folder), device="cpu"))
+
+
+def test_the_tokenizer_in_the_cached_folder_is_that_of_the_policy(loaded, from_folder):
+    ids = loaded.tokenizer("3+9+5=")["input_ids"]
+    assert from_folder.tokenizer("3+9+5=")["input_ids"] == ids
+    assert from_folder.tokenizer.decode(ids) == "3+9+5="
+    assert from_folder.tokenizer.pad_token_id == 0
+    assert from_folder.tokenizer.eos_token_id == 1
+
+
+def test_the_model_in_the_cached_folder_is_the_policy(loaded, from_folder):
+    assert from_folder.model.generation_config.eos_token_id == 1
     ids = loaded.tokenizer("3+9+5=", return_tensors="pt")["input_ids"]
-    assert other.tokenizer("3+9+5=")["input_ids"] == ids[0].tolist()
-    assert other.tokenizer.decode(ids[0]) == "3+9+5="
-    assert (other.tokenizer.pad_token_id, other.tokenizer.eos_token_id) == (0, 1)
-    assert other.model.generation_config.eos_token_id == 1
-    assert torch.equal(other.model(ids).logits, loaded.model(ids).logits)
+    assert torch.equal(from_folder.model(ids).logits, loaded.model(ids).logits)
 
 
 @pytest.mark.slow
@@ -101,12 +145,15 @@ def test_two_processes_at_once_build_one_policy_and_a_damaged_one_is_built_again
     assert float(model.lm_head.weight.detach().double().sum()) == pytest.approx(float(out), abs=1e-5)
 
 
-def test_settings_of_other_sources_are_refused():
+def test_a_tokenizer_of_its_own_is_refused():
     with pytest.raises(UserError, match=r"model\.tokenizer: got 'x'"):
         load_model(ModelConfig(tokenizer="x", device="cpu"))
-    for name in ("revision", "gguf_file"):
-        with pytest.raises(UserError, match=rf"model\.options\.{name}: no such key"):
-            load_model(ModelConfig(options={name: "x"}, device="cpu"))
+
+
+@pytest.mark.parametrize("name", ["revision", "gguf_file"])
+def test_options_of_other_sources_are_refused(name):
+    with pytest.raises(UserError, match=rf"model\.options\.{name}: no such key"):
+        load_model(ModelConfig(options={name: "x"}, device="cpu"))
 
 
 def rloo(loaded, term, *, beta, lr, updates, seed=0):
@@ -115,9 +162,11 @@ def rloo(loaded, term, *, beta, lr, updates, seed=0):
     reference = copy.deepcopy(loaded.model).requires_grad_(False)
     optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=lr, weight_decay=0.0)
     for step in range(updates):
-        asked = [train[(16 * (step + 40 * seed) + n) % len(train)] for n in range(16)]
+        first = 16 * (step + 40 * seed)
+        asked = [train[number % len(train)] for number in range(first, first + 16)]
         rollouts, rewards = sample(loaded, asked, seed=1000 * (seed + 1) + step)
         groups = rewards.view(16, 8)
+        # 8 / 7 times the distance from the mean of the group is the distance from the mean of the 7 others.
         advantage_B = ((groups - groups.mean(1, keepdim=True)) * 8 / 7).flatten()
         batch = pad(rollouts)
         logp_BT = token_pass(loaded.model, **batch, temperature=1.0, chunk_elements=2**24).logp_BT
@@ -166,9 +215,17 @@ def test_at_a_high_learning_rate_the_placement_decides(loaded, estimator, placem
 
 def pad(rollouts):
     """Rollouts with prompts of one length as the tensors of ``token_pass``."""
-    length = max(len(r.completion_ids) for r in rollouts)
-    prompt_ids_BP = torch.tensor([r.prompt.token_ids for r in rollouts])
-    ids_BT = torch.tensor([[*r.completion_ids, *[0] * (length - len(r.completion_ids))] for r in rollouts])
-    mask_BT = torch.tensor([[n < len(r.completion_ids) for n in range(length)] for r in rollouts])
-    prompts = {"prompt_ids_BP": prompt_ids_BP, "prompt_mask_BP": torch.ones_like(prompt_ids_BP)}
-    return {**prompts, "ids_BT": ids_BT, "mask_BT": mask_BT}
+    length = max(len(rollout.completion_ids) for rollout in rollouts)
+    prompt_ids_BP = torch.tensor([rollout.prompt.token_ids for rollout in rollouts])
+    ids_BT = torch.zeros(len(rollouts), length, dtype=torch.long)
+    mask_BT = torch.zeros(len(rollouts), length, dtype=torch.bool)
+    for row, rollout in enumerate(rollouts):
+        tokens = len(rollout.completion_ids)
+        ids_BT[row, :tokens] = torch.tensor(rollout.completion_ids)
+        mask_BT[row, :tokens] = True
+    return {
+        "prompt_ids_BP": prompt_ids_BP,
+        "prompt_mask_BP": torch.ones_like(prompt_ids_BP),
+        "ids_BT": ids_BT,
+        "mask_BT": mask_BT,
+    }

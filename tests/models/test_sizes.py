@@ -11,14 +11,32 @@ SIZES = {"vocab_size": 64, "hidden_size": 48, "intermediate_size": 128, "num_hid
 SMALL = LlamaConfig(**SIZES, num_attention_heads=3, num_key_value_heads=1, attn_implementation="sdpa")
 
 
+LARGE = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
+FLOAT32_BYTES = 4
+
+
 def test_configured_sizes_win():
-    model = LlamaForCausalLM(SMALL)
-    assert microbatch_tokens(77, model, CPU, checkpoints=False) == 77 and head_chunk(99, CPU) == 99
+    assert microbatch_tokens(77, LlamaForCausalLM(SMALL), CPU, checkpoints=False) == 77
+    assert head_chunk(99, CPU) == 99
+
+
+def test_a_gpu_has_a_larger_chunk_of_the_head():
     assert head_chunk(None, CPU) < head_chunk(None, torch.device("cuda"))
-    assert microbatch_tokens(None, model, CPU, checkpoints=False) == 2**16, "a small model has room for all"
-    large = LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
-    assert 4 * activation_values(large, checkpoints=False) > GIB / 100
-    assert activation_values(large, checkpoints=True) < activation_values(large, checkpoints=False) / 10
+
+
+def test_a_small_model_has_room_for_the_largest_micro_batch():
+    assert microbatch_tokens(None, LlamaForCausalLM(SMALL), CPU, checkpoints=False) == 2**16
+
+
+def test_a_token_of_a_large_model_needs_more_than_ten_megabytes():
+    assert FLOAT32_BYTES * activation_values(LARGE, checkpoints=False) > GIB / 100
+
+
+def test_activation_checkpoints_save_nine_tenths():
+    assert activation_values(LARGE, checkpoints=True) < activation_values(LARGE, checkpoints=False) / 10
+
+
+def test_the_sizes_of_a_gpt2_are_found_under_their_other_names():
     assert activation_values(GPT2Config(), checkpoints=False) > 0
 
 
@@ -31,7 +49,9 @@ def test_the_estimate_is_near_the_bytes_autograd_saves():
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    rows, prompt, length = 8, 20, 60
+    rows = 8
+    prompt = 20
+    length = 60
     ids = torch.randint(0, 64, (rows, length))
     prompts = {"prompt_ids_BP": ids[:1, :prompt].expand(rows, -1), "prompt_mask_BP": torch.ones(rows, prompt)}
     batch = {**prompts, "ids_BT": ids, "mask_BT": torch.ones(rows, length, dtype=torch.bool)}
@@ -39,5 +59,7 @@ def test_the_estimate_is_near_the_bytes_autograd_saves():
         token_pass(model, **batch, temperature=1.0, chunk_elements=2**16)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     measured = sum(size for pointer, size in saved.items() if pointer not in weights)
-    expected = 4 * activation_values(SMALL, checkpoints=False) * (prompt + rows * (length - 1))
-    assert 0.67 < expected / measured < 1.5, expected / measured
+    # The rows share their prompt, and the last token of a completion predicts nothing.
+    tokens = prompt + rows * (length - 1)
+    expected = FLOAT32_BYTES * activation_values(SMALL, checkpoints=False) * tokens
+    assert 0.67 < expected / measured < 1.5

@@ -35,11 +35,25 @@ def returns_of(reward_B, cost_BT):
     return returns_with_costs(reward_B, inside_BT.flip(-1).cumsum(-1).flip(-1), 5)
 
 
+def gae_by_hand(rewards, values, last_value, gamma, lam):
+    """sum_n (gamma lam)^n delta_{t+n}, with delta_t = r_t + gamma V_{t+1} - V_t."""
+    next_values = [*values[1:], last_value]
+    differences = []
+    for reward, value, next_value in zip(rewards, values, next_values, strict=True):
+        differences.append(reward + gamma * next_value - value)
+    advantages = []
+    for token in range(len(differences)):
+        later = differences[token:]
+        advantages.append(sum((gamma * lam) ** steps * difference for steps, difference in enumerate(later)))
+    return advantages
+
+
 @settings(max_examples=60, deadline=None)
 @given(costs=FIFTEEN, values=FIFTEEN, gamma=UNIT, lam=UNIT, last=st.lists(st.floats(-1, 1), min_size=3, max_size=3))
 def test_it_is_the_discounted_sum_of_temporal_differences(costs, values, gamma, lam, last):
     """1506.02438 Eq. 16, summed term by term. The KL cost of a token is a reward of that token."""
-    reward_B, last_B = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64), torch.tensor(last, dtype=torch.float64)
+    reward_B = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
+    last_B = torch.tensor(last, dtype=torch.float64)
     advantage_BT = gae(
         returns_of(reward_B, grid(costs)),
         MASK_BT,
@@ -50,12 +64,11 @@ def test_it_is_the_discounted_sum_of_temporal_differences(costs, values, gamma, 
         lam=lam,
     )
     for row, size in enumerate(SIZES):
-        r = [-grid(costs)[row, t].item() + (reward_B[row].item() if t == size - 1 else 0.0) for t in range(size)]
-        v = [*grid(values)[row, :size].tolist(), last_B[row].item()]
-        delta = [r[t] + gamma * v[t + 1] - v[t] for t in range(size)]
-        expected = [sum((gamma * lam) ** n * delta[t + n] for n in range(size - t)) for t in range(size)]
+        rewards = [-cost for cost in grid(costs)[row, :size].tolist()]
+        rewards[-1] += reward_B[row].item()
+        expected = gae_by_hand(rewards, grid(values)[row, :size].tolist(), last_B[row].item(), gamma, lam)
         assert advantage_BT[row, :size].tolist() == pytest.approx(expected, abs=1e-9)
-        assert not advantage_BT[row, size:].any()
+        assert not advantage_BT[row, size:].any(), "a token outside the mask has an advantage"
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,42 +80,47 @@ def test_with_lambda_one_it_is_the_return_to_go_less_the_value(costs, values):
 
 
 def test_with_lambda_zero_it_is_one_temporal_difference():
-    values_BT = grid([0.5] * 15)
-    advantage_BT = gae(
-        returns_of(torch.ones(3).double(), grid([0.1] * 15)), MASK_BT, GROUP_B, values_BT=values_BT, lam=0.0
-    )
-    assert advantage_BT[0].tolist() == pytest.approx([-0.1] * 4 + [0.4])
+    """Costs of 0.1 and equal values: -0.1, and at the end the reward of 1 less the cost and the value of 0.5."""
+    returns_BT = returns_of(torch.ones(3).double(), grid([0.1] * 15))
+    advantage_BT = gae(returns_BT, MASK_BT, GROUP_B, values_BT=grid([0.5] * 15), lam=0.0)
+    assert advantage_BT[0].tolist() == pytest.approx([-0.1, -0.1, -0.1, -0.1, 0.4])
 
 
-@pytest.mark.parametrize(
-    ("term", "shift"),
-    [
-        (KLTerm("k1", placement="reward", credit="to_go", baseline="before"), 0),
-        (KLTerm("exact", placement="reward", credit="to_go", baseline="before"), 1),
-    ],
-    ids=["k1", "exact"],
-)
-def test_a_kl_term_before_the_baseline_is_a_cost_of_its_token(term, shift):
-    """k1 costs the token it is of; an exact KL costs the token that led to its prefix (its own step is a loss)."""
-    logp_BT, ref_BT = grid([-0.1 * n for n in range(15)]), grid([-0.2 * n + 0.05 for n in range(15)])
-    exact_BT = torch.where(MASK_BT, grid([0.01 * n for n in range(15)]), 0.0)
-    cost_BT = kl_parts(
-        term, logp_BT=logp_BT, ref_logp_BT=ref_BT, behaviour_logp_BT=logp_BT, mask_BT=MASK_BT, exact_kl_BT=exact_BT
-    ).cost_BT
-    rewards_BT = token_rewards(returns_with_costs(torch.zeros(3).double(), cost_BT, 5), MASK_BT)
-    own_BT = torch.where(MASK_BT, exact_BT if shift else logp_BT - ref_BT, 0.0)
-    expected_BT = torch.nn.functional.pad(-own_BT[:, shift:], (0, shift))
-    assert torch.allclose(rewards_BT, torch.where(MASK_BT, expected_BT, 0.0), atol=1e-12)
+LOGP_BT = grid([-0.1 * number for number in range(15)])
+REF_BT = grid([-0.2 * number + 0.05 for number in range(15)])
+EXACT_BT = torch.where(MASK_BT, grid([0.01 * number for number in range(15)]), 0.0)
+
+
+def rewards_of_a_term(estimator):
+    """What a term before the baseline, in completions without any other reward, pays each token."""
+    term = KLTerm(estimator, placement="reward", credit="to_go", baseline="before")
+    tensors = {"logp_BT": LOGP_BT, "ref_logp_BT": REF_BT, "behaviour_logp_BT": LOGP_BT}
+    cost_BT = kl_parts(term, **tensors, mask_BT=MASK_BT, exact_kl_BT=EXACT_BT).cost_BT
+    return token_rewards(returns_with_costs(torch.zeros(3).double(), cost_BT, 5), MASK_BT)
+
+
+def test_k1_before_the_baseline_is_a_cost_of_its_token():
+    expected_BT = torch.where(MASK_BT, REF_BT - LOGP_BT, 0.0)
+    assert torch.allclose(rewards_of_a_term("k1"), expected_BT, atol=1e-12)
+
+
+def test_an_exact_kl_before_the_baseline_is_a_cost_of_the_token_that_led_to_its_prefix():
+    """The step from the prefix itself is a loss."""
+    next_token_BT = torch.nn.functional.pad(-EXACT_BT[:, 1:], (0, 1))
+    expected_BT = torch.where(MASK_BT, next_token_BT, 0.0)
+    assert torch.allclose(rewards_of_a_term("exact"), expected_BT, atol=1e-12)
 
 
 def test_a_total_cost_is_a_cost_of_the_last_token():
     returns_BT = returns_with_costs(torch.ones(3).double(), torch.full((3, 5), 0.3).double(), 5)
     expected_BT = torch.zeros(3, 5).double()
-    expected_BT[[0, 1, 2], [4, 2, 0]] = 0.7
+    for row, size in enumerate(SIZES):
+        expected_BT[row, size - 1] = 0.7
     assert torch.allclose(token_rewards(returns_BT, MASK_BT), expected_BT)
 
 
-def test_the_oracle_and_others_without_values_are_told():
+def test_gae_without_values_asks_for_a_value_head():
+    """As the oracle, which has none."""
     with pytest.raises(UserError, match="value head"):
         gae(grid([0.0] * 15), MASK_BT, GROUP_B)
 
@@ -112,14 +130,23 @@ def test_the_oracle_and_others_without_values_are_told():
 @given(values=FIFTEEN, olds=FIFTEEN, targets=FIFTEEN, clip=st.floats(0.05, 1.0))
 def test_the_clipped_value_loss_is_the_larger_of_two_and_counts_where_it_is_silent(values, olds, targets, clip):
     value_BT = grid(values).requires_grad_(True)
-    loss_BT, silent_BT = value_loss(value_BT, grid(olds), grid(targets), clip)
-    clipped_BT = torch.maximum(torch.minimum(grid(values), grid(olds) + clip), grid(olds) - clip)
-    free_BT, other_BT = (grid(values) - grid(targets)) ** 2 / 2, (clipped_BT - grid(targets)) ** 2 / 2
-    assert torch.allclose(loss_BT, torch.maximum(free_BT, other_BT), atol=1e-12)
+    old_BT = grid(olds)
+    target_BT = grid(targets)
+    loss_BT, silent_BT = value_loss(value_BT, old_BT, target_BT, clip)
+    clipped_BT = torch.maximum(torch.minimum(grid(values), old_BT + clip), old_BT - clip)
+    free_loss_BT = (grid(values) - target_BT) ** 2 / 2
+    clipped_loss_BT = (clipped_BT - target_BT) ** 2 / 2
+    assert torch.allclose(loss_BT, torch.maximum(free_loss_BT, clipped_loss_BT), atol=1e-12)
     (gradient_BT,) = torch.autograd.grad(loss_BT.sum(), value_BT)
     assert not gradient_BT[silent_BT].any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=FIFTEEN, olds=FIFTEEN, targets=FIFTEEN)
+def test_the_value_loss_without_a_clip_is_half_the_squared_error(values, olds, targets):
     loss_BT, silent_BT = value_loss(grid(values), grid(olds), grid(targets), None)
-    assert torch.equal(loss_BT, 0.5 * (grid(values) - grid(targets)).square()) and not silent_BT.any()
+    assert torch.equal(loss_BT, 0.5 * (grid(values) - grid(targets)).square())
+    assert not silent_BT.any()
 
 
 def explained_variance(value, target):
@@ -128,29 +155,46 @@ def explained_variance(value, target):
     return critic_metrics([micro])["value/explained_variance"]
 
 
-def test_a_fresh_value_head_is_zero_and_learns_the_targets():
+def test_a_fresh_value_head_is_zero():
+    head = ValueHead(4, torch.device("cpu"))
+    assert not head(torch.randn(9, 4), MASK_BT).any()
+
+
+def test_a_value_head_learns_the_targets():
     torch.manual_seed(0)
     head = ValueHead(4, torch.device("cpu"))
-    hidden_NH, target_BT = torch.randn(9, 4), torch.where(MASK_BT, torch.rand(3, 5), 0.0)
-    assert not head(hidden_NH, MASK_BT).any()
+    hidden_NH = torch.randn(9, 4)
+    target_BT = torch.where(MASK_BT, torch.rand(3, 5), 0.0)
     optimizer = torch.optim.SGD(head.parameters(), lr=0.05)
     for _ in range(200):
         optimizer.zero_grad()
-        value_loss(head(hidden_NH, MASK_BT), target_BT, target_BT, None)[0].sum().mul(0.5).backward()
+        loss_BT, _ = value_loss(head(hidden_NH, MASK_BT), target_BT, target_BT, None)
+        loss_BT.sum().mul(0.5).backward()
         optimizer.step()
-    assert explained_variance(head(hidden_NH, MASK_BT)[MASK_BT].detach(), target_BT[MASK_BT]) > 0.3
+    values_BT = head(hidden_NH, MASK_BT).detach()
+    assert explained_variance(values_BT[MASK_BT], target_BT[MASK_BT]) > 0.3
 
 
-def test_explained_variance_by_definition():
-    target = torch.tensor([0.0, 1.0, 2.0, 3.0])
-    assert explained_variance(target, target) == 1.0
-    assert explained_variance(torch.full((4,), 7.0), target) == pytest.approx(0.0)
-    assert explained_variance(-target, target) == pytest.approx(-3.0)
-    assert explained_variance(target, torch.ones(4)) == 0.0
+COUNTING = torch.tensor([0.0, 1.0, 2.0, 3.0])
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("value", "target", "expected"),
+    [
+        (COUNTING, COUNTING, 1.0),
+        (torch.full((4,), 7.0), COUNTING, pytest.approx(0.0)),
+        (-COUNTING, COUNTING, pytest.approx(-3.0)),
+        (COUNTING, torch.ones(4), 0.0),
+    ],
+    ids=["the targets", "a constant", "the opposite", "targets without variance"],
+)
+def test_explained_variance_by_definition(value, target, expected):
+    """1 - Var[target - value] / Var[target]."""
+    assert explained_variance(value, target) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
     [
         (
             ["algorithm.advantage=rloo", "algorithm.advantage_options.lam=0.9"],
@@ -162,7 +206,8 @@ def test_explained_variance_by_definition():
         ),
         (["algorithm.advantage=gea"], "algorithm.advantage: got 'gea'.*did you mean 'gae'"),
     ],
+    ids=["values without a critic", "own credit", "misspelled"],
 )
-def test_a_critic_that_cannot_work_is_refused(words, message):
+def test_a_critic_that_cannot_work_is_refused(overrides, message):
     with pytest.raises(UserError, match=message):
-        check_training(load_config(TINY, words))
+        check_training(load_config(TINY, overrides))

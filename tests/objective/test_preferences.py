@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kl_comedy.objective.preferences import preferences
 
-V, T = 3, 3
+V = 3
+T = 3
 COMPLETIONS = torch.tensor(list(itertools.product(range(V), repeat=T)))
 
 
@@ -21,34 +22,42 @@ def sequence_logp(logits):
 
 
 def closed_form(h, reward, group, judged, beta):
-    """The loss as the paper writes it: a loop over prompts and pairs."""
-    of_prompts = []
-    for g in sorted(set(group.tolist())):
-        rows = [n for n in range(len(h)) if group[n] == g and judged[n]]
-        pairs = [(i, j) for i in rows for j in rows if reward[i] > reward[j]]
-        if pairs:
-            losses = [-torch.nn.functional.logsigmoid(beta * (h[i] - h[j])) for i, j in pairs]
-            of_prompts.append(torch.stack(losses).mean())
-    return torch.stack(of_prompts).mean() if of_prompts else None
+    """The loss as the paper writes it, a loop over prompts and pairs; None without a pair.
+
+    ``h`` are log-ratios of completions to the reference. A pair is a completion and a worse one of the same prompt.
+    """
+    losses_of_prompts = []
+    for number in sorted(set(group.tolist())):
+        rows = [row for row in range(len(h)) if group[row] == number and judged[row]]
+        losses = []
+        for better, worse in itertools.permutations(rows, 2):
+            if reward[better] > reward[worse]:
+                losses.append(-torch.nn.functional.logsigmoid(beta * (h[better] - h[worse])))
+        if losses:
+            losses_of_prompts.append(torch.stack(losses).mean())
+    if not losses_of_prompts:
+        return None
+    return torch.stack(losses_of_prompts).mean()
 
 
 @pytest.mark.parametrize("beta", [0.05, 0.3, 2.0])
 def test_the_gradient_over_all_completions_is_that_of_the_closed_form(beta):
     """All 27 completions of two prompts: the pairs that any sample could hold, in one update."""
-    g = torch.Generator().manual_seed(0)
-    policy = torch.randn(2, V + 1, V, generator=g, dtype=torch.float64, requires_grad=True)
-    reference = torch.randn(2, V + 1, V, generator=g, dtype=torch.float64)
-    reward = torch.randint(0, 3, (2 * len(COMPLETIONS),), generator=g).double()
+    generator = torch.Generator().manual_seed(0)
+    policy = torch.randn(2, V + 1, V, generator=generator, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(2, V + 1, V, generator=generator, dtype=torch.float64)
+    reward = torch.randint(0, 3, (2 * len(COMPLETIONS),), generator=generator).double()
     group = torch.arange(2).repeat_interleave(len(COMPLETIONS))
-    judged = torch.rand(len(reward), generator=g) > 0.1
-    logp = torch.cat([sequence_logp(policy[p]) for p in range(2)])
-    h = logp - torch.cat([sequence_logp(reference[p]) for p in range(2)])
+    judged = torch.rand(len(reward), generator=generator) > 0.1
+    logp = torch.cat([sequence_logp(policy[0]), sequence_logp(policy[1])])
+    ref_logp = torch.cat([sequence_logp(reference[0]), sequence_logp(reference[1])])
+    h = logp - ref_logp
     loss = closed_form(h, reward, group, judged, beta)
-    (wanted,) = torch.autograd.grad(loss, policy, retain_graph=True)
+    (expected,) = torch.autograd.grad(loss, policy, retain_graph=True)
     result = preferences(h.detach(), reward, group, judged, beta=beta)
-    (got,) = torch.autograd.grad(-(result.coefficient_B * logp).sum(), policy)
-    assert float(wanted.norm()) > 1e-4
-    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+    (gradient,) = torch.autograd.grad(-(result.coefficient_B * logp).sum(), policy)
+    assert float(expected.norm()) > 1e-4, "the comparison is not one of zeros"
+    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
     assert result.loss == pytest.approx(float(loss.detach()), rel=1e-12)
 
 
@@ -65,13 +74,15 @@ def test_any_batch_has_the_closed_forms_gradient(data):
     loss = closed_form(h, reward, group, judged, beta)
     result = preferences(h.detach(), reward, group, judged, beta=beta)
     if loss is None:
-        assert (result.pairs, result.prompts, result.loss) == (0, 0, 0.0)
+        assert result.pairs == 0
+        assert result.prompts == 0
+        assert result.loss == 0.0
         assert not result.coefficient_B.any()
         return
-    (wanted,) = torch.autograd.grad(loss, h)
-    torch.testing.assert_close(-result.coefficient_B, wanted, rtol=1e-10, atol=1e-14)
+    (expected_B,) = torch.autograd.grad(loss, h)
+    torch.testing.assert_close(-result.coefficient_B, expected_B, rtol=1e-10, atol=1e-14)
     assert result.loss == pytest.approx(float(loss.detach()), rel=1e-10)
-    assert abs(float(result.coefficient_B.sum())) < 1e-12
+    assert abs(float(result.coefficient_B.sum())) < 1e-12, "what a pair gives one completion it takes from the other"
 
 
 def test_numbers_that_can_be_checked_by_hand():
@@ -82,7 +93,11 @@ def test_numbers_that_can_be_checked_by_hand():
         torch.tensor([True, True, True]),
         beta=1.0,
     )
-    assert (result.pairs, result.prompts, result.accuracy) == (2, 1, 1.0)
-    assert result.margin == pytest.approx(1.5)
-    first, second = 1 / (1 + torch.e) / 2, 1 / (1 + torch.e**2) / 2
+    assert result.pairs == 2
+    assert result.prompts == 1
+    assert result.accuracy == 1.0
+    assert result.margin == pytest.approx(1.5), "the mean of 2 - 1 and 2 - 0"
+    # sigmoid(-margin) of each pair, over two pairs.
+    first = 1 / (1 + torch.e) / 2
+    second = 1 / (1 + torch.e**2) / 2
     assert result.coefficient_B.tolist() == pytest.approx([first + second, -first, -second])

@@ -77,6 +77,7 @@ def test_draws_record_the_log_prob_of_what_was_drawn_after_the_temperature():
     sampling = Sampling(temperature=0.5, max_new_tokens=4)
     uniform_BT = torch.rand(3, 4, generator=generator)
     draws = Draws(sampling=sampling, uniform_BT=uniform_BT, ends=[end_token], stops=StopStrings(Letters(), ()))
+    # Rows that have ended are drawn for too, as in a batch, and keep what they have.
     for step in range(4):
         chosen_B = draws.draw(scores_TBV[step], [0, 1, 2], version=step)
         logp_BV = (scores_TBV[step] / 0.5).log_softmax(-1)
@@ -141,6 +142,7 @@ def test_a_stop_string_ends_at_the_token_that_completes_it(ids, stop):
     uniform_BT = torch.zeros(1, len(ids))
     draws = Draws(sampling=sampling, uniform_BT=uniform_BT, ends=[], stops=StopStrings(Letters(), stop))
     for token in ids:
+        # Greedy, so that scores of 1 for a token and 0 for the others draw it.
         draws.draw(torch.eye(6)[token][None], [0], version=0)
     expected_ids = ids
     expected_reason = "length"

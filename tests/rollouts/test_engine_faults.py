@@ -114,6 +114,7 @@ def test_the_prompts_of_a_dead_server_are_asked_elsewhere(serve, connect):
     backend = connect(dead, well, backend="vllm_server", retries=1, start_timeout_s=1)
     before = draw(backend)
     dead.down = True
+    # Far less than the prompts times the limit of a request: a dead server is given up once, not for each prompt.
     begin = time.monotonic()
     assert draw(backend) == before
     assert time.monotonic() - begin < 30

@@ -103,6 +103,7 @@ def test_every_weight_is_sent_and_a_tied_head_under_its_own_name(tied):
 
 
 def test_an_adapter_is_merged_into_the_weights_that_are_sent():
+    """A model without an adapter that takes them computes what the adapted one does."""
     model = add_lora(llama(tied=True), LoraConfig(rank=2, target_modules=["q_proj", "down_proj"]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -143,6 +144,7 @@ def test_a_folder_is_written_again_in_shards(tmp_path, monkeypatch):
     model = llama(tied=True)
     folder = tmp_path / "v1"
     weights.write_weights(loaded(model), copies(model), folder)
+    # A few kilobytes for the test's few weights, where models have gigabytes.
     monkeypatch.setattr(weights, "SHARD_BYTES", 2000)
     weights.write_weights(loaded(model), copies(model, torch.bfloat16), folder)
     shards = sorted(folder.glob("*.safetensors"))

@@ -138,6 +138,7 @@ def test_killed_ranks_resume_without_losing_or_repeating_a_prompt(tmp_path, orde
     ranks, go_on = started_and_waiting(tmp_path, *ASYNC)
     servers = servers_of(ranks[0])
     assert len(servers) == 2
+    # The ranks wait in a transfer of weights: the kill falls in the middle of it.
     for victim in victims:
         ranks[victim].send_signal(signal.SIGKILL)
     go_on.touch()

@@ -58,6 +58,7 @@ def test_the_completions_are_those_of_the_hf_backend_to_the_last_bit(policy, ser
     move(policy.model)
     backend.update_weights(7)
     in_process.update_weights(7)
+    # As the trainer does with ``train.precision: bf16``.
     with torch.autocast("cpu", torch.bfloat16):
         in_bfloat16 = draw(backend, PROMPTS, **settings)
         assert in_bfloat16 == draw(in_process, PROMPTS, **settings)
@@ -72,6 +73,7 @@ def test_two_servers_share_a_batch(policy, serve, connect):
 
 
 def test_an_adapter_arrives_merged(serve, connect, policy):
+    # LoadedModel is frozen.
     object.__setattr__(policy, "model", add_lora(policy.model, LoraConfig(rank=2, target_modules=["q_proj"])))
     backend = connect(serve(loaded(llama(tied=True))))
     draw(backend)
@@ -381,6 +383,7 @@ def test_connections_that_are_opened_at_once_wait_for_a_thread(policy, monkeypat
 def test_thirty_two_clients_at_once_lose_no_request(serve):
     server = serve()
     rounds = 10
+    # All send at the same moment, ten times.
     together = threading.Barrier(32)
 
     def client(number):

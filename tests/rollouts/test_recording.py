@@ -119,6 +119,7 @@ def assert_same_batch(rows, written_rows, number):
 
 
 def plain_batches(count=3):
+    # Valid in every respect: the tests below spoil one thing each.
     prompt = Prompt(problem=Problem(id="p", text="", answer=""), text="", token_ids=(1,))
     rollout = Rollout(
         prompt=prompt,

@@ -114,6 +114,7 @@ def test_two_configurations_see_the_same_rows(recorded, tmp_path, monkeypatch):
         batches.append(batch.rows)
         return batch
 
+    # The rows as training takes them, before anything is computed from them.
     monkeypatch.setattr(Recorded, "take", watched)
     path = recorded.path / "rollouts"
     fast = ["train.eval_every=0", "train.checkpoint_every=0"]
@@ -249,6 +250,7 @@ def test_a_replay_that_is_interrupted_within_a_batch_resumes_to_the_same_bits(
         if version == 3:
             raise KeyboardInterrupt
 
+    # Update 3 is the first of the second batch.
     updates = ["algorithm.updates_per_batch=2", "train.steps=6", "train.eval_every=0", *algorithm]
     overrides = replaying(recorded.path / "rollouts", *updates)
     whole = go(tmp_path / "whole", *overrides).run

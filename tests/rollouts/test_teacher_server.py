@@ -39,6 +39,7 @@ def teacher(policy):
 def batch():
     """Two prompts, left-padded; completions of four, two and one token, right-padded."""
     generator = torch.Generator().manual_seed(3)
+    # Ids 2 to 13 are digits and signs: no padding, no end token.
     prompt_ids_BP = torch.randint(2, 14, (3, 3), generator=generator)
     ids_BT = torch.randint(2, 14, (3, 4), generator=generator)
     prompt_mask_BP = torch.tensor([[True, True, True], [False, True, True], [False, True, True]])

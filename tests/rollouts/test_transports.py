@@ -240,6 +240,7 @@ def test_gloo_takes_weights_to_servers_named_by_address(policy, serve, connect, 
     engines.update_weights(1)
     for server in servers:
         assert torch.equal(server.engine.loaded.model.lm_head.weight, policy.model.lm_head.weight)
+    # What vLLM's own engines are asked for; ours answers the same requests.
     order = ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
     calls_of_transfers = [path for path in servers[0].calls if path in order]
     assert calls_of_transfers == 2 * order, "for the first weights and the update"
@@ -276,6 +277,7 @@ def test_rank_0_does_not_wait_for_a_server_that_was_lost_before_it_met_it(policy
     engines = connect(serve(), transport="gloo", retries=1)
     lost_ranks = []
 
+    # The server's side: rank 0 listens already when this is called.
     def lose_once(address, rank):
         if not lost_ranks:
             lost_ranks.append(rank)
@@ -338,6 +340,7 @@ class Stranger(threading.Thread):
                 with pytest.raises((OSError, RuntimeError)):
                     connect_to_trainer(guess, 1)
                 return
+            # Those that guess play the greeting through; the others wait for what they are sent.
             if self.speaks == "garbage":
                 connection.sendall(b"\0" * 1000)
             self.greeted.set()
@@ -392,6 +395,7 @@ def test_a_server_takes_nothing_from_a_listener_that_does_not_know_the_secret():
         def answer():
             connection, _ = listener.accept()
             with connection:
+                # A challenge, as rank 0 sends one; then the answer of one that can only repeat what it hears.
                 connection.sendall(bytes(transports.SECRET_BYTES))
                 greeting = transports.received(connection, 4 + 2 * transports.SECRET_BYTES)
                 connection.sendall(greeting[-transports.SECRET_BYTES :])  # the worker's own proof
@@ -444,6 +448,7 @@ def test_a_taken_port_is_replaced_by_another(policy, tmp_path, monkeypatch):
         def taken_port_first():
             return ports.pop() if ports else free_port()
 
+        # Another process took the port between the search for it and the start of the server.
         monkeypatch.setattr(servers_module, "free_port", taken_port_first)
         monkeypatch.setattr(servers_module, "ChildProcess", ForkedServer)
         config = RolloutConfig(backend="hf_server", batch_sequences=8, temperature=1.3, options={"threads": 1})

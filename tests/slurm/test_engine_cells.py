@@ -10,6 +10,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,9 @@ from sites import Site
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
-STEPS, MAX_STEPS = 40, 2
+STEPS = 40
+MAX_STEPS = 2
+"""How many updates old a token may be."""
 GRID = f"""
 base: {TINY}
 overrides:
@@ -83,54 +86,80 @@ def site(cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("engines")
     (folder / "three.yaml").write_text(PROFILE)
     (folder / "engines.yaml").write_text(GRID)
-    return Site(folder, {**cluster, **waits(5, folder / "go_on")})
+    return Site(folder, cluster | waits(5, folder / "go_on"))
 
 
 @pytest.fixture(scope="module")
 def cell(site):
-    """Submit, preempt it where it waits for that, after its first checkpoint, and wait for an empty queue. The run's
-    folder, and the log."""
+    """Submit, preempt it where it waits for that, after its first checkpoint, and wait for an empty queue.
+
+    Its ``run``, the run's folder, and the text of its ``log``.
+    """
     job = site.kl_comedy("sweep", "engines.yaml", "--slurm", "three.yaml", *WAITS).stdout.split()[0]
     site.wait(lambda: list(site.folder.glob("sweeps/engines/runs/*/checkpoints/step-00000005.ckpt")), every=0.1)
     time.sleep(2)  # so that an update takes longer than signal_seconds
-    (node,) = {json.loads(line)["node"] for line in journal(site)}
-    options = f"--parsable --partition=urgent --nodelist={node} --exclusive --output=urgent.out --wrap=hostname"
-    site.run("sbatch", *options.split())
-    site.wait(lambda: any('"code"' in line for line in journal(site)))
+    (node,) = {line["node"] for line in journal(site)}
+    where = ["--partition=urgent", f"--nodelist={node}", "--exclusive"]
+    site.run("sbatch", "--parsable", *where, "--output=urgent.out", "--wrap=hostname")
+    site.wait(lambda: '"code"' in journal_file(site).read_text())
     (site.folder / "go_on").touch()
     site.wait(site.idle, 600)
     (run,) = site.folder.glob("sweeps/engines/runs/*")
     log = site.folder / f"sweeps/engines/logs/train-{job}_0.out"
-    if target := os.environ.get("KL_COMEDY_KEEP_LOG"):
-        shutil.copy(log, target)
-    return run, log.read_text()
+    kept_log = os.environ.get("KL_COMEDY_KEEP_LOG")
+    if kept_log:
+        shutil.copy(log, kept_log)
+    return SimpleNamespace(run=run, log=log.read_text())
+
+
+def journal_file(site):
+    return site.folder / "sweeps/engines/cells/00000.jsonl"
 
 
 def journal(site):
-    return (site.folder / "sweeps/engines/cells/00000.jsonl").read_text().splitlines()
+    """A line when an attempt of the cell starts, and one when it ends."""
+    return [json.loads(line) for line in journal_file(site).read_text().splitlines()]
 
 
-def test_the_preempted_cell_finishes_and_uses_every_prompt_once(site, cell):
-    run, log = cell
-    assert_resumed(run.parent)
+def batches(run):
+    """The rows of each batch that was trained on."""
+    batches = []
+    for file in sorted((run / "rollouts").glob("batch-*.jsonl")):
+        batches.append([json.loads(line) for line in file.read_text().splitlines()])
+    return batches
+
+
+def test_the_preempted_cell_saves_resumes_and_finishes(site, cell):
+    assert_resumed(cell.run.parent)
     (row,) = site.status("engines")
-    assert (row["state"], row["step"]) == ("FINISHED", STEPS), (row, log)
-    lines = [json.loads(line) for line in journal(site)]
-    ends = [(line["code"], line["reason"]) for line in lines if "code" in line]
-    assert [code for code, _ in ends] == [1, 0] and "stopped by SIGTERM at update" in ends[0][1]
-    batches = [file.read_text().splitlines() for file in sorted((run / "rollouts").glob("batch-*.jsonl"))]
-    assert len(batches) == STEPS
-    rows = [[json.loads(line) for line in lines] for lines in batches]
-    used = [row["problem"] for batch in rows for row in batch[::4]]
-    assert len(used) == STEPS * 4 and len(set(used)) == len(used), "each prompt once: 160 of 256"
-    ages = [n - version for n, batch in enumerate(rows) for row in batch for version in row["versions"]]
-    assert min(ages) >= 0 and max(ages) <= MAX_STEPS
+    assert row["state"] == "FINISHED", (row, cell.log)
+    assert row["step"] == STEPS, (row, cell.log)
+    first_end, second_end = [line for line in journal(site) if "code" in line]
+    assert first_end["code"] == 1
+    assert "stopped by SIGTERM at update" in first_end["reason"]
+    assert second_end["code"] == 0
+
+
+def test_the_preempted_cell_finishes_and_uses_every_prompt_once(cell):
+    problems = []
+    ages = []
+    for update, rows in enumerate(batches(cell.run)):
+        problems.extend(row["problem"] for row in rows[::4])  # groups of four
+        for row in rows:
+            ages.extend(update - version for version in row["versions"])
+    assert len(batches(cell.run)) == STEPS
+    assert len(problems) == STEPS * 4
+    assert len(set(problems)) == len(problems), "each prompt once: 160 of 256"
+    assert min(ages) >= 0
+    assert max(ages) <= MAX_STEPS
 
 
 def test_its_log_shows_ranks_engines_versions_and_that_a_stop_needs_longer_than_its_signal(cell):
-    _, log = cell
+    log = cell.log
     assert log.count("fsdp, 2 processes on 2 nodes; samples from hf_server") == 2, log
-    assert log.count("weights of version 0 confirmed") == 1 and log.count("confirmed") == 2
+    assert log.count("weights of version 0 confirmed") == 1
+    assert log.count("confirmed") == 2, "once per start"
+    # One second's warning is less than an update takes: the run says so when it is stopped.
     assert "raise signal_seconds in the profile" in log
     assert "Unauthorized" not in log
 
@@ -151,24 +180,33 @@ def test_a_job_starts_vllm_and_sends_it_every_version(cluster, tmp_path):
     site = Site(tmp_path, cluster)
     job = site.kl_comedy("sweep", "vllm.yaml", "--slurm", "beside.yaml").stdout.split()[0]
     site.wait(site.idle, 1500)
-    logs = [(tmp_path / f"sweeps/vllm/logs/train-{job}_{cell}.out").read_text() for cell in range(3)]
+    folder = tmp_path / "sweeps/vllm/logs"
+    logs = [(folder / f"train-{job}_{cell}.out").read_text() for cell in range(3)]
     states = [(row["state"], row["step"]) for row in site.status("vllm")]
     assert states == [("FINISHED", 2)] * 3, (states, *logs)
-    servers = [
-        next((tmp_path / "sweeps/vllm/logs").glob(f"train-*_{cell}.server-0.log")).read_text() for cell in range(3)
-    ]
-    assert ["Loaded new LoRA adapter" in text for text in servers] == [False, False, True]
+    loaded_adapters = []
+    for cell in range(3):
+        server_log = next(folder.glob(f"train-*_{cell}.server-0.log")).read_text()
+        loaded_adapters.append("Loaded new LoRA adapter" in server_log)
+    assert loaded_adapters == [False, False, True]
     for log in logs:
-        assert "samples from vllm_server" in log and log.count("weights of version 0 confirmed") == 1, log
+        assert "samples from vllm_server" in log, log
+        assert log.count("weights of version 0 confirmed") == 1, log
     for run in tmp_path.glob("sweeps/vllm/runs/*"):
-        events = [json.loads(line) for line in (run / "spool.jsonl").read_text().splitlines()]
-        gaps = [event["data"].get("policy/behaviour_gap_max") for event in events if event.get("kind") == "metrics"]
-        assert len(gaps) == 2 and max(gaps) < 1e-4, "it drew from the weights that were trained"
-        for n, batch in enumerate(sorted((run / "rollouts").glob("batch-*.jsonl"))):
-            rows = [json.loads(line) for line in batch.read_text().splitlines()]
-            assert {version for row in rows for version in row["versions"]} == {n}
+        assert_drawn_by_the_newest_weights(run)
     assert not list((tmp_path / "sweeps/vllm/servers").iterdir())
     assert not processes_in(tmp_path)
+
+
+def assert_drawn_by_the_newest_weights(run):
+    """The learner computes the recorded log-probs, and each batch has the version of its update."""
+    events = [json.loads(line) for line in (run / "spool.jsonl").read_text().splitlines()]
+    gaps = [event["data"].get("policy/behaviour_gap_max") for event in events if event.get("kind") == "metrics"]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-4, "it drew from the weights that were trained"
+    for update, rows in enumerate(batches(run)):
+        for row in rows:
+            assert set(row["versions"]) == {update}
 
 
 def processes_in(folder):

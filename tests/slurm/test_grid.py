@@ -50,6 +50,7 @@ def test_lists_and_ranges(axis, expected):
     spacing=st.sampled_from(["num", "log"]),
 )
 def test_a_range_of_points_has_that_many_between_its_ends(first, last, points, spacing):
+    # Points so close together would be rounded to the same number, which is refused.
     if abs(last - first) < 1e-3 * max(first, last):
         return
     numbers = raws({"from": first, "to": last, spacing: points})
@@ -135,6 +136,7 @@ def test_a_rule_drops_the_cells_that_it_names_and_no_others(tmp_path, axis, rule
 
 def test_cells_have_names_seeds_steps_and_overrides(tmp_path):
     text = "overrides: {train.steps: 5}\ngrid: {kl.0.beta: [0.1, 0.2]}\nseeds: [3, 5]\n"
+    # ``extra`` is what a user types after the grid.
     cells = planned(tmp_path, text, extra=["train.steps=6"]).cells
     assert [(cell.name, cell.seed) for cell in cells] == [
         ("beta0.1", 3),

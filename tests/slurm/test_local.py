@@ -122,6 +122,7 @@ def test_cells_that_are_finished_in_an_export_are_left_out(sweep, kl_comedy, mon
     assert "nothing to submit" in errors
 
     cells_to_train = []
+    # Which cells would be trained, without the training.
     monkeypatch.setattr(local_runs, "run_local", lambda sweep, work, *_: cells_to_train.extend(work.train))
     assert "1 of 2 cells are finished in late.parquet" in kl_comedy(*elsewhere, "late.parquet", "--dry-run")[2]
     assert kl_comedy(*elsewhere, "lost.parquet", "--dry-run")[0] == 2
@@ -239,6 +240,7 @@ def test_cancel_saves_a_running_cell(tmp_path, kl_comedy, monkeypatch):
     process = sweep_command("sweep", "long.yaml", "--local", 1, cwd=tmp_path)
     wait_for(Path("sweeps/long/manifest.json").exists)
     sweep = read_sweep(Path("long"))
+    # One cell at a time: the second still waits when the first trains.
     wait_for(lambda: read_status(sweep).rows[0].step > 1)
     assert "1 running, 1 pending" in kl_comedy("status", "long")[1]
     assert "nothing to submit" in kl_comedy("resubmit", "long")[2]

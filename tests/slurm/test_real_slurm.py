@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -53,7 +54,14 @@ shapes:
     environment: {OMP_NUM_THREADS: "1", MASTER_ADDR: 127.0.0.1, GLOO_SOCKET_IFNAME: lo}
 """
 )
-KILLED, SIGNALLED, PLAIN, LATE, SHARDS = 0, 1, 2, 7, 8
+# Cells, and what is done to them.
+KILLED = 0
+SIGNALLED = 1
+PLAIN = 2
+LATE = 7
+"""Its data is not there at first."""
+SHARDS = 8
+"""On two nodes; signalled too."""
 CELLS = 9
 
 
@@ -64,8 +72,7 @@ def site(cluster, tmp_path_factory):
     (folder / "grid.yaml").write_text(GRID)
     (folder / "site.yaml").write_text(PROFILE)
     (folder / "wide.yaml").write_text(WIDE)
-    cluster = {**cluster, **waits(2, folder / "go_on-{cell}")}
-    return Site(folder, cluster)
+    return Site(folder, cluster | waits(2, folder / "go_on-{cell}"))
 
 
 def journal(site, cell):
@@ -74,10 +81,10 @@ def journal(site, cell):
 
 def pid_at_step(site, cell, step):
     """The process that trains ``cell``, once a checkpoint of ``step`` or later is there; None before."""
-    for run in site.folder.glob("sweeps/grid/runs/*"):
-        if not (run / "config.yaml").exists() or f"cell: '{cell}'" not in (run / "config.yaml").read_text():
+    for config in site.folder.glob("sweeps/grid/runs/*/config.yaml"):
+        if f"cell: '{cell}'" not in config.read_text():
             continue
-        steps = [int(path.stem.split("-")[1]) for path in run.glob("checkpoints/step-*.ckpt")]
+        steps = [int(path.stem.removeprefix("step-")) for path in config.parent.glob("checkpoints/step-*.ckpt")]
         if max(steps, default=0) >= step:
             started = journal(site, cell).splitlines()[0]
             return int(json.loads(started)["process"]["process.pid"])
@@ -86,92 +93,102 @@ def pid_at_step(site, cell, step):
 
 @pytest.fixture(scope="module")
 def disturbed(site):
-    """Submit; kill the first cell outright, ask the second and that of two nodes to make room; wait for an empty queue.
-    Each of the three waits for it after its second checkpoint.
+    """Submit; kill one cell outright, signal two to make room, one of them on two nodes; wait for an empty queue.
 
-    Its rows, its jobs (an array, that of two nodes, the report), and the most cells of the first that ran at a time.
+    Each of the three waits for it after its second checkpoint. The ``rows`` of all cells, the ``jobs`` (the array of
+    one node, that of two, the report), and ``most_at_once``, how many cells of the first array ran at a time.
     """
-    left = {KILLED, SIGNALLED, SHARDS}
+    disturbed_cells = (KILLED, SIGNALLED, SHARDS)
     for cell in range(CELLS):
-        if cell not in left:
+        if cell not in disturbed_cells:
             (site.folder / f"go_on-{cell}").touch()
     jobs = site.kl_comedy("sweep", "grid.yaml", "--slurm", "wide.yaml", *WAITS).stdout.split()
+    array, wide_array, _ = jobs
+    task = {SIGNALLED: f"{array}_{SIGNALLED}", SHARDS: f"{wide_array}_{SHARDS}"}
+    not_yet_disturbed = set(disturbed_cells)
 
     def disturb():
-        for cell in sorted(left):
-            if pid := pid_at_step(site, cell, 2):
-                if cell == KILLED:
-                    os.kill(pid, signal.SIGKILL)
-                else:
-                    # scancel (22.05) signals again for minutes where the job is requeued while it looks
-                    words = ["timeout", "2", "scancel", "--signal=USR1", f"{jobs[cell == SHARDS]}_{cell}"]
-                    subprocess.Popen(words, env=site.environment)
-                left.remove(cell)
-        return not left
+        for cell in sorted(not_yet_disturbed):
+            pid = pid_at_step(site, cell, 2)
+            if pid is None:
+                continue
+            if cell == KILLED:
+                os.kill(pid, signal.SIGKILL)
+            else:
+                # scancel (22.05) signals again for minutes where the job is requeued while it looks
+                words = ["timeout", "2", "scancel", "--signal=USR1", task[cell]]
+                subprocess.Popen(words, env=site.environment)
+            not_yet_disturbed.remove(cell)
+        return not not_yet_disturbed
 
     site.wait(disturb, 900)
-    for cell in (KILLED, SIGNALLED, SHARDS):
-        if cell != KILLED:
-            site.wait(lambda cell=cell: '"code"' in journal(site, cell))
+    (site.folder / f"go_on-{KILLED}").touch()
+    for cell in (SIGNALLED, SHARDS):
+        site.wait(lambda cell=cell: '"code"' in journal(site, cell))
         (site.folder / f"go_on-{cell}").touch()
-    most = 0
+    counts = []
 
-    def watched():
-        nonlocal most
-        running = site.run("squeue", "--noheader", "--array", "--states=RUNNING", f"--jobs={jobs[0]}").stdout
-        most = max(most, len(running.splitlines()))
+    def count_running():
+        running = site.run("squeue", "--noheader", "--array", "--states=RUNNING", f"--jobs={array}").stdout
+        counts.append(len(running.splitlines()))
         return site.idle()
 
-    site.wait(watched, 900)
-    return {row["cell"]: row for row in site.status("grid")}, jobs, most
+    site.wait(count_running, 900)
+    rows = {row["cell"]: row for row in site.status("grid")}
+    return SimpleNamespace(rows=rows, jobs=jobs, most_at_once=max(counts))
 
 
-def test_two_at_a_time_and_every_cell_ends_in_its_state(site, disturbed):
-    rows, jobs, most = disturbed
-    assert len(jobs) == 3 and most == 2
-    assert {cell: row["state"] for cell, row in rows.items()} == {
-        cell: {KILLED: "DIED", LATE: "FAILED"}.get(cell, "FINISHED") for cell in range(CELLS)
-    }
-    assert "late.jsonl" in rows[LATE]["why"]
-    assert {row["node"] for row in rows.values()} <= {"n1", "n2", "n3"}
-    assert rows[SHARDS]["job"] == f"{jobs[1]}_{SHARDS}"
-    nodes = site.run("scontrol", "show", "job", f"{jobs[1]}_{SHARDS}").stdout
-    assert "NumNodes=2" in nodes
-    assert all(
-        row["step"] == STEPS and row["reward"] is not None for row in rows.values() if row["state"] == "FINISHED"
-    )
+def test_two_at_a_time(disturbed):
+    assert len(disturbed.jobs) == 3
+    assert disturbed.most_at_once == 2
 
 
-@pytest.mark.parametrize("cell", [SIGNALLED, SHARDS])
+def test_every_cell_ends_in_its_state(disturbed):
+    expected = dict.fromkeys(range(CELLS), "FINISHED") | {KILLED: "DIED", LATE: "FAILED"}
+    assert {cell: row["state"] for cell, row in disturbed.rows.items()} == expected
+    assert "late.jsonl" in disturbed.rows[LATE]["why"]
+    for row in disturbed.rows.values():
+        assert row["node"] in ("n1", "n2", "n3")
+        if row["state"] == "FINISHED":
+            assert row["step"] == STEPS
+            assert row["reward"] is not None
+
+
+def test_the_cell_of_two_nodes_has_a_job_of_two_nodes(site, disturbed):
+    job = f"{disturbed.jobs[1]}_{SHARDS}"
+    assert disturbed.rows[SHARDS]["job"] == job
+    assert "NumNodes=2" in site.run("scontrol", "show", "job", job).stdout
+
+
+@pytest.mark.parametrize("cell", [SIGNALLED, SHARDS], ids=["one node", "two nodes"])
 def test_the_signalled_cell_saved_at_once_and_resumed(site, disturbed, cell):
-    rows, _, _ = disturbed
-    assert rows[cell]["attempts"] == 2
+    row = disturbed.rows[cell]
+    assert row["attempts"] == 2
     lines = [json.loads(line) for line in journal(site, cell).splitlines()]
-    assert [line["code"] for line in lines if "code" in line] == [75, 0]
-    assert "stopped by SIGUSR1 at update" in next(line["reason"] for line in lines if "code" in line)
+    first_end, second_end = [line for line in lines if "code" in line]
+    assert first_end["code"] == 75, "saved, to be started again"
+    assert "stopped by SIGUSR1 at update" in first_end["reason"]
+    assert second_end["code"] == 0
     assert [line["restart"] for line in lines if "started" in line] == [0, 1]
-    assert len(resumed_at(rows[cell]["run"])) == 1
+    assert len(resumed_at(row["run"])) == 1
 
 
 def test_resubmit_runs_what_is_missing_and_every_cell_ends_as_undisturbed(site, disturbed):
     (site.folder / "late.jsonl").write_text(PROBLEMS)
-    before = {row["cell"]: row["attempts"] for row in site.status("grid")}
-    first = site.kl_comedy("resubmit", "grid")
-    assert "train: job" in first.stderr and "2 cells" in first.stderr
+    attempts_before = {row["cell"]: row["attempts"] for row in site.status("grid")}
+    resubmit = site.kl_comedy("resubmit", "grid")
+    assert "train: job" in resubmit.stderr
+    assert "2 cells" in resubmit.stderr
     assert "nothing to submit" in site.kl_comedy("resubmit", "grid").stderr
     site.wait(site.idle, 900)
     rows = site.status("grid")
     assert {row["state"] for row in rows} == {"FINISHED"}
-    assert {row["cell"] for row in rows if row["attempts"] > before[row["cell"]]} == {KILLED, LATE}
+    started_again = {row["cell"] for row in rows if row["attempts"] > attempts_before[row["cell"]]}
+    assert started_again == {KILLED, LATE}
     assert len(resumed_at(rows[KILLED]["run"])) == 1
     assert f"{CELLS} finished" in (site.folder / "sweeps/grid/report/report.md").read_text()
 
-    runs = json.loads(site.kl_comedy("results", "export", "--uri", "sqlite:///store.db", "--format", "json").stdout)
-    assert sorted(run["tags.cell"] for run in runs if run["status"] == "FINISHED") == [str(LATE), str(SHARDS)]
-    assert all(run["metrics.train/reward"] is not None for run in runs)
-    words = ["--uri", "sqlite:///store.db", "--metric", "train/reward", "--format", "json"]
-    table = json.loads(site.kl_comedy("results", "table", *words).stdout)
-    assert sum(row["n"] for row in table) == 2
+    assert_stored(site)
 
     compared = {KILLED, SIGNALLED, PLAIN, LATE, SHARDS}
     alone = undisturbed(site.folder / "sweeps/grid", site.folder / "alone", only=compared, environment=site.environment)
@@ -180,14 +197,23 @@ def test_resubmit_runs_what_is_missing_and_every_cell_ends_as_undisturbed(site, 
     assert len({weights(row["run"]) for row in rows}) == CELLS, "every cell is another run"
 
 
+def assert_stored(site):
+    """The two cells with a store have their finished runs there, with a reward, and in a table."""
+    runs = json.loads(site.kl_comedy("results", "export", "--uri", "sqlite:///store.db", "--format", "json").stdout)
+    assert sorted(run["tags.cell"] for run in runs if run["status"] == "FINISHED") == [str(LATE), str(SHARDS)]
+    for run in runs:
+        assert run["metrics.train/reward"] is not None
+    words = ["--uri", "sqlite:///store.db", "--metric", "train/reward", "--format", "json"]
+    table = json.loads(site.kl_comedy("results", "table", *words).stdout)
+    assert sum(row["n"] for row in table) == 2
+
+
 def test_cancel_takes_waiting_and_running_cells_out(site):
-    (site.folder / "long.yaml").write_text(
-        f"base: {TINY}\noverrides: {{train.steps: 4000, train.checkpoint_every: 0, train.eval_every: 0}}\nseeds: 2\n"
-        "max_parallel: 1\n"
-    )
+    settings = "{train.steps: 4000, train.checkpoint_every: 0, train.eval_every: 0}"
+    (site.folder / "long.yaml").write_text(f"base: {TINY}\noverrides: {settings}\nseeds: 2\nmax_parallel: 1\n")
     site.kl_comedy("sweep", "long.yaml", "--slurm", "site.yaml")
     site.wait(lambda: any(row["step"] > 0 for row in site.status("long")), every=1)
-    assert sorted(row["state"] for row in site.status("long"))[0] == "PENDING"
+    assert {row["state"] for row in site.status("long")} == {"PENDING", "RUNNING"}
     site.kl_comedy("cancel", "long")
     site.wait(site.idle)
     assert {row["state"] for row in site.status("long")} == {"CANCELLED"}
@@ -210,6 +236,7 @@ def test_evaluation_and_report_depend_on_training_and_accounting_says_why(site, 
     jobs = site.kl_comedy("sweep", "pair.yaml", "--slurm", "site.yaml").stdout.split()
     assert len(jobs) == 3
     site.wait(site.idle)
+    # The accounting learns of a job's end a while after the queue.
     site.wait(lambda: "FAILED" in site.run("sacct", "-n", "-X", "-P", f"-j{jobs[0]}", "--format=State").stdout)
     from kl_comedy.slurm import submit
 
@@ -218,7 +245,8 @@ def test_evaluation_and_report_depend_on_training_and_accounting_says_why(site, 
     assert states[f"{jobs[0]}_0"].state == "COMPLETED"
     assert states[f"{jobs[0]}_1"].why == "FAILED, exit code 2:0"
     rows = {row["name"]: row for row in site.status("pair")}
-    assert rows["good"]["evaluated"] and not rows["lost"]["evaluated"]
+    assert rows["good"]["evaluated"]
+    assert not rows["lost"]["evaluated"]
     assert (site.folder / "sweeps/pair/report/report.md").exists()
 
 
@@ -228,13 +256,16 @@ def test_a_thousand_cells_are_submitted_queried_and_cancelled(site):
     (site.folder / "thousand.yaml").write_text(
         f"base: {TINY}\ngrid: {{kl.0.estimator: [k1, k3], kl.0.beta: {{from: 0.01, to: 1, num: 10}}}}\nseeds: 50\n"
     )
-    first = site.kl_comedy("sweep", "thousand.yaml", "--slurm", "held.yaml")
-    assert "train: job" in first.stderr and "1000 cells" in first.stderr
+    submission = site.kl_comedy("sweep", "thousand.yaml", "--slurm", "held.yaml").stderr
+    assert "train: job" in submission
+    assert "1000 cells" in submission
     assert {row["state"] for row in site.status("thousand")} == {"PENDING"}
     assert "nothing to submit: 1000 pending" in site.kl_comedy("resubmit", "thousand").stderr
+    # As if the command had been killed before it wrote down the job: it is found in the queue.
     (site.folder / "sweeps/thousand/submissions.jsonl").unlink()
-    again = site.kl_comedy("resubmit", "thousand", "--slurm", "held.yaml")
-    assert "from a submission that was not recorded" in again.stderr and "nothing to submit" in again.stderr
+    resubmission = site.kl_comedy("resubmit", "thousand", "--slurm", "held.yaml").stderr
+    assert "from a submission that was not recorded" in resubmission
+    assert "nothing to submit" in resubmission
     site.kl_comedy("cancel", "thousand")
     site.wait(site.idle)
     assert {row["state"] for row in site.status("thousand")} == {"CANCELLED"}

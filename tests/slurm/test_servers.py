@@ -135,6 +135,7 @@ def test_a_job_without_servers_waits_for_none(monkeypatch):
 def test_a_step_of_servers_that_never_starts_or_never_reports_ends_the_wait(job, monkeypatch):
     folder = job.folder
     monkeypatch.setattr(servers, "STEP_START_S", 0.0)
+    # No time for the step to start; then a little for its servers to answer.
     monkeypatch.setenv("KL_COMEDY_SERVERS_WAIT_S", "0.3")
     monkeypatch.setenv("KL_COMEDY_JOB_LOG", str(folder / "train-7_0.out"))
     (folder / "0.url").write_text("http://localhost:1")

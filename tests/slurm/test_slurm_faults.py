@@ -21,35 +21,44 @@ TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 STEPS = 100
 SETTINGS = f"train.steps: {STEPS}, train.threads: 1, train.eval_every: 0, train.checkpoint_every: 5"
 PROFILE = 'partition: main\ntime: "10"\nsignal_seconds: 60\nenvironment: {OMP_NUM_THREADS: "1"}\n'
-EARLY, LOST, PREEMPTED = 0, 1, 2
+EARLY = 0
+"""The cell that is signalled while python imports."""
+LOST = 1
+"""The cell whose node is lost."""
+PREEMPTED = 2
 
 
 @pytest.fixture(scope="module")
 def site(cluster, tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
     (folder / "site.yaml").write_text(PROFILE)
-    return Site(folder, {**cluster, **waits(5, folder / "go_on-{cell}")})
+    return Site(folder, cluster | waits(5, folder / "go_on-{cell}"))
 
 
-def processes_of(job, cluster):
-    """What runs in ``job`` of this cluster, as (process id, its parent's), by the variables SLURM gave it."""
+def parents_in(job, cluster):
+    """Process id to that of its parent, of what runs in ``job`` of this cluster, by the variables SLURM gave it."""
     marks = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_CONF={cluster['SLURM_CONF']}".encode()}
-    processes = []
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if folder.name.isdigit() and marks <= set((folder / "environ").read_bytes().split(b"\0")):
-                processes.append((int(folder.name), int((folder / "stat").read_text().rpartition(")")[2].split()[1])))
-    return processes
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            environment = set((folder / "environ").read_bytes().split(b"\0"))
+            if not marks <= environment:
+                continue
+            # After the command's name, which may hold blanks and brackets: the state, then the parent.
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1])
+    return parents
 
 
 def lose(node, job, cluster):
     """Kill the node's daemon first, then the guardians of the job's steps, then all that ran: none can send word."""
-    daemon = int((Path(cluster["SLURM_CONF"]).parent / "pids" / f"slurmd-{node}").read_text().split()[0])
-    inside = dict(processes_of(job, cluster))
-    guardians = {parent for parent in inside.values() if parent not in inside}
+    pid_file = Path(cluster["SLURM_CONF"]).parent / "pids" / f"slurmd-{node}"
+    daemon = int(pid_file.read_text().split()[0])
+    parents = parents_in(job, cluster)
+    guardians = {parent for parent in parents.values() if parent not in parents}
     names = {Path(f"/proc/{pid}/comm").read_text().strip() for pid in guardians}
     assert names == {"slurmstepd"}, names
-    for pid in (daemon, *guardians, *inside):
+    for pid in (daemon, *guardians, *parents):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -66,39 +75,47 @@ def faulty(site, cluster):
     array = site.kl_comedy("sweep", "faulty.yaml", "--slurm", "own.yaml", *WAITS).stdout.split()[0]
     urgent = []
 
+    # Each fault answers whether it was the time for it; it is asked until it was.
     def signal_early():
-        wanted = f"python.* -m kl_comedy.cli cell {site.folder}/sweeps/faulty {EARLY}"
-        output = subprocess.run(["pgrep", "-f", "--", wanted], capture_output=True, text=True).stdout
-        pids = [int(pid) for pid in output.split()]
-        for pid in [pid for pid in pids if Path(f"/proc/{pid}/comm").read_text().startswith("python")]:
-            os.kill(pid, signal.SIGUSR1)
-            return True
+        command = f"python.* -m kl_comedy.cli cell {site.folder}/sweeps/faulty {EARLY}"
+        output = subprocess.run(["pgrep", "-f", "--", command], capture_output=True, text=True).stdout
+        for pid in output.split():
+            # Not the shell whose script holds the same words.
+            if Path(f"/proc/{pid}/comm").read_text().startswith("python"):
+                os.kill(int(pid), signal.SIGUSR1)
+                return True
+        return False
 
     def lose_node():
-        if node := training(site, LOST):
-            (job,) = site.run("squeue", "--noheader", f"--jobs={array}_{LOST}", "--format=%A").stdout.split()
-            lose(node, job, cluster)
-            site.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
-        return node
+        node = training(site, LOST)
+        if node is None:
+            return False
+        (job,) = site.run("squeue", "--noheader", f"--jobs={array}_{LOST}", "--format=%A").stdout.split()
+        lose(node, job, cluster)
+        site.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+        return True
 
     def preempt():
-        if node := training(site, PREEMPTED):
-            options = f"--parsable --partition=urgent --nodelist={node} --exclusive --output=urgent.out --wrap=hostname"
-            urgent.append(site.run("sbatch", *options.split()).stdout.strip())
-        return node
+        node = training(site, PREEMPTED)
+        if node is None:
+            return False
+        where = ["--partition=urgent", f"--nodelist={node}", "--exclusive"]
+        job = site.run("sbatch", "--parsable", *where, "--output=urgent.out", "--wrap=hostname").stdout.strip()
+        urgent.append(job)
+        return True
 
-    left = [signal_early, lose_node, preempt]
+    faults_to_come = [signal_early, lose_node, preempt]
 
     def disturb():
-        for fault in list(left):
+        for fault in list(faults_to_come):
             if fault():
-                left.remove(fault)
-        return not left
+                faults_to_come.remove(fault)
+        return not faults_to_come
 
     site.wait(disturb, every=0.1)
     site.wait(lambda: any("code" in line for line in lines(site, PREEMPTED)))
-    for cell in (LOST, PREEMPTED):
-        (site.folder / f"go_on-{cell}").touch()
+    (site.folder / f"go_on-{LOST}").touch()
+    (site.folder / f"go_on-{PREEMPTED}").touch()
     site.wait(site.idle)
     return urgent[0]
 
@@ -112,28 +129,43 @@ def alone(site, faulty, tmp_path_factory):
 
 def assert_ends_as_undisturbed(site, alone, cell):
     row = site.status("faulty")[cell]
-    assert (row["state"], row["step"]) == ("FINISHED", STEPS), row
+    assert row["state"] == "FINISHED", row
+    assert row["step"] == STEPS, row
     assert weights(row["run"]) == alone[cell]
 
 
 def lines(site, cell):
+    """The journal of a cell: a line when an attempt starts, and one when it ends."""
     file = site.folder / f"sweeps/faulty/cells/{cell:05d}.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    if not file.exists():
+        return []
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def starts(site, cell):
+    return [line for line in lines(site, cell) if "started" in line]
+
+
+def ends(site, cell):
+    return [line for line in lines(site, cell) if "code" in line]
 
 
 def training(site, cell):
     """The node of the cell's first attempt once a checkpoint is there; None before."""
-    saved = list(site.folder.glob("sweeps/faulty/runs/faulty-*-1/checkpoints/step-*.ckpt"))
-    runs = {path.parents[1] for path in saved}
-    begun = any(f"cell: '{cell}'" in (run / "config.yaml").read_text() for run in runs)
-    return lines(site, cell)[0]["node"] if begun else None
+    for checkpoint in site.folder.glob("sweeps/faulty/runs/faulty-*-1/checkpoints/step-*.ckpt"):
+        run = checkpoint.parents[1]
+        if f"cell: '{cell}'" in (run / "config.yaml").read_text():
+            return lines(site, cell)[0]["node"]
+    return None
 
 
 def test_a_preempted_cell_saves_within_its_grace_and_goes_on(site, faulty, alone):
     """SLURM ends a job that leaves within its grace, and does not requeue it; the script must."""
-    ends = [(line["code"], line["reason"]) for line in lines(site, PREEMPTED) if "code" in line]
-    assert [code for code, _ in ends] == [1, 0] and "stopped by SIGTERM at update" in ends[0][1]
-    assert [line["restart"] for line in lines(site, PREEMPTED) if "started" in line] == [0, 1]
+    first_end, second_end = ends(site, PREEMPTED)
+    assert first_end["code"] == 1
+    assert "stopped by SIGTERM at update" in first_end["reason"]
+    assert second_end["code"] == 0
+    assert [line["restart"] for line in starts(site, PREEMPTED)] == [0, 1]
     assert "COMPLETED" in site.run("squeue", "--noheader", "--states=all", f"--jobs={faulty}", "--format=%T").stdout
     assert_ends_as_undisturbed(site, alone, PREEMPTED)
     assert len(resumed_at(site.status("faulty")[PREEMPTED]["run"])) == 1
@@ -141,15 +173,16 @@ def test_a_preempted_cell_saves_within_its_grace_and_goes_on(site, faulty, alone
 
 def test_a_signal_before_the_process_listens_requeues_the_job(site, faulty, alone):
     """USR1 comes while python imports; the leg has nothing to save, and the next one trains."""
-    started = [line["restart"] for line in lines(site, EARLY) if "started" in line]
-    assert started[-1] == 1, "the second leg trained"
+    assert starts(site, EARLY)[-1]["restart"] == 1, "the second leg trained"
     assert_ends_as_undisturbed(site, alone, EARLY)
 
 
 def test_a_lost_node_costs_what_came_after_the_last_checkpoint(site, faulty, alone):
     """The node's daemon, the job's steps and the training process died; the job was requeued to another node."""
-    begun = [line for line in lines(site, LOST) if "started" in line]
-    assert [line["restart"] for line in begun] == [0, 1] and begun[1]["node"] != begun[0]["node"]
+    first_start, second_start = starts(site, LOST)
+    assert first_start["restart"] == 0
+    assert second_start["restart"] == 1
+    assert second_start["node"] != first_start["node"]
     assert_ends_as_undisturbed(site, alone, LOST)
     assert len(resumed_at(site.status("faulty")[LOST]["run"])) == 1
 
@@ -201,14 +234,11 @@ def test_servers_beside_the_trainer_answer_it_while_it_trains(site):
     """Two servers and a trainer in one allocation whose memory both steps need; every reward asks both."""
     (site.folder / "server.py").write_text(SERVER)
     (site.folder / "plugin.py").write_text(PLUGIN)
-    (site.folder / "servers.yaml").write_text(
-        PROFILE
-        + f"memory: 400M\nservers: {{command: '{sys.executable} server.py {{port}} number-{{index}}', count: 2}}\n"
-    )
-    (site.folder / "served.yaml").write_text(
-        f"base: {TINY}\noverrides: {{train.steps: 2, train.eval_every: 0, rewards: [{{name: exact_answer}}, "
-        "{name: asks_servers}]}\n"
-    )
+    command = f"{sys.executable} server.py {{port}} number-{{index}}"
+    servers = f"memory: 400M\nservers: {{command: '{command}', count: 2}}\n"
+    (site.folder / "servers.yaml").write_text(PROFILE + servers)
+    settings = "train.steps: 2, train.eval_every: 0, rewards: [{name: exact_answer}, {name: asks_servers}]"
+    (site.folder / "served.yaml").write_text(f"base: {TINY}\noverrides: {{{settings}}}\n")
     words = ["sweep", "served.yaml", "--slurm", "servers.yaml", "--plugin", "plugin.py"]
     site.run(sys.executable, "-m", "kl_comedy.cli", *words)  # not in this process, where the reward would stay
     site.wait(site.idle)
@@ -216,8 +246,8 @@ def test_servers_beside_the_trainer_answer_it_while_it_trains(site):
     assert row["state"] == "FINISHED", row
     assert (site.folder / "heard.txt").read_text() == "number-0 number-1"
     assert not list((site.folder / "sweeps/served/servers").iterdir())
-    words = subprocess.run(["pgrep", "-f", "server.py .* number-"], capture_output=True, text=True).stdout
-    assert words == "", "no server outlives its job"
+    running = subprocess.run(["pgrep", "-f", "server.py .* number-"], capture_output=True, text=True).stdout
+    assert running == "", "no server outlives its job"
 
 
 def test_a_server_that_never_comes_up_fails_the_cell_in_one_line(site):
@@ -226,32 +256,39 @@ def test_a_server_that_never_comes_up_fails_the_cell_in_one_line(site):
     site.kl_comedy("sweep", "unserved.yaml", "--slurm", "broken.yaml")
     site.wait(site.idle)
     (row,) = site.status("unserved")
-    assert row["state"] == "FAILED" and "server 0 of this job ended with code 1: (its log is empty)" in row["why"]
+    assert row["state"] == "FAILED"
+    assert "server 0 of this job ended with code 1: (its log is empty)" in row["why"]
     (log,) = (site.folder / "sweeps/unserved/logs").glob("train-*.server-0.log")
     assert str(log) in row["why"]
 
 
-NAMES = ("a;b (c) & d", "é #1 50%", "50%j", "a$(b)", "o'brien", 'a"b', "a`b")
-"""Of folders: what a shell reads in another way than sbatch does."""
+def site_in(folder, cluster):
+    """A folder with a profile whose python prints its words, and a grid of one cell."""
+    folder.mkdir()
+    (folder / "site.yaml").write_text(PROFILE.replace("time: ", "python: /bin/echo\ntime: "))
+    (folder / "named.yaml").write_text(f"base: {TINY}\n")
+    return Site(folder, cluster)
 
 
-def test_a_sweep_in_a_folder_of_any_name_logs_there_or_is_refused_in_one_line(cluster, tmp_path):
-    refused = set()
-    for name in NAMES:
-        site = Site(tmp_path / name, cluster)
-        site.folder.mkdir()
-        (site.folder / "site.yaml").write_text(PROFILE.replace("time: ", "python: /bin/echo\ntime: "))
-        (site.folder / "named.yaml").write_text(f"base: {TINY}\n")
-        words = ("sweep", "named.yaml", "--slurm", "site.yaml")
-        code, out, error = run_here(*words, cwd=site.folder, env=site.environment)
-        if code == 2:
-            assert re.fullmatch(r"error: --output: got .* without quotes, backslashes, \$ .*\n", error), error
-            refused.add(name)
-            continue
-        assert code == 0, error
-        site.wait(site.idle)
-        job, report = out.split()
-        logs = {path.name: path.read_text() for path in (site.folder / "sweeps/named/logs").iterdir()}
-        assert set(logs) == {f"train-{job}_0.out", f"report-{report}.out"}
-        assert f"-m kl_comedy.cli cell {site.folder}/sweeps/named 0" in logs[f"train-{job}_0.out"]
-    assert refused == {name for name in NAMES if set(name) & set("'\"`$")}
+SUBMIT = ("sweep", "named.yaml", "--slurm", "site.yaml")
+
+
+@pytest.mark.parametrize("name", ["a;b (c) & d", "é #1 50%", "50%j"])
+def test_a_sweep_in_a_folder_of_any_name_logs_there_or_is_refused_in_one_line(cluster, tmp_path, name):
+    """What a shell reads in another way than sbatch does; those of the next test are refused."""
+    site = site_in(tmp_path / name, cluster)
+    code, out, error = run_here(*SUBMIT, cwd=site.folder, env=site.environment)
+    assert code == 0, error
+    site.wait(site.idle)
+    job, report = out.split()
+    logs = {path.name: path.read_text() for path in (site.folder / "sweeps/named/logs").iterdir()}
+    assert set(logs) == {f"train-{job}_0.out", f"report-{report}.out"}
+    assert f"-m kl_comedy.cli cell {site.folder}/sweeps/named 0" in logs[f"train-{job}_0.out"]
+
+
+@pytest.mark.parametrize("name", ["a$(b)", "o'brien", 'a"b', "a`b"])
+def test_a_sweep_in_a_folder_whose_name_no_quotes_make_safe_is_refused(cluster, tmp_path, name):
+    site = site_in(tmp_path / name, cluster)
+    code, _, error = run_here(*SUBMIT, cwd=site.folder, env=site.environment)
+    assert code == 2
+    assert re.fullmatch(r"error: --output: got .* without quotes, backslashes, \$ .*\n", error), error

@@ -51,6 +51,7 @@ def shown(slurm, sweep):
 
 
 def test_arrays_are_cut_where_the_site_bounds_indices_and_chained(sweep, slurm):
+    # Indices up to 3 are allowed, so that cell 5 is task 1 of an array from cell 4 on.
     profile = Profile(name="p", time="10", max_array=4, max_parallel=6)
     submit_cells(sweep, 0, 1, 3, 5, 9, profile=profile, evaluate=(2,))
     assert shown(slurm, sweep) == [
@@ -188,6 +189,7 @@ def test_states_from_queue_attempts_and_folders(sweep, slurm, monkeypatch):
     with (sweep.path / "cells/00003.jsonl").open("a") as file:
         file.write('{"pid": "3", "en')
     assert [attempt.code for attempt in sweep.attempts(3)] == [None], "a torn line is skipped"
+    # Cell 7 has finished; the last line of its spool is torn too.
     run = sweep.runs / f"{sweep.cell(7).run_stem}-1"
     run.mkdir(parents=True)
     (run / "summary.json").write_text(
@@ -278,6 +280,7 @@ def test_where_slurm_does_not_answer_nothing_is_taken_for_lost(sweep, monkeypatc
         FakeSlurm(patch)
         submit_cells(sweep, 0, 1)
     record(sweep, monkeypatch, 0)
+    # From here on there is no squeue and no sbatch.
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"sbatch: no such command here; .* --local N"):
         submit.sbatch(["sbatch", "x"])

@@ -92,6 +92,7 @@ class Browser:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
+        # Events come at any time between a command and its answer.
         while True:
             answer = self._next()
             self._note(answer)

@@ -20,6 +20,7 @@ def llama(*, tied, layers=2):
         num_attention_heads=4,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
+        # The pocket tokenizer's: no first token, padding 0, end 1.
         bos_token_id=None,
         pad_token_id=0,
         eos_token_id=1,

@@ -28,6 +28,7 @@ class FaultyServer:
 
     def __init__(self, policy, *, batch_sequences=8, delay_s=0.0, key=KEY, **options):
         self.engine = hf_server.Engine(policy, batch_sequences=batch_sequences, **options)
+        # Between two tokens, where an update may come: a test then has time for one.
         if delay_s:
             between_tokens = self.engine._between_tokens
 

@@ -25,6 +25,7 @@ class MemoryEngines:
         self._model_lock = threading.Lock()
         self._staged = None
         if leader:
+            # The other ranks have no engine; their part of an update is to help gather the weights.
             first_weight = next(loaded.model.parameters())
             assert not hasattr(first_weight, "full_tensor"), "a copy of shards is not a whole model"
             self._model = copy.deepcopy(loaded.model).requires_grad_(False).eval()

@@ -39,6 +39,7 @@ def _main(function, rank, world, folder, *arguments):
     try:
         result = function(rank, world, folder, *arguments)
         (folder / f"returned-{rank}.json").write_text(json.dumps(result))
+        # No rank leaves before all have answered: its end would be an error for those that still talk to it.
         dist.barrier()
     except BaseException:
         (folder / f"error-{rank}.txt").write_text(traceback.format_exc())

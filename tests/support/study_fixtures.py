@@ -13,6 +13,7 @@ from study_runs import FAMILIES, track
 
 @pytest.fixture(scope="session")
 def study_folder(tmp_path_factory):
+    """The folder of the store, filled once for all tests: a run takes a second to track."""
     folder = tmp_path_factory.mktemp("study")
     uri = f"sqlite:///{folder / 'mlflow.db'}"
     connect(uri)

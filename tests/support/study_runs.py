@@ -18,6 +18,7 @@ FAMILIES = {
 
 
 def track(folder, uri, family, beta, seed, reward, kl, **tags):
+    """Track one run that ends at this reward and KL; its id in the store. ``tags`` are added, or replace others."""
     label = f"{beta} {family}"
     if family == "no KL":
         label = family
@@ -25,7 +26,6 @@ def track(folder, uri, family, beta, seed, reward, kl, **tags):
     logger = RunLogger(
         SimpleNamespace(uri=uri, experiment="study", flush_every=50, tags={}),
         run_dir=folder / name,
-        run_name=name,
         params={"name": "study", "seed": seed, "kl": label},
         tags={
             "kl.label": label,

@@ -18,39 +18,48 @@ def tags(*overrides):
 
 def test_the_whole_list_and_each_term_are_certified():
     certificate = tags("kl=comedy/k3_both")
-    assert certificate["kl.target"] == "sequence_reverse" and certificate["kl.relative_bias"] == "0"
-    assert certificate["kl.strength"] == certificate["kl.cosine"] == "1"
-    assert certificate["kl.0.target"] == "none" and float(certificate["kl.0.relative_bias"]) > 0.5
-    assert certificate["kl.1.target"] == "token_forward" and certificate["kl.1.verdict"].startswith(
-        "token_forward: optimizes"
-    )
+    assert certificate["kl.target"] == "sequence_reverse"
+    assert certificate["kl.relative_bias"] == "0"
+    assert certificate["kl.strength"] == "1"
+    assert certificate["kl.cosine"] == "1"
+    assert certificate["kl.0.target"] == "none"
+    assert float(certificate["kl.0.relative_bias"]) > 0.5
+    assert certificate["kl.1.target"] == "token_forward"
+    assert certificate["kl.1.verdict"].startswith("token_forward: optimizes")
     assert certificate["kl.regime"] == "on_policy"
 
 
 def test_the_regime_is_that_of_the_run():
     reward = "kl=[{estimator: k1, placement: reward, beta: 0.05}]"
-    on, off = tags(reward), tags(reward, *LAGGED)
-    assert (on["kl.target"], off["kl.target"]) == ("sequence_reverse", "none")
-    assert off["kl.regime"] == "off_policy" and float(off["kl.relative_bias"]) > 0.01
+    on_policy = tags(reward)
+    off_policy = tags(reward, *LAGGED)
+    assert on_policy["kl.target"] == "sequence_reverse"
+    assert off_policy["kl.target"] == "none"
+    assert off_policy["kl.regime"] == "off_policy"
+    assert float(off_policy["kl.relative_bias"]) > 0.01
 
 
 def test_a_run_without_kl_has_tags_too():
     certificate = tags("kl=none")
-    assert certificate["kl.target"] == "zero" and certificate["kl.cosine"] == "nan"
-    assert "nothing holds the policy" in certificate["kl.verdict"] and not any(
-        name.startswith("kl.0") for name in certificate
-    )
+    assert certificate["kl.target"] == "zero"
+    assert certificate["kl.cosine"] == "nan"
+    assert "nothing holds the policy" in certificate["kl.verdict"]
+    assert not any(name.startswith("kl.0") for name in certificate)
 
 
 def test_the_policy_term_is_certified_against_the_reward_in_the_runs_regime():
-    def of(*overrides):
+    def policy_certificate(*overrides):
         return policy_tags(load_config(TINY, list(overrides)))
 
-    corrected = of(*LAGGED, "algorithm.correction={sequence: {}}")
-    assert of()["policy.relative_bias"] == corrected["policy.relative_bias"] == "0"
-    capped = of(*LAGGED, "algorithm.correction={tis: {cap: 3.0}}")
-    assert capped["policy.label"] == "reinforce x tis(cap=3)" and "biased" in capped["policy.verdict"]
-    assert 0.01 < float(capped["policy.relative_bias"]) < float(of(*LAGGED)["policy.relative_bias"])
+    on_policy = policy_certificate()
+    assert on_policy["policy.relative_bias"] == "0"
+    corrected = policy_certificate(*LAGGED, "algorithm.correction={sequence: {}}")
+    assert corrected["policy.relative_bias"] == "0"
+    uncorrected = policy_certificate(*LAGGED)
+    capped = policy_certificate(*LAGGED, "algorithm.correction={tis: {cap: 3.0}}")
+    assert capped["policy.label"] == "reinforce x tis(cap=3)"
+    assert "biased" in capped["policy.verdict"]
+    assert 0.01 < float(capped["policy.relative_bias"]) < float(uncorrected["policy.relative_bias"])
 
 
 def test_a_claim_that_does_not_hold_is_a_warning(monkeypatch, caplog):

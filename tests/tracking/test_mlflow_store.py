@@ -1,5 +1,6 @@
 """A run and its copy in a SQLite MLflow store: upload, resume, outages, dead runs."""
 
+import functools
 import itertools
 import json
 import logging
@@ -17,7 +18,7 @@ import pytest
 
 from kl_comedy.errors import UserError
 from kl_comedy.tracking import mark_dead_runs, provenance, store, sync
-from kl_comedy.tracking.logger import RunLogger
+from kl_comedy.tracking.logger import ResumedFrom, RunLogger
 from kl_comedy.tracking.runs import history, runs_frame
 from kl_comedy.tracking.store import connect
 
@@ -48,7 +49,6 @@ def start(tmp_path, uri):
         return RunLogger(
             config,
             run_dir=tmp_path / folder,
-            run_name=folder,
             params={"seed": 0, "name": "x", **(params or {})},
             tags={"kl.label": "k3 loss", **(tags or {})},
             **options,
@@ -64,6 +64,12 @@ def points(uri, run_id, metric="train/reward"):
 
 def steps(uri, run_id, metric="train/reward"):
     return [step for step, _ in points(uri, run_id, metric)]
+
+
+def assert_ended(uri, run_id, status, reason):
+    run = connect(uri).get_run(run_id)
+    assert run.info.status == status
+    assert run.data.tags["failure.reason"] == reason
 
 
 def log_steps(logger, first, last, *, scale=1.0):
@@ -83,7 +89,8 @@ def run_in_fork(*functions):
 
 def test_a_run_arrives_complete(start, uri, tmp_path):
     params = {"kl.0.beta": 0.05, "none": None, "empty": "", "long": "x" * 7000, "model.options.token": "hf_secret"}
-    params |= {f"many.{at}": at for at in range(250)}
+    for n in range(250):  # more than one upload takes
+        params[f"many.{n}"] = n
     logger = start(params=params, tags={"note": "y" * 9000})
     logger.log_metrics({"train/reward": 1.0, "nan": math.nan, "inf": -math.inf, "eval/x/pass@4": 0.5}, 1)
     time.sleep(0.005)
@@ -94,30 +101,39 @@ def test_a_run_arrives_complete(start, uri, tmp_path):
     logger.finish()
     client = connect(uri)
     run = client.get_run(logger.run_id)
-    assert run.info.status == "FINISHED" and run.info.run_name == "run"
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "run"
     expected = {"seed": "0", "kl.0.beta": "0.05", "none": "null", "empty": "", "many.249": "249"}
     assert expected.items() <= run.data.params.items()
-    assert len(run.data.params["long"]) <= 6000 and "7000 characters" in run.data.params["long"]
+    assert len(run.data.params["long"]) <= 6000
+    assert "7000 characters" in run.data.params["long"]
     assert run.data.params["model.options.token"] == "***"
-    assert run.data.tags["team"] == "a" and len(run.data.tags["note"]) <= 8000
+    assert run.data.tags["team"] == "a"
+    assert len(run.data.tags["note"]) <= 8000
     assert run.data.tags["process.pid"] == str(os.getpid())
-    assert run.data.metrics["eval/x/pass_at_4"] == 0.5 and math.isnan(run.data.metrics["nan"])
-    paths = {
-        item.path for folder in ("", "files", "tables/eval/x") for item in client.list_artifacts(logger.run_id, folder)
-    }
+    assert run.data.metrics["eval/x/pass_at_4"] == 0.5
+    assert math.isnan(run.data.metrics["nan"])
+    paths = set()
+    for folder in ("", "files", "tables/eval/x"):
+        paths.update(item.path for item in client.list_artifacts(logger.run_id, folder))
     assert {"params.json", "files/outside.txt", "tables/eval/x/1.json"} <= paths
     assert run.info.artifact_uri.startswith((tmp_path / "mlartifacts").as_uri())
     (row,) = runs_frame(uri, "trial").to_dict("records")
-    assert row["metrics.inf"] == -math.inf and math.isnan(row["metrics.nan"]) and row["duration_s"] >= 0
+    assert row["metrics.inf"] == -math.inf
+    assert math.isnan(row["metrics.nan"])
+    assert row["duration_s"] >= 0
+    # Of two values of one step the later one counts.
     assert history(uri, [logger.run_id], "train/reward")[["step", "value"]].values.tolist() == [[1.0, 2.0]]
     assert history(uri, [logger.run_id], "nothing").empty
 
 
 def test_points_wait_for_the_checkpoint_and_those_of_live_runs_do_not(start, uri, caplog):
-    waiting, live = start("waiting"), start("live", live=True)
+    waiting = start("waiting")
+    live = start("live", live=True)
     for logger in (waiting, live):
         log_steps(logger, 1, 4)
-    assert steps(uri, waiting.run_id) == [] and steps(uri, live.run_id) == [1, 2, 3, 4]
+    assert steps(uri, waiting.run_id) == []
+    assert steps(uri, live.run_id) == [1, 2, 3, 4]
     waiting.commit(3)
     assert steps(uri, waiting.run_id) == [1, 2, 3]
     waiting.finish("KILLED", "preempted")
@@ -133,8 +149,7 @@ def test_points_wait_for_the_checkpoint_and_those_of_live_runs_do_not(start, uri
     log_steps(done, 1, 3)
     done.finish()
     assert steps(uri, done.run_id) == [1, 2, 3]
-    run = connect(uri).get_run(waiting.run_id)
-    assert (run.info.status, run.data.tags["failure.reason"]) == ("KILLED", "preempted")
+    assert_ended(uri, waiting.run_id, "KILLED", "preempted")
 
 
 def test_a_resume_after_a_kill_continues_the_same_run_with_one_point_per_step(start, uri, tmp_path):
@@ -147,19 +162,24 @@ def test_a_resume_after_a_kill_continues_the_same_run_with_one_point_per_step(st
 
     assert run_in_fork(killed) == [-signal.SIGKILL]
     (row,) = runs_frame(uri, mark_dead=True).to_dict("records")
-    assert row["status"] == "FAILED" and row["tags.failure.reason"].startswith("process died (pid ")
+    assert row["status"] == "FAILED"
+    assert row["tags.failure.reason"].startswith("process died (pid ")
     run_id = row["run_id"]
     for first, last in ((5, 6), (7, 9)):
-        logger = start(resume=True, resume_step=first - 1, params={"train.steps": 5 + last})
+        logger = start(resumed=ResumedFrom(step=first - 1), params={"train.steps": 5 + last})
         (row,) = runs_frame(uri, mark_dead=True).to_dict("records")
-        assert (row["run_id"], row["status"]) == (run_id, "RUNNING") and "tags.failure.reason" not in row
+        assert row["run_id"] == run_id
+        assert row["status"] == "RUNNING"
+        assert "tags.failure.reason" not in row
         log_steps(logger, first, last)
         logger.commit(last)
     logger.finish()
     assert points(uri, run_id) == [(step, float(step)) for step in range(1, 10)]
     data = connect(uri).get_run(run_id).data
-    assert data.params["train.steps"] == "5" and data.metrics["train/reward"] == 9.0
-    assert (data.tags["resume.params_changed"], data.tags["resume.count"]) == ("train.steps: 5 -> 14", "2")
+    assert data.params["train.steps"] == "5"
+    assert data.metrics["train/reward"] == 9.0
+    assert data.tags["resume.params_changed"] == "train.steps: 5 -> 14"
+    assert data.tags["resume.count"] == "2"
 
 
 @pytest.mark.parametrize("status", ["FAILED", "KILLED"])
@@ -169,15 +189,16 @@ def test_a_resume_after_an_early_end_continues_the_same_run_with_one_point_per_s
     first.commit(4)
     log_steps(first, 5, 7, scale=-1.0)
     first.finish(status, "rank 1 was killed by SIGKILL")
-    run = connect(uri).get_run(first.run_id)
-    assert (run.info.status, run.data.tags["failure.reason"]) == (status, "rank 1 was killed by SIGKILL")
-    second = start(resume=True, resume_step=4)
-    assert second.run_id == first.run_id and "takes its place" not in caplog.text
+    assert_ended(uri, first.run_id, status, "rank 1 was killed by SIGKILL")
+    second = start(resumed=ResumedFrom(step=4))
+    assert second.run_id == first.run_id
+    assert "takes its place" not in caplog.text
     log_steps(second, 5, 9)
     second.finish()
     assert points(uri, first.run_id) == [(step, float(step)) for step in range(1, 10)]
     frame = runs_frame(uri, "trial")
-    assert frame["run_id"].tolist() == [first.run_id] and frame["status"].tolist() == ["FINISHED"]
+    assert frame["run_id"].tolist() == [first.run_id]
+    assert frame["status"].tolist() == ["FINISHED"]
 
 
 def test_a_resume_from_before_what_mlflow_holds_replaces_the_run(start, uri, caplog, tmp_path):
@@ -188,19 +209,24 @@ def test_a_resume_from_before_what_mlflow_holds_replaces_the_run(start, uri, cap
     log_steps(first, 5, 7, scale=-1.0)
     first.finish("FAILED", "the loss is NaN")
     sync(tmp_path / "run")  # everything is in MLflow, steps 5 to 7 will be done again
-    second = start(resume=True, resume_step=4)
-    assert second.run_id != first.run_id and "a new run takes its place" in caplog.text
+    second = start(resumed=ResumedFrom(step=4))
+    assert second.run_id != first.run_id
+    assert "a new run takes its place" in caplog.text
     assert connect(uri).get_run(second.run_id).data.tags["resume.replaces"] == first.run_id
     log_steps(second, 5, 6)
     second.finish()
-    assert points(uri, second.run_id) == [(step, -float(step)) for step in range(1, 5)] + [(5, 5.0), (6, 6.0)]
+    # Updates 1 to 4 are those before the checkpoint, 5 and 6 were computed again.
+    expected = [(1, -1.0), (2, -2.0), (3, -3.0), (4, -4.0), (5, 5.0), (6, 6.0)]
+    assert points(uri, second.run_id) == expected
     frame = runs_frame(uri, "trial")
-    assert frame["run_id"].tolist() == [second.run_id] and frame["status"].tolist() == ["FINISHED"]
+    assert frame["run_id"].tolist() == [second.run_id]
+    assert frame["status"].tolist() == ["FINISHED"]
     assert "tags.failure.reason" not in frame
     connect(uri).delete_run(second.run_id)
-    third = start(resume=True, resume_step=6)
+    third = start(resumed=ResumedFrom(step=6))
     third.finish()
-    assert third.run_id not in (first.run_id, second.run_id) and steps(uri, third.run_id) == list(range(1, 7))
+    assert third.run_id not in (first.run_id, second.run_id)
+    assert steps(uri, third.run_id) == list(range(1, 7))
 
 
 def test_more_than_a_request_holds_is_uploaded_in_parts_each_once(start, uri, monkeypatch):
@@ -221,7 +247,8 @@ def test_more_than_a_request_holds_is_uploaded_in_parts_each_once(start, uri, mo
     for kind, entries in sent.items():
         assert len(entries) == len(set(entries)), f"{kind} are sent again"
     run = connect(uri).get_run(logger.run_id)
-    assert run.data.params.items() >= many.items() and run.data.tags.items() >= many.items()
+    assert run.data.params.items() >= many.items()
+    assert run.data.tags.items() >= many.items()
     assert steps(uri, logger.run_id) == list(range(1, 601))
 
 
@@ -256,23 +283,29 @@ def test_a_server_that_is_down_costs_seconds_and_loses_nothing(start, uri, tmp_p
     assert time.monotonic() - began < 30
     assert logger.run_id is None
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1 and "kl-comedy results sync" in warnings[0] and "\n" not in warnings[0]
+    assert len(warnings) == 1
+    assert "kl-comedy results sync" in warnings[0]
+    assert "\n" not in warnings[0]
     (tmp_path / "run").rename(tmp_path / "moved")
     with pytest.raises(Exception, match="127"):
         sync(tmp_path / "moved")
-    first, second = sync(tmp_path / "moved", uri, "rescued"), sync(tmp_path / "moved", uri)
+    first = sync(tmp_path / "moved", uri, "rescued")
+    second = sync(tmp_path / "moved", uri)
     run_id = first.state.run_id
-    assert second.state.run_id == run_id and second.events == 0
-    assert len(first.left_out) == 1 and "nowhere.txt is gone" in first.left_out[0]
+    assert second.state.run_id == run_id
+    assert second.events == 0
+    assert len(first.left_out) == 1
+    assert "nowhere.txt is gone" in first.left_out[0]
     assert steps(uri, run_id) == list(range(1, 51))
     client = connect(uri)
     assert [item.path for item in client.list_artifacts(run_id, "tables/samples")] == ["tables/samples/50.json"]
-    run = client.get_run(run_id)
-    assert (run.info.status, run.data.tags["failure.reason"]) == ("FAILED", "boom")
-    assert abs(run.info.start_time / 1000 - time.time()) < 600
+    assert_ended(uri, run_id, "FAILED", "boom")
+    assert abs(client.get_run(run_id).info.start_time / 1000 - time.time()) < 600
 
 
-@pytest.mark.parametrize("error", [ConnectionError("down"), ImportError("no mlflow")])
+@pytest.mark.parametrize(
+    "error", [ConnectionError("down"), ImportError("no mlflow")], ids=["server down", "mlflow not installed"]
+)
 def test_a_store_that_answers_again_gets_everything(start, uri, monkeypatch, caplog, error):
     def fail(uri):
         raise error
@@ -283,23 +316,35 @@ def test_a_store_that_answers_again_gets_everything(start, uri, monkeypatch, cap
         log_steps(logger, 1, 4)
         logger.commit(4)
     assert logger.run_id is None
-    assert ("mlflow is not installed" in caplog.text) == isinstance(error, ImportError)
+    if isinstance(error, ImportError):
+        assert "mlflow is not installed" in caplog.text
+    else:
+        assert "mlflow is not installed" not in caplog.text
     logger.finish()
-    assert steps(uri, logger.run_id) == [1, 2, 3, 4] and "answers again" in caplog.text
+    assert steps(uri, logger.run_id) == [1, 2, 3, 4]
+    assert "answers again" in caplog.text
 
 
-def test_sync_gives_the_same_run_without_its_state_and_reads_older_spools(start, uri, tmp_path):
+def test_sync_gives_the_same_run_without_its_state(start, uri, tmp_path):
     logger = start()
     log_steps(logger, 1, 5)
     logger.finish()
     (tmp_path / "run/tracking.json").unlink()
     result = sync(tmp_path / "run", uri, "trial")
-    assert result.state.run_id == logger.run_id and result.events == 5
+    assert result.state.run_id == logger.run_id
+    assert result.events == 5
     assert steps(uri, logger.run_id) == [1, 2, 3, 4, 5]
     with pytest.raises(UserError, match="already in experiment 'trial'"):
         sync(tmp_path / "run", uri, "other")
+
+
+def test_a_folder_without_a_spool_is_not_synced(uri, tmp_path):
     with pytest.raises(UserError, match=r"no spool\.jsonl"):
         sync(tmp_path, uri)
+
+
+def test_sync_reads_older_spools(uri, tmp_path):
+    """Whose state has no id of the run, and fields that this version does not know."""
     old = tmp_path / "old"
     old.mkdir()
     rows = [
@@ -308,13 +353,23 @@ def test_sync_gives_the_same_run_without_its_state_and_reads_older_spools(start,
         {"kind": "metrics", "time": 2000, "step": 1, "data": {"x": "inf"}},
     ]
     (old / "spool.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    state = {"uri": uri, "experiment": "old", "run_name": "first", "run_id": None, "mirrored_step": None}
-    (old / "tracking.json").write_text(
-        json.dumps({**state, "offset": 0, "replaced": [], "field_of_another_version": 1})
-    )
+    state = {
+        "uri": uri,
+        "experiment": "old",
+        "run_name": "first",
+        "run_id": None,
+        "mirrored_step": None,
+        "offset": 0,
+        "replaced": [],
+        "field_of_another_version": 1,
+    }
+    (old / "tracking.json").write_text(json.dumps(state))
     sync(old)
     (row,) = runs_frame(uri, "old").to_dict("records")
-    assert (row["run_name"], row["params.seed"], row["metrics.x"], row["start_time"]) == ("first", "7", math.inf, 1000)
+    assert row["run_name"] == "first"
+    assert row["params.seed"] == "7"
+    assert row["metrics.x"] == math.inf
+    assert row["start_time"] == 1000
 
 
 def test_dead_runs_of_this_host_are_marked_and_others_left_alone(start, uri):
@@ -326,9 +381,9 @@ def test_dead_runs_of_this_host_are_marked_and_others_left_alone(start, uri):
     elsewhere = client.create_run(experiment, tags={**tags, provenance.HOST: "other"}).info.run_id
     assert mark_dead_runs(client, "no such experiment") == []
     assert mark_dead_runs(client, "trial") == [dead]
-    runs = {run_id: client.get_run(run_id) for run_id in (dead, elsewhere, alive)}
-    assert [run.info.status for run in runs.values()] == ["FAILED", "RUNNING", "RUNNING"]
-    assert runs[dead].data.tags["failure.reason"] == "process died (pid 999999999)"
+    assert_ended(uri, dead, "FAILED", "process died (pid 999999999)")
+    assert client.get_run(elsewhere).info.status == "RUNNING"
+    assert client.get_run(alive).info.status == "RUNNING"
 
 
 def test_processes_that_start_together_on_a_fresh_store_all_arrive(start, tmp_path):
@@ -342,10 +397,13 @@ def test_processes_that_start_together_on_a_fresh_store_all_arrive(start, tmp_pa
             logger.commit(step)
         logger.finish()
 
-    assert run_in_fork(*(lambda seed=seed: run(seed) for seed in range(3))) == [0] * 3
+    processes = [functools.partial(run, seed) for seed in range(3)]
+    assert run_in_fork(*processes) == [0, 0, 0]
     frame = runs_frame(uri, "trial")
-    assert sorted(frame["params.seed"]) == ["0", "1", "2"] and set(frame["status"]) == {"FINISHED"}
-    assert all(steps(uri, run_id, "x") == [0, 1, 2] for run_id in frame["run_id"])
+    assert sorted(frame["params.seed"]) == ["0", "1", "2"]
+    assert set(frame["status"]) == {"FINISHED"}
+    for run_id in frame["run_id"]:
+        assert steps(uri, run_id, "x") == [0, 1, 2]
 
 
 # --- a first start that is killed ------------------------------------------------------------------------------------
@@ -371,7 +429,7 @@ def check_usable(uri, tmp_path):
 
     def use():
         config = SimpleNamespace(uri=uri, experiment="trial", flush_every=1, tags={})
-        logger = RunLogger(config, run_dir=tmp_path / "a run", run_name="a run", params={}, tags={})
+        logger = RunLogger(config, run_dir=tmp_path / "a run", params={}, tags={})
         logger.log_metrics({"x": 1.0}, 1)
         logger.finish()
         assert logger.run_id is not None
@@ -387,11 +445,13 @@ STATEMENTS = 1650
 @pytest.mark.parametrize(
     "statements",
     [[60, 700], pytest.param(list(range(1, STATEMENTS, STATEMENTS // 13)), marks=pytest.mark.slow)],
+    ids=["at two statements", "at thirteen statements"],
 )
 def test_a_store_whose_creation_is_killed_does_not_exist_and_the_next_start_makes_it(tmp_path, statements):
     file = tmp_path / "new" / "mlflow.db"
     for statement in statements:
-        assert run_in_fork(lambda number=statement: connect_until(f"sqlite:///{file}", number)) == [-signal.SIGKILL]
+        killed = functools.partial(connect_until, f"sqlite:///{file}", statement)
+        assert run_in_fork(killed) == [-signal.SIGKILL]
         assert not file.exists(), f"killed at statement {statement}"
         assert len(list(file.parent.glob(".mlflow.db.*.new"))) <= 1, "the next start removes what the killed one left"
     check_usable(f"sqlite:///{file}", tmp_path)
@@ -399,7 +459,8 @@ def test_a_store_whose_creation_is_killed_does_not_exist_and_the_next_start_make
 
 
 def test_a_store_that_appears_meanwhile_is_not_replaced(tmp_path, empty_store, monkeypatch):
-    file, fsync_path = tmp_path / "mlflow.db", store.fsync_path
+    file = tmp_path / "mlflow.db"
+    fsync_path = store.fsync_path
     with sqlite3.connect(empty_store) as database:
         (before,) = database.execute("SELECT creation_time FROM experiments").fetchone()
 
@@ -443,7 +504,8 @@ def test_a_half_made_store_is_one_line_to_a_reader_and_set_aside_by_the_next_run
     content = file.read_bytes()
     with pytest.raises(UserError, match=r"is half made .* makes it anew") as raised:
         runs_frame(f"sqlite:///{file}")
-    assert "\n" not in str(raised.value) and file.read_bytes() == content
+    assert "\n" not in str(raised.value)
+    assert file.read_bytes() == content
     created = []
 
     def create(file):
@@ -451,7 +513,8 @@ def test_a_half_made_store_is_one_line_to_a_reader_and_set_aside_by_the_next_run
 
     monkeypatch.setattr(store, "_create", create)
     assert connect(f"sqlite:///{file}").search_experiments()[0].name == "Default"
-    assert len(created) == 1 and (tmp_path / "mlflow.db.half-made-1").read_bytes() == content
+    assert len(created) == 1
+    assert (tmp_path / "mlflow.db.half-made-1").read_bytes() == content
     assert "it is now mlflow.db.half-made-1" in caplog.text
 
 
@@ -463,7 +526,8 @@ def test_a_half_made_store_that_holds_runs_is_left_as_it_is(start, uri, tmp_path
     content = file.read_bytes()
     with pytest.raises(UserError, match=r"1 rows of experiments.*results sync.*nothing was changed") as raised:
         connect(uri)
-    assert "\n" not in str(raised.value) and file.read_bytes() == content
+    assert "\n" not in str(raised.value)
+    assert file.read_bytes() == content
     assert not list(tmp_path.glob("*half-made*"))
 
 
@@ -478,18 +542,32 @@ def test_a_store_that_another_program_is_making_is_waited_for(tmp_path, empty_st
 
     monkeypatch.setattr(store.time, "sleep", finished_meanwhile)
     connect(f"sqlite:///{file}")
-    assert len(waits) == 1 and not list(tmp_path.glob("*half-made*"))
+    assert len(waits) == 1
+    assert not list(tmp_path.glob("*half-made*"))
 
 
-def test_the_sync_command(kl_comedy, start, uri, tmp_path):
-    start("a", to="none").finish()
-    code, out, err = kl_comedy("results", "sync", tmp_path / "a", "--uri", uri)
-    assert code == 0 and connect(uri).get_run(out.strip()).info.status == "FINISHED" and "uploaded" in err
+def test_the_sync_command_prints_the_run(kl_comedy, start, uri, tmp_path):
+    start("run", to="none").finish()
+    code, out, err = kl_comedy("results", "sync", tmp_path / "run", "--uri", uri)
+    assert code == 0
+    assert connect(uri).get_run(out.strip()).info.status == "FINISHED"
+    assert "uploaded" in err
+
+
+def test_the_sync_command_refuses_a_folder_that_is_not_there(kl_comedy, uri, tmp_path):
     assert kl_comedy("results", "sync", tmp_path / "nowhere", "--uri", uri)[0] == 2
-    start("b", to="none").finish()
-    assert kl_comedy("results", "sync", tmp_path / "b")[0] == 2, "it does not say which store"
-    code, _, err = kl_comedy("results", "sync", tmp_path / "b", "--uri", DEAD_URI)
-    assert code == 1 and "the upload failed" in err
+
+
+def test_the_sync_command_needs_a_store_for_a_run_without_one(kl_comedy, start, tmp_path):
+    start("run", to="none").finish()
+    assert kl_comedy("results", "sync", tmp_path / "run")[0] == 2
+
+
+def test_the_sync_command_reports_a_server_that_is_down(kl_comedy, start, tmp_path):
+    start("run", to="none").finish()
+    code, _, err = kl_comedy("results", "sync", tmp_path / "run", "--uri", DEAD_URI)
+    assert code == 1
+    assert "the upload failed" in err
 
 
 def test_a_store_deleted_in_the_middle_of_a_run_is_one_line_and_sync_restores_it(
@@ -506,12 +584,15 @@ def test_a_store_deleted_in_the_middle_of_a_run_is_one_line_and_sync_restores_it
     logger.finish()
     assert logger.run_id is None, "a run that is gone is named"
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "\n" not in line and "kl-comedy results sync" in line and "Traceback" not in "".join(capfd.readouterr())
+    assert "\n" not in line
+    assert "kl-comedy results sync" in line
+    assert "Traceback" not in "".join(capfd.readouterr())
     assert "attempt to write a readonly database" in line
     shutil.copy(empty_store, tmp_path / "new.db")  # of another name: this process has the old one open
-    result = sync(tmp_path / "run", uri.replace("mlflow.db", "new.db"))
+    new_uri = uri.replace("mlflow.db", "new.db")
+    result = sync(tmp_path / "run", new_uri)
     assert result.state.run_id != gone
-    assert steps(uri.replace("mlflow.db", "new.db"), result.state.run_id) == list(range(1, 9))
+    assert steps(new_uri, result.state.run_id) == list(range(1, 9))
 
 
 def test_a_damaged_database_is_read_or_is_one_line(start, uri, tmp_path):
@@ -519,13 +600,17 @@ def test_a_damaged_database_is_read_or_is_one_line(start, uri, tmp_path):
     log_steps(logger, 1, 4)
     logger.finish()
     file = tmp_path / "mlflow.db"
-    whole, chance = file.read_bytes(), random.Random(0)
+    whole = file.read_bytes()
+    chance = random.Random(0)
     for number in range(12):
-        at = chance.randrange(100, len(whole))
-        damaged = whole[:at] if number % 2 else whole[:at] + chance.randbytes(4096) + whole[at + 4096 :]
-        file.write_bytes(damaged)
+        place = chance.randrange(100, len(whole))
+        if number % 2 == 1:
+            file.write_bytes(whole[:place])
+        else:
+            file.write_bytes(whole[:place] + chance.randbytes(4096) + whole[place + 4096 :])
         try:
             runs_frame(uri)
             history(uri, [logger.run_id], "train/reward")
         except UserError as error:
-            assert "\n" not in str(error) and "--uri" in str(error)
+            assert "\n" not in str(error)
+            assert "--uri" in str(error)

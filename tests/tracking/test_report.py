@@ -22,25 +22,38 @@ def page(study, tmp_path_factory):
     from kl_comedy.cli.main import app
 
     out = tmp_path_factory.mktemp("report") / "study.html"
-    words = ["results", "report", "--uri", study, "--group", "kl.family,kl.betas", "--metric", f"{EVAL},{KL}"]
-    done = CliRunner().invoke(app, [*words, "--title", "Study <1> & more", "--out", str(out)])
+    command = ["results", "report", "--uri", study, "--group", "kl.family,kl.betas", "--metric", f"{EVAL},{KL}"]
+    done = CliRunner().invoke(app, [*command, "--title", "Study <1> & more", "--out", str(out)])
     assert done.exit_code == 0, done.output
     return out
 
 
-def test_the_page_holds_everything_and_asks_for_nothing(page):
+def test_the_page_asks_for_nothing(page):
     text = page.read_text()
-    assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", text) and "@import" not in text and "url(" not in text
-    assert "default-src &#39;none&#39;" not in text and "default-src 'none'" in text
-    for part in ("1 of 21 runs collapsed", "kl-comedy reproduce", "config.hash", "a" * 12, "none: &lt;b&gt;bold"):
-        assert part in text, part
-    assert text.count('<details id="configuration-') == 7 and text.count('scope="row"') == 7 + 21
+    assert not re.findall(r"""(?:src|href)=["'](?!data:|#)""", text)
+    assert "@import" not in text
+    assert "url(" not in text
+    assert "default-src &#39;none&#39;" not in text
+    assert "default-src 'none'" in text
+
+
+def test_the_page_holds_everything(page):
+    text = page.read_text()
+    commit = "a" * 12
+    assert "1 of 21 runs collapsed" in text
+    assert "kl-comedy reproduce" in text
+    assert "config.hash" in text
+    assert commit in text
+    assert "none: &lt;b&gt;bold" in text
+    assert text.count('<details id="configuration-') == 7
+    assert text.count('scope="row"') == 7 + 21, "configurations and runs"
     assert "Study &lt;1&gt; &amp; more" in text
 
 
 def test_hostile_completions_are_text(page):
     text = page.read_text()
-    assert HOSTILE not in text and "<img src=x" not in text
+    assert HOSTILE not in text
+    assert "<img src=x" not in text
     assert text.count("&lt;/script&gt;&lt;script&gt;window.hacked=1") == 7
     assert text.count("<script>") == 1
 
@@ -53,41 +66,77 @@ def test_every_text_of_a_page_is_escaped():
     samples = [{"text": bad, "facts": [(bad, bad)]}]
     item = {"id": "a", "label": bad, "certificate": [(bad, bad)], "runs": [(bad, bad)], "samples": samples}
     part = {"title": bad, "results": table, "pictures": [{"alt": bad, "data": ""}]}
-    texts = dict.fromkeys(("title", "summary", "command"), bad)
-    lists = {name: [bad] for name in ("headline", "rules", "warnings")}
-    html = render_page(**texts, **lists, parts=[part, part], runs=table, configurations=[item], common=[(bad, bad)])
-    assert "<script>x" not in html and html.count("<script>") == 1 and "'\"&<" not in html
+    html = render_page(
+        title=bad,
+        summary=bad,
+        command=bad,
+        headline=[bad],
+        rules=[bad],
+        warnings=[bad],
+        parts=[part, part],
+        runs=table,
+        configurations=[item],
+        common=[(bad, bad)],
+    )
+    assert "<script>x" not in html
+    assert html.count("<script>") == 1
+    assert "'\"&<" not in html
 
 
 def test_parts_have_tables_and_pictures_of_their_own(kl_comedy, study, tmp_path):
-    two = "tags.kl.label LIKE '0.1 %'"
-    words = ["--uri", study, "--where", two, "--group", "kl.label", "--metric", EVAL, "--parts", "kl.family"]
-    assert kl_comedy("results", "report", *words, "--out", tmp_path / "a.html")[0] == 0
+    two_labels = "tags.kl.label LIKE '0.1 %'"
+    options = ["--uri", study, "--where", two_labels, "--group", "kl.label", "--metric", EVAL, "--parts", "kl.family"]
+    assert kl_comedy("results", "report", *options, "--out", tmp_path / "a.html")[0] == 0
     text = (tmp_path / "a.html").read_text()
-    assert len(re.findall(r'<h3 id="part-\d">', text)) == 2 and text.count('class="sortable results"') == 2
-    assert text.index('id="part-1">k1') < text.index('id="part-2">k3') and text.count("<figure>") == 4
+    assert len(re.findall(r'<h3 id="part-\d">', text)) == 2
+    assert text.count('class="sortable results"') == 2
+    assert text.index('id="part-1">k1') < text.index('id="part-2">k3')
+    assert text.count("<figure>") == 4
 
 
 def test_the_headline_names_extremes_and_counts_what_collapsed(page):
     text = page.read_text()
     lines = re.search(r'<ul class="headline">(.*?)</ul>', text, re.DOTALL)[1]
-    assert "Highest mean of eval/heldout/reward among 7: 0.71 " in lines and "k1_reverse_token in reward total" in lines
+    assert "Highest mean of eval/heldout/reward among 7: 0.71 " in lines
+    assert "k1_reverse_token in reward total" in lines
     assert "Collapsed: 1 of 21 runs, in 1 of 7 configurations." in lines
 
 
+MEANS = pd.DataFrame(
+    [
+        {"name": "a", "metric": "m", "mean": 0.9, "n": 1},
+        {"name": "b", "metric": "m", "mean": 0.5, "n": 5},
+        {"name": "c", "metric": "m", "mean": 0.4, "n": 5},
+        {"name": "d", "metric": "m", "mean": 0.1, "n": 2},
+    ]
+)
+"""The extremes are of few seeds."""
+
+
+def headline(summary):
+    """The lines about the highest and the lowest mean."""
+    highest, lowest = Study("", pd.DataFrame(), summary, ["name"], ["m"]).headline()
+    return highest, lowest
+
+
 def test_a_mean_of_few_seeds_is_no_extreme():
-    rows = [("a", 0.9, 1), ("b", 0.5, 5), ("c", 0.4, 5), ("d", 0.1, 2)]
-    summary = pd.DataFrame([{"name": name, "metric": "m", "mean": mean, "n": n} for name, mean, n in rows])
-    summary = summary.assign(low=float("nan"), high=float("nan"))
-    lines = list(Study("", pd.DataFrame(), summary, ["name"], ["m"]).headline())
-    assert [line.split(";")[0][-8:] for line in lines] == [", name=b", ", name=c"] and "among 2" in lines[0]
-    assert all(line.endswith("; not resolved: a single seed has no interval.") for line in lines)
-    wide = summary.assign(low=0.0, high=1.0)
-    (line, _) = Study("", pd.DataFrame(), wide, ["name"], ["m"]).headline()
-    assert "; not resolved: 1 of 1 other intervals overlap this one, nearest 0.4 [0, 1] (n=5), name=c." in line
-    apart = summary.assign(low=summary["mean"] - 0.01, high=summary["mean"] + 0.01)
-    lines = list(Study("", pd.DataFrame(), apart, ["name"], ["m"]).headline())
-    assert all(line.endswith("; resolved: no other interval overlaps this one.") for line in lines)
+    highest, lowest = headline(MEANS.assign(low=float("nan"), high=float("nan")))
+    assert highest.split(";")[0].endswith(", name=b")
+    assert lowest.split(";")[0].endswith(", name=c")
+    assert "among 2" in highest
+    assert highest.endswith("; not resolved: a single seed has no interval.")
+    assert lowest.endswith("; not resolved: a single seed has no interval.")
+
+
+def test_an_extreme_whose_interval_overlaps_another_is_not_resolved():
+    highest, _ = headline(MEANS.assign(low=0.0, high=1.0))
+    assert "; not resolved: 1 of 1 other intervals overlap this one, nearest 0.4 [0, 1] (n=5), name=c." in highest
+
+
+def test_an_extreme_whose_interval_overlaps_no_other_is_resolved():
+    highest, lowest = headline(MEANS.assign(low=MEANS["mean"] - 0.01, high=MEANS["mean"] + 0.01))
+    assert highest.endswith("; resolved: no other interval overlaps this one.")
+    assert lowest.endswith("; resolved: no other interval overlaps this one.")
 
 
 def needs_browser(test):
@@ -107,7 +156,8 @@ def test_in_a_browser_nothing_is_asked_for_and_nothing_hostile_runs(tab, page):
     tab.requests.clear()
     tab.open(page.as_uri(), 1280, 900)
     assert [url for url in tab.requests if not url.startswith("data:")] == [page.as_uri()]
-    assert tab.evaluate("window.hacked") is None and tab.errors == []
+    assert tab.evaluate("window.hacked") is None
+    assert tab.errors == []
     assert tab.evaluate("[...document.images].every((image) => image.complete && image.naturalWidth > 100)")
     assert tab.evaluate("document.images.length") == 3
 
@@ -117,11 +167,12 @@ def test_tables_sort_and_filter(tab, page):
     tab.open(page.as_uri(), 1280, 900)
     column = "[...document.querySelectorAll('#results-1 tbody tr')].map((row) => row.cells[2].dataset.value)"
     button = "document.querySelectorAll('#results-1 thead button')[2]"
-    for order, sign in (("ascending", 1), ("descending", -1)):
+    for order in ("ascending", "descending"):
         tab.evaluate(f"{button}.click()")
         assert tab.evaluate(f"{button}.closest('th').getAttribute('aria-sort')") == order
         values = [float(value) for value in tab.evaluate(column)]
-        assert len(values) == 7 and values == sorted(values, key=lambda value: sign * value)
+        assert len(values) == 7
+        assert values == sorted(values, reverse=order == "descending")
     field = "document.getElementById('runs-filter')"
     tab.evaluate(f"{field}.value = 'k3-0.05 collapsed'; {field}.dispatchEvent(new Event('input'))")
     assert tab.evaluate("document.querySelectorAll('#runs-table tbody tr:not([hidden])').length") == 1
@@ -147,10 +198,12 @@ CONTRAST = """(() => {
 @needs_browser
 def test_the_basics_of_accessibility(tab, page):
     tab.open(page.as_uri(), 1280, 900)
-    assert tab.evaluate("document.documentElement.lang") == "en" and tab.evaluate("document.title")
+    assert tab.evaluate("document.documentElement.lang") == "en"
+    assert tab.evaluate("document.title")
     assert tab.evaluate("document.querySelectorAll('h1').length") == 1
     levels = tab.evaluate("[...document.querySelectorAll('h1,h2,h3,h4')].map((head) => Number(head.tagName[1]))")
-    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    for level, next_level in itertools.pairwise(levels):
+        assert next_level <= level + 1, "a level of headings is left out"
     assert tab.evaluate("[...document.querySelectorAll('th')].every((cell) => cell.scope)")
     assert tab.evaluate("[...document.querySelectorAll('input')].every((field) => field.labels.length === 1)")
     assert tab.evaluate("[...document.images].every((image) => image.alt)")
@@ -172,7 +225,9 @@ def test_a_phone_shows_it_without_sideways_scrolling(tab, page):
 def axe():
     """The source of axe-core, from the package that ships it; None where it is not installed."""
     spec = importlib.util.find_spec("axe_core_python")
-    return (Path(spec.origin).parent / "axe.min.js").read_text(encoding="utf-8") if spec else None
+    if spec is None:
+        return None
+    return (Path(spec.origin).parent / "axe.min.js").read_text(encoding="utf-8")
 
 
 @needs_browser
@@ -196,9 +251,12 @@ def test_a_name_leads_to_the_certificate_and_the_command(tab, page):
     tab.evaluate(f"{link}.click()")
     tab.evaluate("new Promise((done) => setTimeout(done, 200))")
     opened = "document.querySelector(decodeURIComponent(location.hash))"
-    assert tab.evaluate(f"{opened}.open") and tab.evaluate("document.querySelectorAll('details[open]').length") >= 1
+    assert tab.evaluate(f"{opened}.open")
+    assert tab.evaluate("document.querySelectorAll('details[open]').length") >= 1
     text = tab.evaluate(f"{opened}.textContent")
-    assert text.count("kl-comedy reproduce ") == 3 and "relative bias" in text and "seed 2, finished" in text
+    assert text.count("kl-comedy reproduce ") == 3
+    assert "relative bias" in text
+    assert "seed 2, finished" in text
 
 
 @needs_browser
@@ -208,9 +266,9 @@ def test_a_phone_sorts_by_a_choice(tab, page):
     assert tab.evaluate(f"{choose}.offsetParent !== null")
     read = "[...document.querySelectorAll('#results-1 tbody tr')].map((row) => Number(row.cells[2].dataset.value))"
     listed = tab.evaluate(read)
-    for order, sign in (("ascending", 1), ("descending", -1)):
+    for order in ("ascending", "descending"):
         tab.evaluate(f"{choose}.value = '2 {order}'; {choose}.dispatchEvent(new Event('change'))")
-        assert tab.evaluate(read) == sorted(listed, key=lambda value: sign * value)
+        assert tab.evaluate(read) == sorted(listed, reverse=order == "descending")
     tab.evaluate(f"{choose}.value = ''; {choose}.dispatchEvent(new Event('change'))")
     assert tab.evaluate(read) == listed
     tab.open(page.as_uri(), 1280, 740)

@@ -27,22 +27,32 @@ FRAME = pd.DataFrame(
 )
 
 
-def test_filters_with_short_names():
-    for where, mlflow in {
-        "seed = 0": "params.`seed` = '0'",
-        "seed='0' and optimizer.lr = 1e-06": "params.`seed`='0' AND params.`optimizer.lr` = '1e-06'",
-        "train/reward > 0.5": "metrics.`train/reward` > 0.5",
-        "Metric.kl_x >= 1 and inside in ('a')": "metrics.`kl_x` >= 1 AND params.`inside` IN ('a')",
-        "metrics.kl_x >= 1": "metrics.`kl_x` >= 1",
-        "tags.kl.label LIKE 'k3%'": "tags.`kl.label` LIKE 'k3%'",
-        'tags.`kl.label` = "it\'s"': 'tags.`kl.label` = "it\'s"',
-        "status = 'FINISHED'": "attributes.status = 'FINISHED'",
-        "attributes.run_id IN ('a','b')": "attributes.run_id IN ('a','b')",
-        "": "",
-    }.items():
-        assert translate(where)[0] == mlflow
-    keys = translate("seed = 0 and train/reward > 0.5 and status = 'x'")[1]
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("seed = 0", "params.`seed` = '0'"),
+        ("seed='0' and optimizer.lr = 1e-06", "params.`seed`='0' AND params.`optimizer.lr` = '1e-06'"),
+        ("train/reward > 0.5", "metrics.`train/reward` > 0.5"),
+        ("Metric.kl_x >= 1 and inside in ('a')", "metrics.`kl_x` >= 1 AND params.`inside` IN ('a')"),
+        ("metrics.kl_x >= 1", "metrics.`kl_x` >= 1"),
+        ("tags.kl.label LIKE 'k3%'", "tags.`kl.label` LIKE 'k3%'"),
+        ('tags.`kl.label` = "it\'s"', 'tags.`kl.label` = "it\'s"'),
+        ("status = 'FINISHED'", "attributes.status = 'FINISHED'"),
+        ("attributes.run_id IN ('a','b')", "attributes.run_id IN ('a','b')"),
+        ("", ""),
+    ],
+)
+def test_a_filter_with_short_names_is_translated_to_mlflows(where, expected):
+    translated, _ = translate(where)
+    assert translated == expected
+
+
+def test_the_keys_of_a_filter():
+    _, keys = translate("seed = 0 and train/reward > 0.5 and status = 'x'")
     assert keys == ["params.seed", "metrics.train/reward", "attributes.status"]
+
+
+def test_a_filter_with_or_is_refused():
     with pytest.raises(UserError, match="not OR"):
         translate("seed = 0 OR seed = 1")
 
@@ -50,18 +60,34 @@ def test_filters_with_short_names():
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_an_export_reads_back_as_it_was(tmp_path, suffix):
     file = tmp_path / f"runs.{suffix}"
-    FRAME.to_csv(file, index=False) if suffix == "csv" else FRAME.to_parquet(file, index=False)
+    if suffix == "csv":
+        FRAME.to_csv(file, index=False)
+    else:
+        FRAME.to_parquet(file, index=False)
     exported = read_runs(file)
     pd.testing.assert_frame_equal(exported, FRAME, check_exact=True, check_dtype=False)
     assert exported["params.optimizer.lr"].tolist() == ["0.0001", "1e-05"], "texts stay texts"
 
 
-def test_a_file_that_is_no_export_is_refused(tmp_path):
-    (tmp_path / "a.csv").write_text("name,mean\nx,1\n")
-    (tmp_path / "a.parquet").write_text("no")
-    for name, message in (("a.csv", "lacks run_id"), ("a.parquet", "cannot be read"), ("b.csv", "no such table")):
-        with pytest.raises(UserError, match=message):
-            read_runs(tmp_path / name)
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "name,mean\nx,1\n", "lacks run_id"),
+        ("a.parquet", "no", "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_export_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        read_runs(tmp_path / name)
+
+
+def test_an_export_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no such table"):
+        read_runs(tmp_path / "b.csv")
+
+
+def test_a_store_that_does_not_exist_is_refused(tmp_path):
     with pytest.raises(UserError):
         read_runs(f"sqlite:///{tmp_path}/absent.db")
 
@@ -70,9 +96,12 @@ def test_columns_are_dropped_by_name_or_pattern():
     columns = list(drop_columns(FRAME, ["run.*", "output", "metrics.kl/*"]).columns)
     assert columns == [name for name in FRAME if name not in ("tags.run.dir", "params.output", "metrics.kl/x")]
     assert list(drop_columns(FRAME, []).columns) == list(FRAME.columns)
-    for pattern, message in (("outputs", "did you mean 'output'"), ("run_*", "run_id stays")):
-        with pytest.raises(UserError, match=message):
-            drop_columns(FRAME, [pattern])
+
+
+@pytest.mark.parametrize(("pattern", "message"), [("outputs", "did you mean 'output'"), ("run_*", "run_id stays")])
+def test_a_pattern_that_drops_nothing_or_too_much_is_refused(pattern, message):
+    with pytest.raises(UserError, match=message):
+        drop_columns(FRAME, [pattern])
 
 
 @pytest.mark.parametrize(
@@ -93,12 +122,19 @@ def test_columns_are_dropped_by_name_or_pattern():
 )
 def test_collapse_is_what_the_rule_says(monkeypatch, last, first, status, reason, collapsed):
     def history(uri, run_ids, metric):
-        rows = [(run_id, 0, first) for run_id in run_ids if metric == "r" and first is not None]
-        rows += [(run_id, 9, math.nan) for run_id in run_ids if last.get(metric) == "nan"]
+        rows = []
+        for run_id in run_ids:
+            if metric == "r" and first is not None:
+                rows.append((run_id, 0, first))
+            if last.get(metric) == "nan":
+                rows.append((run_id, 9, math.nan))
         return pd.DataFrame(rows, columns=["run_id", "step", "value"]).astype({"value": float})
 
     monkeypatch.setattr(values, "history", history)
     row = {"run_id": "a", "status": status, "tags.failure.reason": reason}
     row |= {f"metrics.{name}": float(last.get(name, "nan")) for name in ("r", "kl")}
     (judged,) = values.with_collapsed("", pd.DataFrame([row]), parse_rule("r < 0.5 start, kl>=20")).to_dict("records")
-    assert judged["collapsed"] is collapsed or (collapsed is None and pd.isna(judged["collapsed"]))
+    if collapsed is None:
+        assert pd.isna(judged["collapsed"]), "it is not known"
+    else:
+        assert judged["collapsed"] is collapsed

@@ -1,5 +1,6 @@
 """The spool and the logger to files: what was logged survives kills, and a resume drops exactly what it repeats."""
 
+import itertools
 import json
 import math
 import multiprocessing
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.errors import UserError
-from kl_comedy.tracking.logger import NullLogger, RunLogger
+from kl_comedy.tracking.logger import NullLogger, ResumedFrom, RunLogger
 from kl_comedy.tracking.spool import Spool, json_safe, unreadable_lines
 
 
@@ -35,11 +36,18 @@ def test_events_read_back_as_written_in_strict_json(tmp_path):
     spool.append("metrics", {"a/b": 0.1, "nan": math.nan, "inf": -math.inf}, step=3)
     spool.close()
     params, metrics = Spool(tmp_path).read()
-    assert (params.kind, dict(params.data), params.step) == ("params", {"seed": "0"}, None)
-    assert metrics.step == 3 and metrics.data["a/b"] == 0.1 and metrics.data["inf"] == -math.inf
+    assert params.kind == "params"
+    assert dict(params.data) == {"seed": "0"}
+    assert params.step is None
+    assert metrics.step == 3
+    assert metrics.data["a/b"] == 0.1
+    assert metrics.data["inf"] == -math.inf
     assert math.isnan(metrics.data["nan"])
     for line in spool.path.read_text().splitlines():
-        json.loads(line, parse_constant=pytest.fail)
+        json.loads(line, parse_constant=pytest.fail)  # NaN and Infinity are no JSON
+
+
+def test_anything_becomes_json(tmp_path):
     safe = json_safe([{1: math.nan, "b": (None, True, "x")}, tmp_path, -math.inf])
     assert safe == [{"1": "nan", "b": [None, True, "x"]}, str(tmp_path), "-inf"]
 
@@ -53,7 +61,8 @@ def test_an_incomplete_last_line_is_dropped_and_the_next_append_is_whole(tmp_pat
     again = Spool(tmp_path)
     assert steps_of(again) == [0, 1]
     append_steps(again, [2])
-    assert steps_of(Spool(tmp_path)) == [0, 1, 2] and "unreadable" not in kinds_of(Spool(tmp_path))
+    assert steps_of(Spool(tmp_path)) == [0, 1, 2]
+    assert "unreadable" not in kinds_of(Spool(tmp_path))
 
 
 def test_an_unreadable_line_in_the_middle_is_no_event(tmp_path):
@@ -63,8 +72,10 @@ def test_an_unreadable_line_in_the_middle_is_no_event(tmp_path):
         file.write(b"\x00\x00garbage\n" + b'{"kind": "metrics", "time": 1, "step": 1, "data": {"x": "text"}}\n')
     append_steps(spool, [2])
     events = spool.read()
-    assert kinds_of(spool) == ["metrics", "unreadable", "unreadable", "metrics"] and steps_of(spool) == [0, 2]
-    assert [event.end for event in events][:-1] == [event.start for event in events][1:]
+    assert kinds_of(spool) == ["metrics", "unreadable", "unreadable", "metrics"]
+    assert steps_of(spool) == [0, 2]
+    for event, following in itertools.pairwise(events):
+        assert event.end == following.start
 
 
 def test_damaged_lines_are_counted(tmp_path):
@@ -88,13 +99,18 @@ def test_a_killed_process_loses_nothing_that_it_logged(tmp_path):
     child = multiprocessing.get_context("fork").Process(target=log_for_ever)
     child.start()
     os.close(to_parent)
-    logged = sum(len(os.read(from_child, 1)) for _ in range(200))
+    # The child writes a byte to the pipe after each step that it logged.
+    logged = b""
+    while len(logged) < 200:
+        logged += os.read(from_child, 1)
     os.kill(child.pid, signal.SIGKILL)
     child.join()
-    while more := len(os.read(from_child, 1000)):
-        logged += more
+    rest = os.read(from_child, 1000)
+    while rest:
+        logged += rest
+        rest = os.read(from_child, 1000)
     os.close(from_child)
-    assert steps_of(Spool(tmp_path))[:logged] == list(range(logged))
+    assert steps_of(Spool(tmp_path))[: len(logged)] == list(range(len(logged)))
 
 
 @settings(max_examples=30, deadline=None)
@@ -108,19 +124,23 @@ def test_truncation_drops_later_steps_with_their_tables_and_nothing_else(tmp_pat
         spool.append("table", {"name": "t", "path": f"{step}.json", "folder": "tables"}, step=step)
     spool.append("status", {"status": "FAILED", "reason": "x"})
     before = spool.path.read_bytes()
-    unchanged = spool.truncate_after(last)
-    assert steps_of(spool) == steps_of(spool, "table") == [step for step in steps if step <= last]
+    unchanged_bytes = spool.truncate_after(last)
+    remaining = [step for step in steps if step <= last]
+    assert steps_of(spool) == remaining
+    assert steps_of(spool, "table") == remaining
     assert [event.kind for event in spool.read() if event.step is None] == ["params", "status"]
-    assert {int(path.stem) for path in spool.run_dir.glob("*.json")} == {step for step in steps if step <= last}
-    assert spool.path.read_bytes()[:unchanged] == before[:unchanged]
-    first_later = next((at for at, step in enumerate(steps) if step > last), len(steps))
-    same = [event.step for event in spool.read() if event.start < unchanged and event.kind == "metrics"]
-    assert same == steps[:first_later] and (unchanged == len(before)) == (first_later == len(steps))
+    assert {int(path.stem) for path in spool.run_dir.glob("*.json")} == set(remaining)
+    assert spool.path.read_bytes()[:unchanged_bytes] == before[:unchanged_bytes]
+    before_the_first_later_one = list(itertools.takewhile(lambda step: step <= last, steps))
+    unchanged_events = [event for event in spool.read() if event.start < unchanged_bytes]
+    assert [event.step for event in unchanged_events if event.kind == "metrics"] == before_the_first_later_one
+    nothing_dropped = before_the_first_later_one == steps
+    assert (unchanged_bytes == len(before)) == nothing_dropped
 
 
 def files_only(tmp_path, uri="none", **options):
     config = SimpleNamespace(uri=uri, experiment="e", flush_every=2, tags={})
-    arguments = {"run_dir": tmp_path / "run", "run_name": "r", "params": {"seed": 0}, "tags": {}, **options}
+    arguments = {"run_dir": tmp_path / "run", "params": {"seed": 0}, "tags": {}, **options}
     return RunLogger(config, **arguments)
 
 
@@ -139,13 +159,14 @@ def test_logging_to_files_only(tmp_path, caplog):
     assert {"failure.reason": "the loss is NaN"} in [event.data for event in events]
     for _ in range(2):
         files_only(tmp_path).finish()
-    assert len(list((tmp_path / "run").glob("spool*.jsonl"))) == 3 and "contains an earlier run" in caplog.text
+    assert len(list((tmp_path / "run").glob("spool*.jsonl"))) == 3
+    assert "contains an earlier run" in caplog.text
 
 
-def test_an_address_mlflow_cannot_use_is_refused_before_training(tmp_path):
-    for uri in ("file:///x/mlruns", "mlruns", "sqlite://x.db", "sqlit:///x.db", ""):
-        with pytest.raises(UserError, match=r"tracking\.uri"):
-            files_only(tmp_path, uri)
+@pytest.mark.parametrize("uri", ["file:///x/mlruns", "mlruns", "sqlite://x.db", "sqlit:///x.db", ""])
+def test_an_address_mlflow_cannot_use_is_refused_before_training(tmp_path, uri):
+    with pytest.raises(UserError, match=r"tracking\.uri"):
+        files_only(tmp_path, uri)
     assert not (tmp_path / "run").exists()
 
 
@@ -153,18 +174,23 @@ def test_a_resume_drops_the_repeated_steps_and_notes_changed_params(tmp_path):
     first = files_only(tmp_path, params={"seed": 0, "train.steps": 7})
     for step in range(1, 8):
         first.log_metrics({"x": float(step)}, step)
-    second = files_only(tmp_path, resume=True, resume_step=4, params={"seed": 0, "train.steps": 9})
+    second = files_only(tmp_path, resumed=ResumedFrom(step=4), params={"seed": 0, "train.steps": 9})
     second.log_metrics({"x": -1.0, "eval": 2.0}, 4)  # x of step 4 is logged already, eval is not
     for step in range(5, 10):
         second.log_metrics({"x": float(step)}, step)
     second.finish()
     events = Spool(tmp_path / "run").read()
-    points = [(event.step, event.data["x"]) for event in events if event.kind == "metrics" and "x" in event.data]
+    metrics = [event for event in events if event.kind == "metrics"]
+    points = [(event.step, event.data["x"]) for event in metrics if "x" in event.data]
     assert points == [(step, float(step)) for step in range(1, 10)]
-    assert any(event.data == {"eval": 2.0} for event in events)
-    tags = {key: text for event in events if event.kind == "tags" for key, text in event.data.items()}
+    assert {"eval": 2.0} in [event.data for event in events]
+    tags = {}
+    for event in events:
+        if event.kind == "tags":
+            tags.update(event.data)
     assert tags["resume.params_changed"] == "train.steps: 7 -> 9"
-    assert (tags["resume.count"], tags["resume.step"]) == ("1", "4")
+    assert tags["resume.count"] == "1"
+    assert tags["resume.step"] == "4"
 
 
 @pytest.mark.parametrize("first_rank", [True, False])
@@ -186,16 +212,26 @@ def test_a_lightning_trainer_takes_it_as_its_logger(tmp_path, first_rank):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     logger = files_only(tmp_path) if first_rank else NullLogger()
-    off = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(logger=logger, max_steps=3, accelerator="cpu", log_every_n_steps=1, **off)
+    trainer = Trainer(
+        logger=logger,
+        max_steps=3,
+        accelerator="cpu",
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(3, 1)))
     logger.commit(3)
     logger.set_tags({"done": "yes"})
     if not first_rank:
-        assert logger.run_id is None and not list(tmp_path.iterdir())
+        assert logger.run_id is None
+        assert not list(tmp_path.iterdir())
         return
     events = Spool(tmp_path / "run").read()
     assert [event.data["loss"] for event in events if event.kind == "metrics"] == [0.0, 1.0, 2.0]
-    assert trainer.log_dir == str(tmp_path / "run") and (logger.name, logger.version) == ("e", "r")
+    assert trainer.log_dir == str(tmp_path / "run")
+    assert logger.name == "e"
+    assert logger.version == "run"
     assert {"width": "3"} in [event.data for event in events if event.kind == "params"]
     assert [event.data["status"] for event in events if event.kind == "status"] == ["RUNNING"], "finish() ends a run"

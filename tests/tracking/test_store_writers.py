@@ -27,13 +27,24 @@ from kl_comedy.slurm.submit import create_stores
 from kl_comedy.tracking.logger import RunLogger
 from kl_comedy.tracking.runs import history, runs_frame
 
-WRITERS, STEPS, METRICS = 20, 40, 5
+WRITERS = 20
+STEPS = 40
+METRICS = 5
 
 
 def manifest(folder, *stores):
-    texts = dict.fromkeys(("base", "base_sha256", "package_version"), "")
-    settings = {"plugins": (), "evaluate": None, "max_parallel": None, "cells": ()}
-    return Manifest(name="many", directory=str(folder), stores=stores, **settings, **texts)
+    return Manifest(
+        name="many",
+        directory=str(folder),
+        stores=stores,
+        base="",
+        base_sha256="",
+        package_version="",
+        plugins=(),
+        evaluate=None,
+        max_parallel=None,
+        cells=(),
+    )
 
 
 def write_runs(uri, folder):
@@ -43,7 +54,7 @@ def write_runs(uri, folder):
 
     def write(name):
         config = SimpleNamespace(uri=uri, experiment="many", flush_every=5, tags={"sweep": "many"})
-        logger = RunLogger(config, run_dir=folder / name, run_name=name, params={"seed": name}, tags={})
+        logger = RunLogger(config, run_dir=folder / name, params={"seed": name}, tags={})
         for step in range(1, STEPS + 1):
             logger.log_metrics({f"train/m{n}": float(step * n) for n in range(METRICS)}, step)
             if step % 5 == 0:
@@ -81,12 +92,16 @@ def test_a_store_that_cannot_be_created_is_one_error(tmp_path):
 def program(name):
     """A PostgreSQL program; Debian keeps them off the PATH, by version."""
     paths = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
-    return str(paths[-1]) if paths else shutil.which(name)
+    if paths:
+        return str(paths[-1])
+    return shutil.which(name)
 
 
-def as_postgres(*words):
+def as_postgres(*command):
     """PostgreSQL refuses to run as root."""
-    return ["runuser", "-u", "postgres", "--", *words] if os.getuid() == 0 else list(words)
+    if os.getuid() == 0:
+        return ["runuser", "-u", "postgres", "--", *command]
+    return list(command)
 
 
 @pytest.fixture
@@ -100,7 +115,9 @@ def database():
         pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
     scratch = subprocess.run(as_postgres("mktemp", "-d"), capture_output=True, text=True, check=True).stdout
     folder = Path(scratch.strip())
-    data, secret, log = str(folder / "data"), folder / "password", str(folder / "log")
+    data = str(folder / "data")
+    secret = folder / "password"
+    log = str(folder / "log")
     subprocess.run(as_postgres("sh", "-c", f"umask 077; echo not-a-secret > {secret}"), check=True)
     options = ["-U", "mlflow", "-A", "scram-sha-256", f"--pwfile={secret}"]
     subprocess.run(as_postgres(program("initdb"), "-D", data, *options), check=True, capture_output=True)
@@ -122,8 +139,18 @@ def server(database, tmp_path):
         for _ in range(3):  # another process may take the port before the server does
             port = free_port()
             uri = f"http://127.0.0.1:{port}"
-            options = ["--backend-store-uri", database, "--artifacts-destination", str(tmp_path / "artifacts")]
-            options += ["--host", "127.0.0.1", "--port", str(port), "--workers", "2"]
+            options = [
+                "--backend-store-uri",
+                database,
+                "--artifacts-destination",
+                str(tmp_path / "artifacts"),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--workers",
+                "2",
+            ]
             with (tmp_path / "server.log").open("wb") as log:
                 command = [sys.executable, "-m", "mlflow", "server", *options]
                 process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)

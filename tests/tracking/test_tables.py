@@ -40,12 +40,13 @@ def summary():
 @pytest.mark.parametrize("start", [None, "start"])
 def test_a_run_counts_once_on_a_frontier_whatever_points_it_has(start):
     """Two families of three seeds and two betas, a run without KL a seed; two runs of the first family collapsed."""
-    rows = [
-        {"tags.kl.family": family, "tags.kl.beta": beta, "params.seed": seed, "kl": nats + 0.1 * seed}
-        for family, betas in (("k1", {"0.1": 4.0, "0.2": 2.0}), ("k3", {"0.1": 5.0, "0.2": 3.0}), ("no KL", {"0": 9.0}))
-        for beta, nats in betas.items()
-        for seed in range(3)
-    ]
+    kl_of = {"k1": {"0.1": 4.0, "0.2": 2.0}, "k3": {"0.1": 5.0, "0.2": 3.0}, "no KL": {"0": 9.0}}
+    rows = []
+    for family, betas in kl_of.items():
+        for beta, nats in betas.items():
+            for seed in range(3):
+                run = {"tags.kl.family": family, "tags.kl.beta": beta, "params.seed": seed, "kl": nats + 0.1 * seed}
+                rows.append(run)
     frame = pd.DataFrame(rows).assign(reward=0.5, start=0.4)
     frame["collapsed"] = (frame["tags.kl.family"] == "k1") & (frame["kl"] > 4.05)
     at_kl = EqualKL(column="kl", nats=[2.5, 3.5], start=start)
@@ -80,31 +81,85 @@ def test_golden(summary, format):
 
 
 def test_csv_and_json_keep_full_precision(summary):
-    rows = list(csv.DictReader(io.StringIO(render(summary, "csv"))))
-    same = json.loads(render(summary, "json"))
-    assert float(rows[0]["mean"]) == same[0]["mean"] == summary["mean"][0]
-    assert same[2]["low"] is None and rows[2]["low"] == ""
-    assert len(rows) == len(same) == 6
+    of_csv = list(csv.DictReader(io.StringIO(render(summary, "csv"))))
+    of_json = json.loads(render(summary, "json"))
+    assert len(of_csv) == 6
+    assert len(of_json) == 6
+    assert float(of_csv[0]["mean"]) == summary["mean"][0]
+    assert of_json[0]["mean"] == summary["mean"][0]
+    # A single run has no interval.
+    assert of_csv[2]["low"] == ""
+    assert of_json[2]["low"] is None
 
 
-def test_hostile_names_stay_data_and_wide_tables_are_not_cut():
-    name = "[red]x[/red]\n| evil | \\input{/etc/passwd} ${a}$"
-    texts = {format: render(pd.DataFrame({"name": [name], "n": [1]}), format) for format in FORMATS}
-    assert json.loads(texts["json"])[0]["name"] == name
-    assert next(csv.DictReader(io.StringIO(texts["csv"])))["name"] == name
-    assert r"\input" not in texts["latex"] and r"\textbackslash{}input\{" in texts["latex"]
-    assert len(texts["markdown"].splitlines()) == 3 and r"\| evil \| \\input" in texts["markdown"]
+HOSTILE_NAME = "[red]x[/red]\n| evil | \\input{/etc/passwd} ${a}$"
+
+
+@pytest.fixture
+def hostile():
+    return pd.DataFrame({"name": [HOSTILE_NAME], "n": [1]})
+
+
+def test_a_hostile_name_is_whole_in_json_and_csv(hostile):
+    assert json.loads(render(hostile, "json"))[0]["name"] == HOSTILE_NAME
+    assert next(csv.DictReader(io.StringIO(render(hostile, "csv"))))["name"] == HOSTILE_NAME
+
+
+def test_a_hostile_name_is_no_command_of_latex(hostile):
+    text = render(hostile, "latex")
+    assert r"\input" not in text
+    assert r"\textbackslash{}input\{" in text
+
+
+def test_a_hostile_name_is_one_cell_of_markdown(hostile):
+    text = render(hostile, "markdown")
+    assert len(text.splitlines()) == 3
+    assert r"\| evil \| \\input" in text
     assert markdown(["a\nb"], [["x | y"]]) == "| a b |\n|---|\n| x \\| y |"
-    assert "[red]x[/red] | evil" in texts["text"] == texts["table"] and len(texts["text"].splitlines()) == 3
-    said = pd.DataFrame({"a\x1b[31m<img src=x>": ["\x1b]0;t\x07<b>x</b>\x9b2J p < 0.05\u202e"], "n": [-1.5]})
-    shown = {format: render(said, format, notes=["<i>\x1b[2J"]) for format in FORMATS}
-    assert not set("\x1b\x07\x9b\u202e") & set("".join(shown.values()) if shown.pop("json") else "")
-    assert "&lt;b>x&lt;/b> p < 0.05" in shown["markdown"] and "a&lt;img src" in shown["markdown"]
-    assert "\n&lt;i>" in shown["markdown"]
+
+
+@pytest.mark.parametrize("format", ["text", "table"])
+def test_a_hostile_name_is_one_line_of_text_without_markup(hostile, format):
+    text = render(hostile, format)
+    assert "[red]x[/red] | evil" in text
+    assert len(text.splitlines()) == 3
+
+
+def test_text_and_table_are_the_same(hostile):
+    assert render(hostile, "text") == render(hostile, "table")
+
+
+ESCAPES = pd.DataFrame({"a\x1b[31m<img src=x>": ["\x1b]0;t\x07<b>x</b>\x9b2J p < 0.05\u202e"], "n": [-1.5]})
+"""Sequences that a terminal obeys, a mark that turns the text around, and HTML."""
+
+
+@pytest.mark.parametrize("format", [format for format in FORMATS if format != "json"])
+def test_no_format_for_reading_has_control_characters(format):
+    text = render(ESCAPES, format, notes=["<i>\x1b[2J"])
+    assert not set("\x1b\x07\x9b\u202e") & set(text)
+
+
+def test_json_with_control_characters_is_rendered():
+    assert render(ESCAPES, "json", notes=["<i>\x1b[2J"])
+
+
+def test_markdown_has_no_html():
+    text = render(ESCAPES, "markdown", notes=["<i>\x1b[2J"])
+    assert "&lt;b>x&lt;/b> p < 0.05" in text
+    assert "a&lt;img src" in text
+    assert "\n&lt;i>" in text
+
+
+def test_texts_of_csv_that_a_spreadsheet_would_compute_are_quoted():
     frame = pd.DataFrame({"@x": ["=HYPERLINK(1)", "+1", "@a", "-", "k1"], "n": [-1.0, 2.0, math.nan, 0.0, 1e-7]})
     lines = render(frame, "csv").splitlines()
     assert lines == ["'@x,n", "'=HYPERLINK(1),-1.0", "'+1,2.0", "'@a,", "-,0.0", "k1,1e-07"]
-    for formula in (
+
+
+# The last six begin with signs of other scripts, which spreadsheets take for =, +, - and @.
+@pytest.mark.parametrize(
+    "formula",
+    [
         "-1+1",
         "-HYPERLINK(1)",
         "-a",
@@ -115,22 +170,40 @@ def test_hostile_names_stay_data_and_wide_tables_are_not_cut():
         "\uff201",
         "\u22121+1",
         "\ufe66x",
-    ):
-        for before in ("", " ", "\u00a0", "\ufeff", "\u200b", "\n", "\t"):
-            assert render(pd.DataFrame({"x": [f"{before}{formula}"]}), "csv").split("\n", 1)[1].lstrip('"')[0] == "'"
-    for number in ("-1", "-0.5", "-1e-07", "-.5", "-1.", "-", "1", "1e-4"):
-        assert render(pd.DataFrame({"x": [number]}), "csv") == f"x\n{number}"
-    wide = pd.DataFrame({f"column {at}": ["x" * 60] for at in range(20)})
+    ],
+)
+def test_a_formula_of_csv_is_quoted_whatever_stands_before_it(formula):
+    for before in ("", " ", "\u00a0", "\ufeff", "\u200b", "\n", "\t"):
+        _, cell = render(pd.DataFrame({"x": [f"{before}{formula}"]}), "csv").split("\n", 1)
+        assert cell.lstrip('"').startswith("'"), repr(before)
+
+
+@pytest.mark.parametrize("number", ["-1", "-0.5", "-1e-07", "-.5", "-1.", "-", "1", "1e-4"])
+def test_a_number_of_csv_is_not_quoted(number):
+    assert render(pd.DataFrame({"x": [number]}), "csv") == f"x\n{number}"
+
+
+def test_a_wide_table_is_not_cut():
+    wide = pd.DataFrame({f"column {n}": ["x" * 60] for n in range(20)})
     assert render(wide, "text").count("x" * 60) == 20
-    for format in FORMATS:
-        assert "name" in render(pd.DataFrame(columns=["name", "n"]), format) or format == "json"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_table_without_rows(format):
+    text = render(pd.DataFrame(columns=["name", "n"]), format)
+    if format != "json":
+        assert "name" in text
+
+
+def test_an_unknown_format_is_refused():
     with pytest.raises(UserError, match="did you mean 'markdown'"):
         render(pd.DataFrame(), "markdwn")
 
 
 def runs(*rows):
+    """A frame of runs, which are finished unless a row says otherwise."""
     base = {"status": "FINISHED", "start_time": 0}
-    return pd.DataFrame([{**base, "run_id": str(at), **row} for at, row in enumerate(rows)])
+    return pd.DataFrame([{**base, "run_id": str(number), **row} for number, row in enumerate(rows)])
 
 
 def test_summarize_counts_finished_runs_and_shows_the_lost():
@@ -142,10 +215,17 @@ def test_summarize_counts_finished_runs_and_shows_the_lost():
         {"params.name": "b", "metrics.x": math.nan},
         {"params.name": "b", "metrics.x": 100.0, "status": "RUNNING"},
     )
-    first, second = summarize(frame, ["params.name"], ["metrics.x"], run_ids=True).to_dict("records")
-    assert (first["params.name"], first["n"], first["mean"], first["runs"], first["failed"]) == ("b", 2, 2.0, 5, 1)
-    assert first["low"] == pytest.approx(2 - 12.7062047) and first["run_ids"] == "0 2"
-    assert (second["n"], second["mean"], math.isnan(second["low"])) == (1, 5.0, True)
+    of_b, of_a = summarize(frame, ["params.name"], ["metrics.x"], run_ids=True).to_dict("records")
+    assert of_b["params.name"] == "b"
+    assert of_b["n"] == 2
+    assert of_b["mean"] == 2.0
+    assert of_b["runs"] == 5
+    assert of_b["failed"] == 1
+    assert of_b["low"] == pytest.approx(2 - 12.7062047), "Student's t of two runs, one from the mean"
+    assert of_b["run_ids"] == "0 2"
+    assert of_a["n"] == 1
+    assert of_a["mean"] == 5.0
+    assert math.isnan(of_a["low"])
     everything = summarize(frame, [], ["metrics.x"], statuses=("FINISHED", "RUNNING", "FAILED"))
     assert everything["n"].tolist() == [5]
     assert summarize(frame, ["params.name"], ["metrics.x"], statuses=("KILLED",))["n"].tolist() == [0, 0]
@@ -155,12 +235,30 @@ def test_summarize_counts_finished_runs_and_shows_the_lost():
 
 def test_a_band_is_the_t_interval_of_each_step_without_what_is_not_finite():
     values = {1: [1.0, 3.0, 4.5], 2: [math.nan, 2.0], 3: [math.inf], 7: [0.5, 0.25]}
-    curve = band(pd.DataFrame([(step, value) for step in values for value in values[step]], columns=["step", "value"]))
-    assert curve["step"].tolist() == [1, 2, 7] and curve["n"].tolist() == [3, 1, 2]
-    for row, sample in zip(curve.to_dict("records"), ([1.0, 3.0, 4.5], [2.0], [0.5, 0.25]), strict=True):
-        expected = interval(sample)
-        assert row["mean"] == expected.mean and math.isnan(row["low"]) == (expected.low is None)
-        assert expected.low is None or (row["low"], row["high"]) == (expected.low, expected.high)
+    points = []
+    for step, values_of_step in values.items():
+        points += [(step, value) for value in values_of_step]
+    first, second, last = band(pd.DataFrame(points, columns=["step", "value"])).to_dict("records")
+
+    assert (first["step"], first["n"]) == (1, 3)
+    expected = interval([1.0, 3.0, 4.5])
+    assert first["mean"] == expected.mean
+    assert first["low"] == expected.low
+    assert first["high"] == expected.high
+
+    assert (second["step"], second["n"]) == (2, 1)
+    assert second["mean"] == 2.0
+    assert interval([2.0]).low is None
+    assert math.isnan(second["low"])
+
+    assert (last["step"], last["n"]) == (7, 2)
+    expected = interval([0.5, 0.25])
+    assert last["mean"] == expected.mean
+    assert last["low"] == expected.low
+    assert last["high"] == expected.high
+
+
+def test_the_band_of_no_points_is_empty():
     assert band(pd.DataFrame(columns=["step", "value"])).empty
 
 
@@ -200,22 +298,30 @@ def test_runs_of_other_settings_are_kept_apart_by_as_few_keys_as_it_takes():
     assert separating_keys(plugins, ["params.name"]) == ["tags.plugins"]
 
 
-def test_the_same_code_is_the_same_package_and_the_same_diff():
-    base = {"params.seed": "0", "tags.code": "a", "tags.code.package": "p", "tags.git.diff": ""}
-    for change, mixed in (
-        ({"tags.code": "b"}, []),  # a commit that did not change the package
+@pytest.mark.parametrize(
+    ("change", "mixed"),
+    [
+        ({"tags.code": "b"}, []),
         ({"tags.code.package": "q"}, ["tags.code"]),
         ({"tags.git.diff": "d"}, ["tags.code"]),
         ({"tags.code": "b", "tags.code.package": None}, ["tags.code"]),
-    ):
-        assert mixed_code(runs(base, {**base, **change}), []) == mixed, change
+    ],
+    ids=["a commit that did not change the package", "package", "diff", "commit, package not recorded"],
+)
+def test_the_same_code_is_the_same_package_and_the_same_diff(change, mixed):
+    base = {"params.seed": "0", "tags.code": "a", "tags.code.package": "p", "tags.git.diff": ""}
+    assert mixed_code(runs(base, {**base, **change}), []) == mixed
+
+
+def test_the_same_commit_is_the_same_code_where_no_package_is_recorded():
     assert mixed_code(runs({"tags.code": "a"}, {"tags.code": "a"}), []) == []
 
 
 def test_keys_resolve_to_columns_and_misses_name_the_nearest():
     frame = runs({"params.algorithm.advantage": "rloo", "tags.kl.label": "k3", "metrics.train/reward": 1.0})
     assert resolve(frame, "algorithm.advantage", "--group") == "params.algorithm.advantage"
-    assert resolve(frame, "kl", "--group") == resolve(frame, "kl.label", "--group") == "tags.kl.label"
+    assert resolve(frame, "kl", "--group") == "tags.kl.label"
+    assert resolve(frame, "kl.label", "--group") == "tags.kl.label"
     assert resolve(frame, "status", "--group") == "status"
     with pytest.raises(UserError, match=r"did you mean 'algorithm\.advantage'"):
         resolve(frame, "algorithm.advantag", "--group")

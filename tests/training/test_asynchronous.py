@@ -3,10 +3,12 @@
 Most tests draw from ``memory`` engines in this process; the last ones from servers, as ``hf`` with ``lag.mode: async``.
 """
 
+import math
 import os
 import signal
 import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,10 +28,13 @@ from training_runs import TINY, go, metrics_of, weights_of
 
 MEMORY = ("rollout.backend=memory", "lag.mode=async", "train.eval_every=0")
 SERVERS = ("lag.mode=async", "train.eval_every=0")
-ORDER = PromptOrder(256, 4, 0)
+PROMPTS_PER_BATCH = 4
+GROUP_SIZE = 4
+ORDER = PromptOrder(256, PROMPTS_PER_BATCH, 0)
 
 
 def series(run, name):
+    """The values of one metric, step by step."""
     return [value for (_, key), value in sorted(metrics_of(run).items()) if key == name]
 
 
@@ -42,8 +47,10 @@ def watched(monkeypatch):
     def watched_take(self, iteration):
         batch = take(self, iteration)
         version = iteration * self._updates
-        log["used"].append([self._prompts.positions[row.rollout.prompt.problem.id] for row in batch.rows][::4])
-        log["ages"].append(version - min(min(row.rollout.versions) for row in batch.rows))
+        positions = [self._prompts.positions[row.rollout.prompt.problem.id] for row in batch.rows]
+        oldest = min(min(row.rollout.versions) for row in batch.rows)
+        log["used"].append(positions[::GROUP_SIZE])  # one of each group
+        log["ages"].append(version - oldest)
         log["versions"] += [row.rollout.versions for row in batch.rows]
         log["producer"] = self
         return batch
@@ -52,15 +59,25 @@ def watched(monkeypatch):
     return log
 
 
-def accounted(watched):
-    """Every prompt that was requested is in exactly one place."""
+def first_in_order(n_prompts):
+    """The first prompts of the order, counted."""
+    n_batches = math.ceil(n_prompts / PROMPTS_PER_BATCH)
+    indices = []
+    for n in range(n_batches):
+        indices += ORDER.indices(n)
+    return Counter(indices[:n_prompts])
+
+
+def assert_every_prompt_is_in_one_place(watched):
+    """Every prompt that was requested is used, returned, ready or pending, and only one of these."""
     buffer = watched["producer"].buffer
-    requested = buffer.snapshot(lambda rows: [])["asked_in_order"]
-    expected = Counter([n for i in range(-(-requested // 4)) for n in ORDER.indices(i)][:requested])
-    places = Counter(n for used in watched["used"] for n in used)
-    places += Counter(buffer.returned) + Counter(group.index for group in buffer.ready)
-    places += Counter(n for request in buffer.pending.values() for n in request.indices)
-    return places == expected
+    places = Counter(buffer.returned)
+    places.update(group.index for group in buffer.ready)
+    for request in buffer.pending.values():
+        places.update(request.indices)
+    for used in watched["used"]:
+        places.update(used)
+    assert places == first_in_order(buffer.snapshot(lambda rows: [])["asked_in_order"])
 
 
 def test_no_lag_is_the_on_policy_run_to_the_bit(tmp_path):
@@ -73,7 +90,8 @@ def test_no_lag_is_the_on_policy_run_to_the_bit(tmp_path):
     def comparable(run):
         return {key: value for key, value in metrics_of(run).items() if not key[1].startswith("stream/")}
 
-    assert comparable(waiting) == comparable(on_policy) and len(comparable(waiting)) > 100
+    assert comparable(waiting) == comparable(on_policy)
+    assert len(comparable(waiting)) > 100
     assert MemoryEngines.last.closed
 
 
@@ -95,15 +113,18 @@ def test_waiting_bounds_the_age_and_accounts_for_every_prompt(tmp_path, watched,
     """The batch of iteration 3 is drawn before the first update: the bound is reached."""
     before_the_first_update(monkeypatch, watched, lambda buffer: buffer.taken > 1 or len(buffer.ready) == 3 * 4)
     run = go(tmp_path, *MEMORY, "lag.max_steps=3", f"lag.in_flight={in_flight}", "train.steps=12").run
-    assert max(watched["ages"]) == 3 and min(watched["ages"]) == 0
+    assert max(watched["ages"]) == 3
+    assert min(watched["ages"]) == 0
     assert watched["used"] == [ORDER.indices(n) for n in range(12)]
-    assert accounted(watched) and not watched["producer"].buffer.pending
+    assert_every_prompt_is_in_one_place(watched)
+    assert not watched["producer"].buffer.pending
     assert max(series(run, "policy/staleness")) <= 3
     events = MemoryEngines.last.events
     loads = [version for event, version in events if event == "load"]
     assert loads == sorted(set(loads)), "no weights are loaded twice"
-    if in_flight == "false":  # loading and drawing take turns
-        assert all(event != "load" or events[n + 1][0] != "load" for n, (event, _) in enumerate(events[:-1]))
+    if in_flight == "false":
+        kinds = [kind for kind, _ in events]
+        assert ("load", "load") not in pairwise(kinds), "weights are loaded between draws only"
 
 
 def test_dropping_returns_what_is_too_old(tmp_path, watched, monkeypatch):
@@ -113,23 +134,31 @@ def test_dropping_returns_what_is_too_old(tmp_path, watched, monkeypatch):
     run = go(tmp_path, *MEMORY, *settings).run
     buffer = watched["producer"].buffer
     assert 0 < sum(series(run, "stream/dropped_groups")) <= buffer.dropped
-    assert max(watched["ages"]) <= 2 and accounted(watched)
+    assert max(watched["ages"]) <= 2
+    assert_every_prompt_is_in_one_place(watched)
 
 
 def test_in_flight_changes_weights_inside_completions(tmp_path, watched, monkeypatch):
     """Engines slower than the learner: some completions hold tokens of several versions, in order."""
     between = MemoryEngines._between_tokens
-    monkeypatch.setattr(MemoryEngines, "_between_tokens", lambda self: (between(self), time.sleep(0.02)))
+
+    def slowly(self):
+        between(self)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(MemoryEngines, "_between_tokens", slowly)
     settings = ["lag.max_steps=4", "lag.in_flight=true", "train.steps=10", "rollout.temperature=2.0"]
     go(tmp_path, *MEMORY, *settings)
-    assert any(len(set(versions)) > 1 for versions in watched["versions"])
-    assert all(list(versions) == sorted(versions) for versions in watched["versions"])
+    assert max(len(set(versions)) for versions in watched["versions"]) > 1
+    for versions in watched["versions"]:
+        assert list(versions) == sorted(versions)
     assert max(watched["ages"]) <= 4
 
 
 @pytest.mark.parametrize("method", ["generate", "load", "publish"])
 def test_an_engine_that_fails_for_good_ends_the_run(tmp_path, monkeypatch, method):
-    calls, real = [], getattr(MemoryEngines, method)
+    calls = []
+    real = getattr(MemoryEngines, method)
 
     def fail(self, *arguments, **settings):
         calls.append(1)
@@ -164,12 +193,15 @@ def test_a_run_resumes_without_losing_or_repeating_a_prompt(tmp_path, watched, m
     assert len(watched["used"]) == 5
     go(tmp_path, *settings)
     assert_resumed(tmp_path, at=5)
-    assert len(watched["used"]) == 12 and accounted(watched) and max(watched["ages"]) <= 2
+    assert len(watched["used"]) == 12
+    assert_every_prompt_is_in_one_place(watched)
+    assert max(watched["ages"]) <= 2
     if policy == "wait":
         assert watched["used"] == [ORDER.indices(n) for n in range(12)]
     events = MemoryEngines.last.events
     kinds = [kind for kind, _ in events]
-    assert events[0] == ("publish", 5) and kinds.index("load") < kinds.index("generate")
+    assert events[0] == ("publish", 5)
+    assert kinds.index("load") < kinds.index("generate")
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------
@@ -182,8 +214,8 @@ def forked(monkeypatch):
 
 
 def start_in_a_process(folder, *overrides, modules=(), env=None):
-    words = [f"output={folder}", *SERVERS, "lag.max_steps=2", *overrides]
-    return Command("train", TINY, *words, cwd=folder, modules=["waits", *modules], env=env)
+    settings = [f"output={folder}", *SERVERS, "lag.max_steps=2", *overrides]
+    return Command("train", TINY, *settings, cwd=folder, modules=["waits", *modules], env=env)
 
 
 def after_checkpoint(process, folder, step):
@@ -191,15 +223,23 @@ def after_checkpoint(process, folder, step):
     import psutil
 
     process.wait_for(folder, f"tiny-*/checkpoints/step-{step:08d}.ckpt")
-    leaders = [each for each in psutil.Process(process.pid).children() if os.getsid(each.pid) == each.pid]
-    servers = [each for leader in leaders for each in (leader, *leader.children(recursive=True))]
+    servers = []
+    for child in psutil.Process(process.pid).children():
+        leads_a_session = os.getsid(child.pid) == child.pid
+        if leads_a_session:
+            servers.append(child)
+            servers += child.children(recursive=True)
     assert servers
     return servers
 
 
+def is_alive(process):
+    return process.is_running() and process.status() != "zombie"
+
+
 def wait_until_gone(processes):
     deadline = time.monotonic() + 30
-    while any(each.is_running() and each.status() != "zombie" for each in processes):
+    while any(is_alive(process) for process in processes):
         assert time.monotonic() < deadline, "a server outlived its run"
         time.sleep(0.05)
 
@@ -222,8 +262,10 @@ def kill_servers_once(monkeypatch, watched, number):
 def test_a_server_that_dies_or_hangs_is_replaced_and_nothing_is_lost(tmp_path, watched, forked, monkeypatch, number):
     kill_servers_once(monkeypatch, watched, number)
     run = go(tmp_path, *SERVERS, "lag.max_steps=2", "train.steps=5", "rollout.options={request_timeout_s: 2}").run
-    assert watched["used"] == [ORDER.indices(n) for n in range(5)] and accounted(watched)
-    assert series(run, "stream/sampler_restarts")[-1] >= 1.0 and max(watched["ages"]) <= 2
+    assert watched["used"] == [ORDER.indices(n) for n in range(5)]
+    assert_every_prompt_is_in_one_place(watched)
+    assert series(run, "stream/sampler_restarts")[-1] >= 1.0
+    assert max(watched["ages"]) <= 2
 
 
 @pytest.mark.slow
@@ -232,9 +274,12 @@ def test_servers_end_with_a_run_that_a_signal_stops(tmp_path, number):
     process = start_in_a_process(tmp_path, "train.steps=5000", modules=["forked_servers"])
     servers = after_checkpoint(process, tmp_path, 3)
     process.send_signal(number)
-    assert process.wait(120) == (REQUEUE_EXIT_CODE if number == signal.SIGUSR1 else 1)
+    # SIGUSR1 asks to be started again; the others end the run.
+    expected_code = REQUEUE_EXIT_CODE if number == signal.SIGUSR1 else 1
+    assert process.wait(120) == expected_code
     wait_until_gone(servers)
-    assert "resume=auto" in process.output and "Traceback" not in process.output
+    assert "resume=auto" in process.output
+    assert "Traceback" not in process.output
 
 
 @pytest.mark.slow
@@ -249,17 +294,21 @@ def test_a_killed_run_resumes_without_losing_or_repeating_a_prompt(tmp_path, wat
     wait_until_gone(servers)
     (folder,) = tmp_path.glob("tiny-*")
     checkpoint = RunDir(path=folder).checkpoint
-    begun = step_of(checkpoint)
+    step = step_of(checkpoint)
     state = torch.load(checkpoint / "state.pt", weights_only=True)["ExperienceModule"]["source"]
-    requested = state["asked_in_order"]
-    left = Counter(state["returned"]) + Counter(group[0] for group in state["ready"])
-    left += Counter(n for _, indices in state["pending"] for n in indices)
-    in_order = Counter([n for i in range(-(-requested // 4)) for n in ORDER.indices(i)][:requested])
-    watched["used"].append(list((in_order - left).elements()))
-    assert len(watched["used"][0]) == 4 * begun, "what was requested and is not left was used"
+    left = Counter(state["returned"])
+    left.update(index for index, *_ in state["ready"])
+    for _, indices in state["pending"]:
+        left.update(indices)
+    # What was requested and is not left was used before the checkpoint.
+    used = list((first_in_order(state["asked_in_order"]) - left).elements())
+    assert len(used) == PROMPTS_PER_BATCH * step
+    watched["used"].append(used)
     go(tmp_path, *SERVERS, "lag.max_steps=2", *overrides)
-    assert_resumed(tmp_path, at=begun)
-    assert len(watched["ages"]) == 24 - begun and accounted(watched) and max(watched["ages"]) <= 2
+    assert_resumed(tmp_path, at=step)
+    assert len(watched["ages"]) == 24 - step
+    assert_every_prompt_is_in_one_place(watched)
+    assert max(watched["ages"]) <= 2
 
 
 # --- configs ----------------------------------------------------------------------------------------------------------
@@ -291,7 +340,8 @@ def test_combinations_that_cannot_work_are_refused(overrides, message):
 
 def test_keys_of_earlier_versions_are_read_with_a_warning_and_stay_in_the_hash(caplog):
     config = load_config(TINY, ["lag.mode=async", "lag.silence_limit_s=5", "lag.answer_limit_s=3600"])
-    assert "lag.silence_limit_s is not used any more" in caplog.text and "answer_limit_s" not in caplog.text
+    assert "lag.silence_limit_s is not used any more" in caplog.text
+    assert "answer_limit_s" not in caplog.text
     assert config_hash(config) == config_hash(load_config(TINY, ["lag.mode=async"]))
 
 

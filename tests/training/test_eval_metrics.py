@@ -1,6 +1,7 @@
 """Exact values on given completions against the dense float64 formulas, and the reference that evaluation names."""
 
 import copy
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,33 +28,35 @@ def loaded(model):
 def completions(prompts=(3, 5, 1, 4), lengths=(4, 1, 6, 6), seed=0):
     """Scored completions of random tokens, and the same as pairs of tensors."""
     g = torch.Generator().manual_seed(seed)
-    pairs = [
-        (torch.randint(1, V, (p,), generator=g), torch.randint(1, V, (t,), generator=g))
-        for p, t in zip(prompts, lengths, strict=True)
-    ]
-    rows = [
-        Scored(
-            rollout=Rollout(
-                prompt=Prompt(
-                    problem=Problem(id="a", text="a", answer="1"), text="a", token_ids=tuple(prompt.tolist())
-                ),
-                group_id=group,
-                completion_ids=tuple(ids.tolist()),
-                logps=(-1.0,) * len(ids),
-                versions=(0,) * len(ids),
-                stop_reason="eos",
-                text="1",
-            ),
-            reward=Reward(value=1.0),
+    problem = Problem(id="a", text="a", answer="1")
+    pairs = []
+    rows = []
+    for group, (prompt_length, length) in enumerate(zip(prompts, lengths, strict=True)):
+        prompt_ids = torch.randint(1, V, (prompt_length,), generator=g)
+        ids = torch.randint(1, V, (length,), generator=g)
+        rollout = Rollout(
+            prompt=Prompt(problem=problem, text="a", token_ids=tuple(prompt_ids.tolist())),
+            group_id=group,
+            completion_ids=tuple(ids.tolist()),
+            logps=(-1.0,) * length,
+            versions=(0,) * length,
+            stop_reason="eos",
+            text="1",
         )
-        for group, (prompt, ids) in enumerate(pairs)
-    ]
+        pairs.append((prompt_ids, ids))
+        rows.append(Scored(rollout=rollout, reward=Reward(value=1.0)))
     return rows, pairs
 
 
 def measure_of(policy, other, *, tokens=10**6, chunk=10**9, sampled=True):
-    overrides = [f"train.microbatch_tokens={tokens}", f"model.head_chunk_elements={chunk}"]
-    overrides += [f"rollout.temperature={TEMPERATURE}", f"eval.temperature={TEMPERATURE if sampled else 0.0}"]
+    """The function that measures completions; ``other`` is the reference, None for none; not ``sampled``: greedy."""
+    eval_temperature = TEMPERATURE if sampled else 0.0
+    overrides = [
+        f"train.microbatch_tokens={tokens}",
+        f"model.head_chunk_elements={chunk}",
+        f"rollout.temperature={TEMPERATURE}",
+        f"eval.temperature={eval_temperature}",
+    ]
     config = load_config(TINY, overrides)
     reference = None
     if other is not None:
@@ -64,53 +67,85 @@ def measure_of(policy, other, *, tokens=10**6, chunk=10**9, sampled=True):
 def dense_values(policy, other, pairs):
     """Every name from unpadded float64 logits of the whole vocabulary, token by token."""
     with torch.no_grad():
-        logp, logq = naive_logits(policy, pairs, TEMPERATURE), naive_logits(other, pairs, TEMPERATURE)
-    columns = {
-        "kl/exact_reverse": [(p.exp() * (p - q)).sum(-1) for p, q in zip(logp, logq, strict=True)],
-        "kl/exact_forward": [(q.exp() * (q - p)).sum(-1) for p, q in zip(logp, logq, strict=True)],
-        "kl/total_variation": [(p.exp() - q.exp()).abs().sum(-1) / 2 for p, q in zip(logp, logq, strict=True)],
-        "policy/entropy": [-(p.exp() * p).sum(-1) for p in logp],
-    }
-    ratio = [(p - q).gather(1, ids[:, None])[:, 0] for p, q, (_, ids) in zip(logp, logq, pairs, strict=True)]
-    formulas = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: torch.exp(-x) - 1 + x}
-    for name, formula in formulas.items():
-        columns[f"kl/{name}_reverse"] = [formula(x) for x in ratio]
-        exact = columns["kl/exact_reverse"]
-        columns[f"kl_error/{name}_reverse"] = [formula(x) - e for x, e in zip(ratio, exact, strict=True)]
-    metrics = {"kl/log_ratio_max": float(torch.cat(ratio).abs().max())}
+        logp = naive_logits(policy, pairs, TEMPERATURE)
+        logq = naive_logits(other, pairs, TEMPERATURE)
+    # A list of one tensor [T] per completion, by name.
+    columns = defaultdict(list)
+    log_ratios = []
+    for logp_TV, logq_TV, (_, ids) in zip(logp, logq, pairs, strict=True):
+        p_TV = logp_TV.exp()
+        q_TV = logq_TV.exp()
+        exact_T = (p_TV * (logp_TV - logq_TV)).sum(-1)
+        columns["kl/exact_reverse"].append(exact_T)
+        columns["kl/exact_forward"].append((q_TV * (logq_TV - logp_TV)).sum(-1))
+        columns["kl/total_variation"].append((p_TV - q_TV).abs().sum(-1) / 2)
+        columns["policy/entropy"].append(-(p_TV * logp_TV).sum(-1))
+        log_ratio_T = (logp_TV - logq_TV).gather(1, ids[:, None])[:, 0]
+        estimates = {
+            "k1": log_ratio_T,
+            "k2": log_ratio_T * log_ratio_T / 2,
+            "k3": torch.exp(-log_ratio_T) - 1 + log_ratio_T,
+        }
+        for name, estimate_T in estimates.items():
+            columns[f"kl/{name}_reverse"].append(estimate_T)
+            columns[f"kl_error/{name}_reverse"].append(estimate_T - exact_T)
+        log_ratios.append(log_ratio_T)
+
+    metrics = {"kl/log_ratio_max": float(torch.cat(log_ratios).abs().max())}
     for name, column in columns.items():
-        tokens, totals = torch.cat(column), torch.stack([x.sum() for x in column])
-        metrics["policy/entropy" if name == "policy/entropy" else f"{name}_token"] = float(tokens.mean())
+        tokens = torch.cat(column)
+        totals = torch.stack([values_T.sum() for values_T in column])
+        metrics[f"{name}_token"] = float(tokens.mean())
         metrics[f"{name}_sequence"] = float(totals.mean())
         if name.startswith("kl_error"):
             metrics[f"{name}_token_rms"] = float(tokens.square().mean().sqrt())
             metrics[f"{name}_sequence_rms"] = float(totals.square().mean().sqrt())
+    # The one metric per token whose name does not say so: stored runs have it.
+    metrics["policy/entropy"] = metrics.pop("policy/entropy_token")
     return metrics
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(1, 10**9), (22, 3 * V), (10**6, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "chunk"),
+    [(1, 10**9), (22, 3 * V), (10**6, 1)],
+    ids=["a row at a time", "some rows, chunks of three tokens", "all rows, chunks of one token"],
+)
 def test_values_are_the_dense_ones_whatever_the_micro_batches_and_chunks(tokens, chunk):
-    policy, other, (rows, pairs) = llama(), llama(seed=3), completions()
-    got = measure_of(policy, other, tokens=tokens, chunk=chunk)(rows)
-    assert got == pytest.approx(dense_values(policy, other, pairs), rel=1e-9, abs=1e-12)
+    policy = llama()
+    other = llama(seed=3)
+    rows, pairs = completions()
+    values = measure_of(policy, other, tokens=tokens, chunk=chunk)(rows)
+    assert values == pytest.approx(dense_values(policy, other, pairs), rel=1e-9, abs=1e-12)
 
 
 def test_a_policy_measured_against_itself_differs_in_nothing():
-    policy, (rows, _) = llama(torch.float32), completions()
-    got = measure_of(policy, policy, tokens=22, chunk=3 * V)(rows)
-    assert {name for name, value in got.items() if value != 0} == {"policy/entropy", "policy/entropy_sequence"}
-    assert all(p.grad is None for p in policy.parameters())
+    policy = llama(torch.float32)
+    rows, _ = completions()
+    values = measure_of(policy, policy, tokens=22, chunk=3 * V)(rows)
+    assert {name for name, value in values.items() if value != 0} == {"policy/entropy", "policy/entropy_sequence"}
+    for parameter in policy.parameters():
+        assert parameter.grad is None
 
 
-def test_estimates_need_samples_and_kl_needs_a_reference():
-    policy, (rows, _) = llama(), completions()
+def test_a_greedy_evaluation_has_exact_values_and_no_estimates():
+    policy = llama()
+    rows, _ = completions()
+    sampled = measure_of(policy, llama(seed=3))(rows)
+    greedy = measure_of(policy, llama(seed=3), sampled=False)(rows)
+    exact = [name for name in sampled if name.split("/")[1].startswith(("exact", "total", "entropy"))]
+    assert greedy == {name: sampled[name] for name in exact}
+
+
+def test_without_a_reference_the_entropies_are_left():
+    policy = llama()
+    rows, _ = completions()
     full = measure_of(policy, llama(seed=3))(rows)
-    unsampled = measure_of(policy, llama(seed=3), sampled=False)(rows)
-    exact = {name for name in full if name.split("/")[1].startswith(("exact", "total", "entropy"))}
-    assert unsampled == {name: full[name] for name in exact}
-    assert completion_metrics(load_config(TINY, ["eval.kl=false"]), loaded=loaded(policy), reference=None) is None
     alone = measure_of(policy, None)(rows)
     assert alone == {name: full[name] for name in ("policy/entropy", "policy/entropy_sequence")}
+
+
+def test_nothing_is_measured_without_eval_kl():
+    assert completion_metrics(load_config(TINY, ["eval.kl=false"]), loaded=loaded(llama()), reference=None) is None
 
 
 QUICK = "model.options={preset: tiny, warmstart_steps: 5}"
@@ -131,15 +166,22 @@ def test_a_config_or_a_folder_names_a_model_without_adapter(pocket, tmp_path):
     pocket.model.save_pretrained(folder)
     pocket.tokenizer.save_pretrained(folder)
     assert load_eval_reference(load_config(TINY, [f"eval.reference={folder}"]), pocket).hash == reference.hash
-    assert load_eval_reference(load_config(TINY, [QUICK]), pocket) is None
     assert load_eval_reference(load_config(TINY, [f"eval.reference={file}", "eval.kl=false"]), pocket) is None
 
 
-def test_what_cannot_be_the_reference_is_refused_by_its_key(pocket, tmp_path):
-    with pytest.raises(UserError, match=r"^eval\.reference: .*no such config file"):
-        load_eval_reference(load_config(TINY, ["eval.reference=nowhere.yaml"]), pocket)
-    with pytest.raises(UserError, match=r"^eval\.reference: .*no such folder"):
-        load_eval_reference(load_config(TINY, [f"eval.reference={tmp_path / 'gone'}"]), pocket)
+def test_without_a_name_there_is_no_reference(pocket):
+    assert load_eval_reference(load_config(TINY, [QUICK]), pocket) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("nowhere.yaml", "no such config file"), ("/nowhere/gone", "no such folder")]
+)
+def test_a_reference_that_does_not_exist_is_refused_by_its_key(pocket, name, message):
+    with pytest.raises(UserError, match=rf"^eval\.reference: .*{message}"):
+        load_eval_reference(load_config(TINY, [f"eval.reference={name}"]), pocket)
+
+
+def test_a_reference_with_other_tokens_is_refused_by_its_key(pocket, tmp_path):
     other = copy.deepcopy(pocket.tokenizer)
     other.add_tokens(["new"])
     pocket.model.save_pretrained(tmp_path)

@@ -18,7 +18,9 @@ from kl_comedy.training.metrics import (
     staleness_metrics,
 )
 
-B, T, V = 5, 4, 7
+B = 5
+T = 4
+V = 7
 
 
 def dense(seed):
@@ -32,7 +34,8 @@ def dense(seed):
 
 def pass_of(logp_BTV, logq_BTV, ids_BT, mask_BT):
     """The pass and log-ratios of the training loop, from the dense formulas."""
-    p, q = logp_BTV.exp(), logq_BTV.exp()
+    p = logp_BTV.exp()
+    q = logq_BTV.exp()
     ratio_BTV = logp_BTV - logq_BTV
 
     def inside(values):
@@ -60,16 +63,16 @@ def divergence_metrics(pieces):
     return metrics.values()
 
 
-LEVELS = ("token", "sequence")
-NAMES = {
-    *(f"kl/{n}_{level}" for n in ("exact_reverse", "exact_forward", "total_variation") for level in LEVELS),
-    *(f"kl/{k}_reverse_{level}" for k in ("k1", "k2", "k3") for level in LEVELS),
-    *(f"kl_error/{k}_reverse_{level}" for k in ("k1", "k2", "k3") for level in LEVELS),
-    *(f"kl_error/{k}_reverse_{level}_rms" for k in ("k1", "k2", "k3") for level in LEVELS),
-    "policy/entropy",
-    "policy/entropy_sequence",
-    "kl/log_ratio_max",
-}
+def divergence_names():
+    names = {"policy/entropy", "policy/entropy_sequence", "kl/log_ratio_max"}
+    for level in ("token", "sequence"):
+        for quantity in ("exact_reverse", "exact_forward", "total_variation"):
+            names.add(f"kl/{quantity}_{level}")
+        for estimator in ("k1", "k2", "k3"):
+            names.add(f"kl/{estimator}_reverse_{level}")
+            names.add(f"kl_error/{estimator}_reverse_{level}")
+            names.add(f"kl_error/{estimator}_reverse_{level}_rms")
+    return names
 
 
 @settings(max_examples=25, deadline=None)
@@ -78,9 +81,11 @@ def test_micro_batches_add_up_to_the_batch(seed, cut):
     """Means, root mean squares and maxima alike, however the rows are split."""
     whole = dense(seed)
     edges = [0, *sorted(cut), B]
-    pieces = [tuple(part[a:b] for part in whole) for a, b in pairwise(edges)]
+    pieces = []
+    for first, end in pairwise(edges):
+        pieces.append(tuple(tensor[first:end] for tensor in whole))
     once = divergence_metrics([whole])
-    assert set(once) == NAMES
+    assert set(once) == divergence_names()
     assert divergence_metrics(pieces) == pytest.approx(once, rel=1e-12, abs=1e-14)
 
 
@@ -89,10 +94,13 @@ def test_mean_errors_are_the_biases_of_the_estimators():
     logp_V, logq_V = torch.randn(2, V, generator=torch.Generator().manual_seed(0), dtype=torch.float64).log_softmax(-1)
     bias = dict.fromkeys(("k1", "k2", "k3"), 0.0)
     for token in range(V):
-        one = (logp_V.expand(1, 1, V), logq_V.expand(1, 1, V), torch.tensor([[token]]), torch.tensor([[True]]))
+        sample = (logp_V.expand(1, 1, V), logq_V.expand(1, 1, V), torch.tensor([[token]]), torch.tensor([[True]]))
+        metrics = divergence_metrics([sample])
+        probability = float(logp_V[token].exp())
         for name in bias:
-            bias[name] += float(logp_V[token].exp()) * divergence_metrics([one])[f"kl_error/{name}_reverse_token"]
-    assert abs(bias["k1"]) < 1e-12 and abs(bias["k3"]) < 1e-12
+            bias[name] += probability * metrics[f"kl_error/{name}_reverse_token"]
+    assert abs(bias["k1"]) < 1e-12
+    assert abs(bias["k3"]) < 1e-12
     assert abs(bias["k2"]) > 1e-3
 
 
@@ -121,52 +129,71 @@ def test_behaviour_estimates_have_the_divergences_as_expectation(seed):
     """Weighted by mu over a vocabulary of 6, the two estimates of each direction are that KL."""
     g = torch.Generator().manual_seed(seed)
     logp_V, logm_V = torch.randn(2, 6, generator=g, dtype=torch.float64).log_softmax(-1)
-    names = ["k1_behaviour", "k3_behaviour", "k1_policy_behaviour", "k3_policy_behaviour"]
-    expected = dict.fromkeys(names, 0.0)
-    for token in range(6):
-        got = behaviour_metrics([[float(logp_V[token])]], [[float(logm_V[token])]], [[0]], [[True]], 0)
-        for name in names:
-            expected[name] += float(logm_V[token].exp()) * got[f"kl/{name}_token"]
     forward = float((logm_V.exp() * (logm_V - logp_V)).sum())
     reverse = float((logp_V.exp() * (logp_V - logm_V)).sum())
-    for name, truth in zip(names, (forward, forward, reverse, reverse), strict=True):
-        assert expected[name] == pytest.approx(truth, abs=1e-5)
+    divergences = {
+        "k1_behaviour": forward,
+        "k3_behaviour": forward,
+        "k1_policy_behaviour": reverse,
+        "k3_policy_behaviour": reverse,
+    }
+    expectations = dict.fromkeys(divergences, 0.0)
+    for token in range(6):
+        metrics = behaviour_metrics([[float(logp_V[token])]], [[float(logm_V[token])]], [[0]], [[True]], 0)
+        probability = float(logm_V[token].exp())
+        for name in divergences:
+            expectations[name] += probability * metrics[f"kl/{name}_token"]
+    for name, divergence in divergences.items():
+        assert expectations[name] == pytest.approx(divergence, abs=1e-5), name
 
 
 def test_mismatch_counts_tokens_whose_whole_prefix_has_the_current_version():
     """Row 0 is current; row 1 got new weights in mid-completion, so its cache is older; row 2 is stale."""
-    got = behaviour_metrics(
-        [[-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0]],
-        [[-1.25, -1.0], [-1.0, -3.0], [-9.0, -9.0]],
-        [[7, 7], [6, 7], [5, 5]],
-        [[True, True], [True, True], [True, False]],
-        7,
+    metrics = behaviour_metrics(
+        logp=[[-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0]],
+        behaviour=[[-1.25, -1.0], [-1.0, -3.0], [-9.0, -9.0]],
+        versions=[[7, 7], [6, 7], [5, 5]],
+        mask=[[True, True], [True, True], [True, False]],
+        version=7,
     )
-    assert got["policy/mismatch"] == pytest.approx(0.125)
-    assert got["policy/mismatch_max"] == pytest.approx(0.25)
-    assert got["policy/equal_weights_share"] == pytest.approx(2 / 5)
-    assert got["policy/behaviour_gap_max"] == pytest.approx(8.0)
+    # The gaps of row 0 are 0.25 and 0; it has two of the five tokens.
+    assert metrics["policy/mismatch"] == pytest.approx(0.125)
+    assert metrics["policy/mismatch_max"] == pytest.approx(0.25)
+    assert metrics["policy/equal_weights_share"] == pytest.approx(2 / 5)
+    # The gap between -1 and -9 of the stale row.
+    assert metrics["policy/behaviour_gap_max"] == pytest.approx(8.0)
 
 
-def test_stale_tokens_have_no_mismatch_and_another_runs_no_age():
-    got = behaviour_metrics([[-1.0]], [[-2.0]], [[3]], [[True]], 4)
-    assert "policy/mismatch" not in got and got["policy/equal_weights_share"] == 0.0
-    got = behaviour_metrics([[-1.0, -1.0]], [[-1.0, -1.0]], [[FOREIGN_VERSION, 2]], [[True, True]], 5)
-    assert got["policy/staleness"] == 3.0
-    assert "policy/staleness" not in behaviour_metrics([[-1.0]], [[-1.0]], [[FOREIGN_VERSION]], [[True]], 5)
+def test_stale_tokens_have_no_mismatch():
+    metrics = behaviour_metrics([[-1.0]], [[-2.0]], versions=[[3]], mask=[[True]], version=4)
+    assert "policy/mismatch" not in metrics
+    assert metrics["policy/equal_weights_share"] == 0.0
+
+
+def test_tokens_of_another_run_have_no_age():
+    both = behaviour_metrics(
+        [[-1.0, -1.0]], [[-1.0, -1.0]], versions=[[FOREIGN_VERSION, 2]], mask=[[True, True]], version=5
+    )
+    assert both["policy/staleness"] == 3.0
+    foreign = behaviour_metrics([[-1.0]], [[-1.0]], versions=[[FOREIGN_VERSION]], mask=[[True]], version=5)
+    assert "policy/staleness" not in foreign
 
 
 @settings(deadline=None)
 @given(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=60), st.integers(1, 5))
 def test_quantiles_do_not_depend_on_how_a_batch_is_cut(values, parts):
-    whole, cut = MetricAccumulator(), MetricAccumulator()
+    whole = MetricAccumulator()
+    cut = MetricAccumulator()
     whole.sample("x_p*", torch.tensor(values))
     for n in range(parts):
         cut.sample("x_p*", torch.tensor(values[n::parts]))
-    got = whole.values()
-    assert cut.values() == got
-    assert got["x_p01"] <= got["x_p10"] <= got["x_p50"] <= got["x_p90"] <= got["x_p99"] <= max(values)
-    assert sum(v <= got["x_p50"] for v in values) >= len(values) / 2
+    quantiles = whole.values()
+    assert cut.values() == quantiles
+    rising = [quantiles[f"x_p{percent}"] for percent in ("01", "10", "50", "90", "99")]
+    assert rising == sorted(rising)
+    assert rising[-1] <= max(values)
+    n_up_to_median = sum(value <= quantiles["x_p50"] for value in values)
+    assert n_up_to_median >= len(values) / 2
 
 
 def row(versions):
@@ -174,19 +201,33 @@ def row(versions):
 
 
 def test_staleness_in_updates_and_seconds():
-    replaced_at = {version: 100.0 + 10 * version for version in range(3)}
-    got = staleness_metrics([row([0, 1, 1, 2, 3, 3, 3, 3, 3, 3])], 3, replaced_at, 130.0)
-    assert (got["policy/staleness_p50"], got["policy/staleness_p90"], got["policy/staleness_max"]) == (0, 2, 3)
-    assert (got["time/staleness_p50"], got["time/staleness_p90"], got["time/staleness_max"]) == (0, 20, 30)
-    assert got["time/staleness"] == pytest.approx((30 + 20 + 20 + 10) / 10)
-    assert staleness_metrics([row([FOREIGN_VERSION])], 3, replaced_at, 130.0) == {}
-    assert "time/staleness" not in staleness_metrics([row([1])], 3, {}, 130.0), "not known when it was replaced"
+    # Version n was replaced at 100 + 10 n seconds, and now is 130: its tokens are 30 - 10 n seconds old.
+    replaced_at = {0: 100.0, 1: 110.0, 2: 120.0}
+    now = 130.0
+    metrics = staleness_metrics([row([0, 1, 1, 2, 3, 3, 3, 3, 3, 3])], 3, replaced_at, now)
+    assert metrics["policy/staleness_p50"] == 0
+    assert metrics["policy/staleness_p90"] == 2
+    assert metrics["policy/staleness_max"] == 3
+    assert metrics["time/staleness_p50"] == 0
+    assert metrics["time/staleness_p90"] == 20
+    assert metrics["time/staleness_max"] == 30
+    assert metrics["time/staleness"] == pytest.approx((30 + 20 + 20 + 10) / 10)
+    assert staleness_metrics([row([FOREIGN_VERSION])], 3, replaced_at, now) == {}
+    assert "time/staleness" not in staleness_metrics([row([1])], 3, {}, now), "not known when it was replaced"
 
 
 def test_the_effective_sample_share_is_that_of_all_micro_batches():
-    whole, halves, weight_B = MetricAccumulator(), MetricAccumulator(), torch.tensor([1.0, 3.0, 2.0, 2.0])
-    for metrics, parts in ((whole, [weight_B]), (halves, [weight_B[:1], weight_B[1:]])):
+    weight_B = torch.tensor([1.0, 3.0, 2.0, 2.0])
+
+    def effective_share(parts):
+        metrics = MetricAccumulator()
         for part_B in parts:
             sums = (part_B.sum(), part_B.square().sum(), len(part_B))
             metrics.add("policy/ess", *sums, reduction="effective_sample_share")
-    assert whole.values() == halves.values() == {"policy/ess": pytest.approx(64 / (4 * 18))}
+        return metrics.values()
+
+    whole = effective_share([weight_B])
+    cut = effective_share([weight_B[:1], weight_B[1:]])
+    # (1 + 3 + 2 + 2)^2 over 4 times (1 + 9 + 4 + 4).
+    assert whole == {"policy/ess": pytest.approx(64 / (4 * 18))}
+    assert cut == whole

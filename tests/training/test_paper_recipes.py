@@ -23,12 +23,31 @@ from kl_comedy.training.run import train
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "paper").glob("*.yaml"))
-SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
-SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024}
-SIZES = ["rollout.prompts_per_batch=2", "rollout.group_size=2", "rollout.max_new_tokens=16", "train.steps=1"]
-SIZES += ["train.eval_every=0", "eval.at_start=false", "eval.max_new_tokens=4"]
-SIZES += ["model.device=cpu", "tracking.uri=none", "train.threads=1"]
-SIZES += ["train.strategy=single", "train.devices=1", "rollout.backend=hf", "rollout.options={}"]
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+ONE_SMALL_UPDATE = [
+    "rollout.prompts_per_batch=2",
+    "rollout.group_size=2",
+    "rollout.max_new_tokens=16",
+    "rollout.backend=hf",
+    "rollout.options={}",
+    "train.steps=1",
+    "train.eval_every=0",
+    "train.threads=1",
+    "train.strategy=single",
+    "train.devices=1",
+    "eval.at_start=false",
+    "eval.max_new_tokens=4",
+    "model.device=cpu",
+    "tracking.uri=none",
+]
 TEMPLATE = "{% for turn in messages %}<turn>{{ turn['content'] }}{% endfor %}"
 
 
@@ -40,7 +59,8 @@ def small_model(folder, source):
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: n for n, letter in enumerate(["<eos>", "<turn>", *letters])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<eos>", additional_special_tokens=["<turn>"], chat_template=TEMPLATE
     )
@@ -51,8 +71,11 @@ def small_model(folder, source):
 
 
 def math_rows(path, kind):
-    rows = [{"id": f"{kind}/{n}", "problem": f"What is ${n}+{n}$? ({kind})", "answer": str(2 * n)} for n in range(1, 5)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    """A file of four problems."""
+    with path.open("w") as file:
+        for n in range(1, 5):
+            row = {"id": f"{kind}/{n}", "problem": f"What is ${n}+{n}$? ({kind})", "answer": str(2 * n)}
+            file.write(json.dumps(row) + "\n")
     return path
 
 
@@ -60,15 +83,19 @@ def data_of(recipe, folder):
     """Overrides that put a few problems of the recipe's kind in place of its own."""
     if recipe.data.train.dataset == "reasoning_gym":
         pytest.importorskip("reasoning_gym")
-        return ["data.train.limit=4", *(f"data.eval.{name}.limit=2" for name in recipe.data.eval)]
-    keys = {"data.train": "train", **{f"data.eval.{name}": name for name in recipe.data.eval}}
-    return [word for key, name in keys.items() for word in local(key, math_rows(folder / f"{name}.jsonl", name))]
+        limits = [f"data.eval.{name}.limit=2" for name in recipe.data.eval]
+        return ["data.train.limit=4", *limits]
+    overrides = local("data.train", math_rows(folder / "train.jsonl", "train"))
+    for name in recipe.data.eval:
+        overrides += local(f"data.eval.{name}", math_rows(folder / f"{name}.jsonl", name))
+    return overrides
 
 
 def local(key, path):
     """Overrides that put a file in place of a hub dataset."""
     unset = {"name": "null", "subset": "null", "split": "null", "fields": "{}", "options": "{}", "limit": "null"}
-    return [f"{key}.{name}={value}" for name, value in {**unset, "dataset": "jsonl", "path": path}.items()]
+    values = {**unset, "dataset": "jsonl", "path": path}
+    return [f"{key}.{name}={value}" for name, value in values.items()]
 
 
 @pytest.mark.parametrize(
@@ -80,20 +107,32 @@ def test_one_update_on_a_small_model_of_the_same_architecture(path, tmp_path):
     recipe = load_config(path, [])
     assert recipe.model.source in KNOWN
     small_model(tmp_path / "model", recipe.model.source)
-    overrides = [*SIZES, *data_of(recipe, tmp_path), f"model.source={tmp_path / 'model'}", f"output={tmp_path}"]
     # No random model answers a problem: the length of its answers gives the update something to learn.
     rewards = [{"name": reward.name, "options": reward.options} for reward in recipe.rewards]
-    overrides.append(f"rewards={json.dumps([*rewards, {'name': 'length', 'options': {'full': 64}}])}")
+    rewards.append({"name": "length", "options": {"full": 64}})
+    overrides = [
+        *ONE_SMALL_UPDATE,
+        *data_of(recipe, tmp_path),
+        f"model.source={tmp_path / 'model'}",
+        f"output={tmp_path}",
+        f"rewards={json.dumps(rewards)}",
+    ]
     config = load_config(path, overrides)
-    assert (config.kl, config.algorithm, config.lag) == (recipe.kl, recipe.algorithm, recipe.lag)
+    assert config.kl == recipe.kl
+    assert config.algorithm == recipe.algorithm
+    assert config.lag == recipe.lag
     done = train(config, console=Console(file=io.StringIO()), command=f"kl-comedy train {path.name}")
     metrics = done.summary["metrics"]
-    assert done.summary["status"] == "FINISHED" and metrics["kl/exact_reverse_token"] == 0.0
+    assert done.summary["status"] == "FINISHED"
+    assert metrics["kl/exact_reverse_token"] == 0.0
     assert metrics["grad/norm"] > 0
     config_file = json.loads((done.run.policy / "config.json").read_text())
     assert config_file["model_type"] == KNOWN[recipe.model.source]["model_type"]
-    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "model", done.run.policy))
-    assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    after = load_file(done.run.policy / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert changed, "the update changed no weight"
 
 
 def test_the_recipes_cover_the_papers_models_and_architectures():
@@ -108,17 +147,26 @@ SINGLE_GPU = sorted((ROOT / "configs").glob("qwen2.5_*_gsm8k*.yaml"))
 @pytest.mark.parametrize("path", [*RECIPES, *SINGLE_GPU], ids=lambda path: path.stem)
 def test_it_is_checked_planned_and_says_how_to_get_its_model_and_data(path):
     """The recipes of the paper on a node of 8 GPUs, four of them for engines; the others on one GPU of 24 GB."""
-    config, text = load_config(path, []), path.read_text()
+    config = load_config(path, [])
+    text = path.read_text()
     check_parts(config)
-    paper = path in RECIPES
-    rows = what_starts(config, gpus=8 if paper else 1)
-    assert ("on GPUs 4, 5, 6, 7" in rows["sampler"]) is paper
-    planned = Plan(config, device_named("h100-80" if paper else "rtx4090-24"))
-    assert planned.fits and config.train.exact_kl_every == 10
-    assert f"hf download {config.model.source}\n" in text and "no GPU was at hand" in text
+    is_paper = path in RECIPES
+    if is_paper:
+        gpus = 8
+        device = "h100-80"
+    else:
+        gpus = 1
+        device = "rtx4090-24"
+    rows = what_starts(config, gpus=gpus)
+    assert ("on GPUs 4, 5, 6, 7" in rows["sampler"]) is is_paper
+    assert Plan(config, device_named(device)).fits
+    assert config.train.exact_kl_every == 10
+    assert f"hf download {config.model.source}\n" in text
+    assert "no GPU was at hand" in text
     for data in (config.data.train, *config.data.eval.values()):
-        assert data.dataset == "reasoning_gym" or f"get('{data.name}'" in text
-    if not paper:
+        if data.dataset != "reasoning_gym":  # which makes its problems itself
+            assert f"get('{data.name}'" in text
+    if not is_paper:
         assert "verl, docs/algo/baseline.md" in text
 
 

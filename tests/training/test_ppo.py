@@ -46,13 +46,17 @@ def test_a_critic_learns_the_values_of_repeated_prompts(tmp_path):
     """The policy hardly moves (lr 1e-9), so the values of four prompts can be learned."""
     settings = [
         "train.steps=24",
+        "train.eval_every=0",
         "algorithm.advantage_options.lr=0.02",
         "algorithm.advantage_options.lam=1",
         "optimizer.lr=1e-9",
+        "data.train.limit=4",
+        "data.decontaminate=false",
+        "rollout.group_size=16",
     ]
-    settings += ["data.train.limit=4", "data.decontaminate=false", "rollout.group_size=16", "train.eval_every=0"]
     metrics = metrics_of(go(tmp_path, *GAE, *settings).run)
-    assert metrics[1, "value/mean"] == 0.0 and metrics[1, "value/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics[1, "value/mean"] == 0.0
+    assert metrics[1, "value/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     explained = [metrics[n, "value/explained_variance"] for n in range(13, 25)]
     assert sum(explained) / len(explained) > 0.01, explained  # rewards are rare here, so little can be explained
     assert metrics[24, "value/mean"] == pytest.approx(metrics[24, "value/target_mean"], abs=0.3)
@@ -85,7 +89,8 @@ def test_a_killed_run_resumes_bit_for_bit_in_the_middle_of_a_batch(tmp_path, ove
 
 def counted(monkeypatch, module, name):
     """The calls of ``module.name``, as a list that grows."""
-    calls, original = [], getattr(module, name)
+    calls = []
+    original = getattr(module, name)
 
     def call(*arguments, **options):
         calls.append(name)
@@ -100,21 +105,27 @@ def test_corrections_are_counted_and_the_policy_term_is_computed_once_per_micro_
     micro_batches = counted(monkeypatch, policy_module, "micro_loss")
     metrics = metrics_of(go(tmp_path, *DECOUPLED, "optimizer.lr=0.01").run)
     assert metrics[1, "policy/correction/tis/weight_mean"] == pytest.approx(1.0, abs=1e-4)
-    assert max(abs(metrics[n, "policy/correction/tis/weight_mean"] - 1) for n in range(5, 9)) > 0.01
+    # The samples of updates 5 to 8 are four updates old.
+    stale_weights = [metrics[step, "policy/correction/tis/weight_mean"] for step in range(5, 9)]
+    assert max(abs(weight - 1) for weight in stale_weights) > 0.01
     assert 0 <= metrics[8, "policy/correction/opsm/masked_share"] <= 1
     # The first update of a batch is at the proximal policy, so nothing can be clipped; the later ones have moved.
-    assert metrics[1, "policy/clip_fraction"] == 0.0 and metrics[5, "policy/clip_fraction"] == 0.0
+    assert metrics[1, "policy/clip_fraction"] == 0.0
+    assert metrics[5, "policy/clip_fraction"] == 0.0
     assert max(metrics[n, "policy/clip_fraction"] for n in (2, 3, 4)) > 0
-    assert len(terms) == len(micro_batches) > 0
+    assert len(terms) == len(micro_batches)
+    assert len(micro_batches) > 0
 
 
 def test_the_proximal_policy_is_the_policy_before_the_first_update_of_a_batch(module_of):
     module = module_of(*DECOUPLED, "lag.mode=on_policy", "lag.steps=0")
     batch = next(iter(module.stream))
-    first = module.record(batch.batch)
-    assert len(batch.batch) == 2 * len(batch.rows) and batch.offset == 0
-    sampled = torch.tensor([x for row in batch.batch for x in row.rollout.logps])
-    assert torch.allclose(torch.cat([row["logp"] for row in first]), sampled, atol=1e-4)
+    recorded = module.record(batch.batch)
+    assert len(batch.batch) == 2 * len(batch.rows), "two updates"
+    assert batch.offset == 0, "the first of them"
+    assert len(recorded) == len(batch.batch)
+    for record, row in zip(recorded, batch.batch, strict=True):
+        assert torch.allclose(record["logp"], torch.tensor(row.rollout.logps), atol=1e-4)
 
 
 @pytest.mark.parametrize("trunk", [False, True])
@@ -127,7 +138,8 @@ def test_the_value_gradient_reaches_the_trunk_only_when_asked(module_of, trunk):
     value_BT = module.value_head(scored.hidden_NH, inputs["mask_BT"])
     trunk_parameters = [p for p in module.policy.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(value_BT.square().sum(), trunk_parameters, allow_unused=True)
-    assert any(g is not None and g.abs().sum() > 0 for g in gradients) == trunk
+    reaches_trunk = any(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)
+    assert reaches_trunk == trunk
 
 
 def test_values_after_the_last_token_are_those_of_the_longer_prefix(module_of):
@@ -136,21 +148,25 @@ def test_values_after_the_last_token_are_those_of_the_longer_prefix(module_of):
     torch.nn.init.normal_(module.value_head.linear.weight)
     batch = next(iter(module.stream))
     recorded = module.record(batch.batch)
-    cut = [n for n, row in enumerate(batch.batch) if row.rollout.stop_reason == "length"]
-    assert cut
-    row = batch.batch[cut[0]].rollout
-    ids = torch.tensor([[*row.prompt.token_ids, *row.completion_ids]])
+    truncated = [n for n, row in enumerate(batch.batch) if row.rollout.stop_reason == "length"]
+    assert truncated
+    rollout = batch.batch[truncated[0]].rollout
+    ids = torch.tensor([[*rollout.prompt.token_ids, *rollout.completion_ids]])
     with torch.no_grad():
         hidden = module.policy(input_ids=ids, output_hidden_states=True).hidden_states[-1][0, -1]
         expected = float(module.value_head.linear(hidden))
-    assert recorded[cut[0]]["last"] == pytest.approx(expected, abs=1e-4) and expected != 0
-    assert all(recorded[n]["last"] == 0.0 for n in range(len(recorded)) if n not in cut)
+    assert recorded[truncated[0]]["last"] == pytest.approx(expected, abs=1e-4)
+    assert expected != 0
+    for n, record in enumerate(recorded):
+        if n not in truncated:
+            assert record["last"] == 0.0, n
 
 
 @pytest.mark.slow
 def test_a_lora_policy_trains_with_a_critic(tmp_path):
     metrics = metrics_of(go(tmp_path, *GAE, "model.lora={rank: 2}", "train.steps=4", "train.eval_every=0").run)
-    assert metrics[4, "value/mean"] != 0.0 and metrics[4, "kl/exact_reverse_token"] > 0
+    assert metrics[4, "value/mean"] != 0.0
+    assert metrics[4, "kl/exact_reverse_token"] > 0
 
 
 def test_value_settings_without_a_critic_are_refused_before_a_run_folder_exists(tmp_path):
@@ -176,4 +192,5 @@ def test_the_audit_uses_the_policy_term_of_the_run(module_of):
     )
     passes = module.passes(micros[0], terms=[KLTerm("k1", placement="reward")])
     loss = loss_of(AuditedTerm(key="policy", term=None), micros[0], None, passes, module.config.algorithm)
-    assert torch.isfinite(loss) and loss.requires_grad
+    assert torch.isfinite(loss)
+    assert loss.requires_grad

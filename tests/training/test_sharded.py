@@ -29,7 +29,8 @@ def saved_and_resumed(rank, world, folder, kind):
     run.restore(folder / "ckpt")
     report["restored"] = run.hashes()
     run.learn(2)
-    return {**report, "resumed": run.hashes()}
+    report["resumed"] = run.hashes()
+    return report
 
 
 @pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.slow), "lora"])
@@ -38,7 +39,9 @@ def test_a_checkpoint_of_shards_is_read_by_many_and_by_one(tmp_path, kind):
     alone.learn(2)
     for report in spawn(saved_and_resumed, tmp_path, kind):
         assert report["norm"] == pytest.approx(alone.norm, rel=1e-5)
-        assert report["restored"] == report["saved"] != report["went on"] == report["resumed"]
+        assert report["restored"] == report["saved"]
+        assert report["went on"] != report["saved"]
+        assert report["resumed"] == report["went on"]
     weights = {name: tensor.clone() for name, tensor in alone.policy.state_dict().items()}
     alone.learn(1)
     alone.restore(tmp_path / "ckpt")
@@ -56,16 +59,19 @@ def watched(monkeypatch):
     """A watch over rank 1, which sleeps, and rank 2, which has ended well; and rank 1."""
     monkeypatch.setattr(distributed, "INTERRUPT_AFTER_S", 2.0)
     watch = RankWatch(lambda: "; resume with: a command")
-    sleeps, ends = (subprocess.Popen([sys.executable, "-c", code]) for code in ("import time; time.sleep(600)", ""))
-    ends.wait()
-    watch.watch_children([sleeps, ends])
-    yield watch, sleeps
+    sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    watch.watch_children([sleeping, ended])
+    yield watch, sleeping
     watch.end()
-    sleeps.kill()
-    sleeps.wait()
+    sleeping.kill()
+    sleeping.wait()
 
 
-@pytest.mark.parametrize("error", [RuntimeError(GLOO), RunFailed(f"cannot be written ({GLOO})")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError(GLOO), RunFailed(f"cannot be written ({GLOO})")], ids=["of the exchange", "of a save"]
+)
 def test_a_killed_rank_is_named_with_its_signal(watched, error):
     watch, rank = watched
     rank.kill()
@@ -78,7 +84,8 @@ def test_a_rank_that_ended_with_the_users_interrupt_is_not_blamed_for_it(watched
     watch, rank = watched
     rank.kill()
     rank.wait()
-    assert watch.lost(KeyboardInterrupt()) is None and watch.lost(SystemExit(1)) is None
+    assert watch.lost(KeyboardInterrupt()) is None
+    assert watch.lost(SystemExit(1)) is None
     watch._has_interrupted = True
     assert "was killed by SIGKILL" in watch.lost(SystemExit(1))
 
@@ -101,7 +108,9 @@ def test_a_rank_that_failed_and_said_so_is_waited_for(watched):
 
 
 @pytest.mark.parametrize(
-    ("handler", "end_after_s", "printed"), [("default_int_handler", 300.0, "interrupted\n"), ("SIG_IGN", 1.0, "")]
+    ("handler", "end_after_s", "printed"),
+    [("default_int_handler", 300.0, "interrupted\n"), ("SIG_IGN", 1.0, "")],
+    ids=["listens to interrupts", "ignores interrupts"],
 )
 def test_a_rank_that_computes_while_another_is_lost_is_interrupted_and_then_ended(handler, end_after_s, printed):
     """In a process of its own: the first wait can be interrupted, the second, as in a call to a library, cannot.
@@ -126,6 +135,7 @@ print("not reached")
 """
     command = [sys.executable, "-c", code, handler, str(end_after_s)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout) == (1, printed), done.stderr
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == printed, done.stderr
     (line,) = done.stderr.splitlines()
     assert re.fullmatch(r"failed: rank 1 \(process \d+\) was killed by SIGKILL; resume with: a command", line)

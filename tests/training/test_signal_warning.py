@@ -22,7 +22,9 @@ def warnings_after(batches, caplog):
     watch = SignalWarning()
     with caplog.at_level(logging.WARNING, logger="kl_comedy"):
         for version, groups in enumerate(batches, 1):
-            rows = [scored(value, group) for group, values in enumerate(groups) for value in values]
+            rows = []
+            for group, values in enumerate(groups):
+                rows += [scored(value, group) for value in values]
             module = SimpleNamespace(
                 version=version, last_metrics=row_metrics(rows), last_batch=SimpleNamespace(rows=rows)
             )
@@ -33,21 +35,29 @@ def warnings_after(batches, caplog):
 def test_equal_rewards_in_every_group_are_said_once_with_a_completion(caplog):
     equal_in_groups = [[0.0, 0.0], [1.0, 1.0]]
     (line,) = warnings_after([equal_in_groups] * (2 * SILENT_UPDATES), caplog)
-    assert "mean 0.500" in line and "'no idea'" in line and "'2'" in line and f"update {SILENT_UPDATES}:" in line
+    assert "mean 0.500" in line
+    assert "'no idea'" in line
+    assert "'2'" in line
+    assert f"update {SILENT_UPDATES}:" in line
+
+
+NEARLY_SILENT = [[[0.0, 0.0], [0.0, 0.0]]] * (SILENT_UPDATES - 1)
+"""Updates whose rewards say nothing, one fewer than are warned of."""
+WITH_SIGNAL = [[0.0, 1.0], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize(
     "batches",
     [
-        [[[0.0, 0.0], [0.0, 0.0]]] * (SILENT_UPDATES - 1),
-        ([[[0.0, 0.0], [0.0, 0.0]]] * (SILENT_UPDATES - 1) + [[[0.0, 1.0], [0.0, 0.0]]]) * 3,
+        NEARLY_SILENT,
+        [*NEARLY_SILENT, WITH_SIGNAL] * 3,
         [[[0.0], [1.0], [0.0]]] * (2 * SILENT_UPDATES),
     ],
-    ids=["too few updates", "a signal now and then", "one completion a prompt, rewards differ"],
+    ids=["too few updates", "a signal now and then", "one completion per prompt, rewards differ"],
 )
 def test_a_run_with_a_signal_is_not_warned_of(batches, caplog):
     assert warnings_after(batches, caplog) == []
 
 
-def test_with_one_completion_a_prompt_the_whole_batch_must_be_equal(caplog):
+def test_with_one_completion_per_prompt_the_whole_batch_must_be_equal(caplog):
     assert len(warnings_after([[[0.0], [0.0]]] * SILENT_UPDATES, caplog)) == 1

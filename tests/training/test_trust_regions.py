@@ -12,21 +12,32 @@ from kl_comedy.training.build import check_training
 from kl_comedy.training.metrics import measured_kl
 from training_runs import SHORT, TINY, go, metrics_of, weights_of
 
-MASKS = ("dppo_tv", "dppo_kl", "cppo", "trm", "prefix_budget")
-TIGHT = {name: "budget: 1.0e-6" if name == "prefix_budget" else "threshold: 1.0e-6" for name in MASKS}
+TIGHT = {
+    "dppo_tv": "threshold: 1.0e-6",
+    "dppo_kl": "threshold: 1.0e-6",
+    "cppo": "threshold: 1.0e-6",
+    "trm": "threshold: 1.0e-6",
+    "prefix_budget": "budget: 1.0e-6",
+}
+"""Every mask, with a bound that the smallest step exceeds."""
+MASKS = tuple(TIGHT)
 STALE = ["lag.mode=replayed", "lag.steps=1", "train.steps=3", "optimizer.lr=1.0e-2"]
 
 
 def correction(options):
-    return f"algorithm.correction={{{', '.join(f'{name}: {{{text}}}' for name, text in options.items())}}}"
+    """The override for corrections, by name with the text of their options."""
+    corrections = ", ".join(f"{name}: {{{text}}}" for name, text in options.items())
+    return f"algorithm.correction={{{corrections}}}"
 
 
 def test_on_policy_no_mask_drops_a_token(tmp_path):
     masked = go(tmp_path / "masked", *SHORT, correction(dict.fromkeys(MASKS, ""))).run
     plain = go(tmp_path / "plain", *SHORT).run
     assert weights_of(masked) == weights_of(plain), "two updates, bit for bit"
-    shares = {name: value for (_, name), value in metrics_of(masked).items() if name.endswith("masked_share")}
-    assert len(shares) == len(MASKS) and not any(shares.values())
+    shares = {key: value for key, value in metrics_of(masked).items() if key[1].endswith("masked_share")}
+    assert {name for _, name in shares} == {f"policy/correction/{mask}/masked_share" for mask in MASKS}
+    for key, share in shares.items():
+        assert share == 0, key
 
 
 def test_on_stale_samples_each_mask_drops_tokens_and_the_rest_trains(tmp_path):
@@ -34,9 +45,11 @@ def test_on_stale_samples_each_mask_drops_tokens_and_the_rest_trains(tmp_path):
     logged = metrics_of(go(tmp_path, *SHORT, *STALE, signal, correction(TIGHT)).run)
     for name in MASKS:
         assert 0 < logged[3, f"policy/correction/{name}/masked_share"] <= 1, name
-    assert logged[3, "policy/ess"] < 1 and math.isfinite(logged[3, "grad/norm"])
+    assert logged[3, "policy/ess"] < 1
+    assert math.isfinite(logged[3, "grad/norm"])
     one_sided = logged[3, "policy/correction/dppo_tv/masked_share"]
-    assert one_sided < logged[3, "policy/correction/trm/masked_share"], "only tokens that would move further away"
+    two_sided = logged[3, "policy/correction/trm/masked_share"]
+    assert one_sided < two_sided, "dppo_tv drops only tokens that would move further away"
 
 
 def test_the_step_is_scaled_by_the_effective_sample_size(tmp_path):
@@ -49,7 +62,8 @@ def test_the_step_is_scaled_by_the_effective_sample_size(tmp_path):
         hook.remove()
     assert rates == [logged[step, "train/lr"] for step in (1, 2, 3)]
     scheduled = {1: 5e-3, 2: 1e-2, 3: 1e-2}
-    assert rates == pytest.approx([rate * logged[step, "policy/ess"] ** 0.5 for step, rate in scheduled.items()])
+    scaled = [rate * logged[step, "policy/ess"] ** 0.5 for step, rate in scheduled.items()]
+    assert rates == pytest.approx(scaled)
     assert logged[3, "policy/ess"] < 0.999
 
 
@@ -59,11 +73,12 @@ def test_a_reference_is_replaced_once_the_kl_to_it_exceeds_its_bound_and_beta_ai
     settings = ["reference.period=null", "reference.max_kl=1.0e-9", "train.steps=4", "optimizer.lr=1.0e-2"]
     logged = metrics_of(go(tmp_path, *SHORT, terms, *settings).run)
     steps = (1, 2, 3, 4)
-    per_token = [logged[step, "reference/periodic/exact_reverse_token"] for step in steps]
-    assert [logged[step, "reference/periodic/moved"] for step in steps] == [kl > 1e-9 for kl in per_token]
-    assert [kl > 1e-9 for kl in per_token] == [False, True, False, True]
+    exceeds = [logged[step, "reference/periodic/exact_reverse_token"] > 1e-9 for step in steps]
+    assert exceeds == [False, True, False, True]
+    assert [logged[step, "reference/periodic/moved"] for step in steps] == exceeds
     assert logged[3, "kl/exact_reverse_token"] > 1e-6, "the initial policy is left behind"
-    beta, target = logged[1, "beta/0"], BetaTarget(target=0.01)
+    beta = logged[1, "beta/0"]
+    target = BetaTarget(target=0.01)
     for step in steps:
         assert logged[step, "beta/0"] == pytest.approx(beta)
         beta = target.next(beta, logged[step, "reference/periodic/exact_reverse_sequence"])
@@ -80,6 +95,7 @@ def test_the_measured_kl_is_that_to_the_terms_own_reference():
         "kl/k3_policy_behaviour_token": 0.5,
     }
     expected = {"initial": 1.0, "teacher": 4.0, "ema": 5.0, "sampler": 1.5}
+    # The sampler's has no metric per sequence: 0.5 per token times 3 tokens.
     assert {name: measured_kl(values, name, "sequence") for name in expected} == expected
 
 
@@ -87,7 +103,7 @@ PERIODIC = "kl.0.reference=periodic"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "says"),
+    ("overrides", "message"),
     [
         (["reference.max_kl=0.1"], r"^reference\.max_kl: no KL term has reference: periodic"),
         ([PERIODIC, "reference.period=null"], r"^reference\.period: got None.*never move"),
@@ -96,6 +112,6 @@ PERIODIC = "kl.0.reference=periodic"
         (["algorithm.dpo={}", "kl=[]", "optimizer.ess_scaling=sqrt"], r"^optimizer\.ess_scaling.*importance weights"),
     ],
 )
-def test_settings_that_would_do_nothing_are_refused(overrides, says):
-    with pytest.raises(UserError, match=says):
+def test_settings_that_would_do_nothing_are_refused(overrides, message):
+    with pytest.raises(UserError, match=message):
         check_training(load_config(TINY, overrides))

@@ -11,4 +11,6 @@ SYSTEMS = ("trl", "verl", "openrlhf", "skyrl", "trinity", "swift", "areal", "tin
 
 def adapter(system: str) -> Adapter:
     """The adapter of a system by name."""
-    return importlib.import_module(f"peers.adapters.{system}").build()
+    module = importlib.import_module(f"peers.adapters.{system}")
+    built: Adapter = module.build()
+    return built

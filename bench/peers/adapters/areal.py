@@ -42,13 +42,17 @@ PEER = Peer(
 DATA = "areal.utils.data"
 ACTOR = "areal.trainer.ppo.actor"
 LOSS = "areal.utils.functional.functional"
+# AReaL clamps estimates to [-10, 10].
 FORMS = {name: KLTerm(name, placement="loss", output_clamp=10.0) for name in ("k1", "k2", "k3")}
 NO_CLIP = 1e9
+"""A clip range that no ratio leaves."""
 
 
 def build() -> Adapter:
+    """Its estimators alone, and its reward path."""
     cases = [_function(name, term) for name, term in FORMS.items()]
     cases += [_reward(name, NO_CLIP) for name in FORMS]
+    # With AReaL's own clip range, and as it runs without a reference model.
     cases += [_reward("k1", 0.2), _reward("k1", NO_CLIP, reference=False)]
     return Adapter(system="areal", version=PEER.version, cases=tuple(cases), needs=PEER.pins)
 
@@ -83,13 +87,23 @@ def _reward(name: str, clip: float, *, reference: bool = True) -> Case:
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _in_reward(rows, beta, name, clip, reference)
 
-    suffix = ("" if clip == NO_CLIP else "/clipped") + ("" if reference else "/no_reference")
+    case_name = f"areal:reward/{name}"
+    flags = f"kl_ctl>0 kl_estimator={name}"
+    if clip == NO_CLIP:
+        flags += " eps_clip=off"
+    else:
+        case_name += "/clipped"
+        flags += f" eps_clip={clip}"
+    note = ""
+    if not reference:
+        case_name += "/no_reference"
+        flags += " ref=None"
+        note = "without a reference its log-probs count as 0: the penalty is an entropy bonus"
     return Case(
         system="areal",
         version=PEER.version,
-        name=f"areal:reward/{name}{suffix}",
-        flags=f"kl_ctl>0 kl_estimator={name} eps_clip={'off' if clip == NO_CLIP else clip}"
-        + ("" if reference else " ref=None"),
+        name=case_name,
+        flags=flags,
         kind="loss path",
         placement="reward",
         loss=kl_part(loss_at),
@@ -99,13 +113,16 @@ def _reward(name: str, clip: float, *, reference: bool = True) -> Case:
         ours=(term,) if reference else None,
         context=context,
         tolerance=FLOAT32,
-        note="" if reference else "without a reference its log-probs count as 0: the penalty is an entropy bonus",
+        note=note,
         reduction="token mean (theirs divided out)",
     )
 
 
 def _in_reward(rows: Rows, beta: float, name: str, clip: float, reference: bool) -> Tensor:
-    module, losses = PEER.module(ACTOR), PEER.module(LOSS)
+    """AReaL's advantages with the KL inside, and its clipped loss, summed over tokens. S is T and one prompt token."""
+    module = PEER.module(ACTOR)
+    losses = PEER.module(LOSS)
+    # The prompt token's column: outside the loss, and one place for the shift between the two kinds of log-probs.
     count, _ = rows.mask_BT.shape
     column_B1 = torch.zeros(count, 1, dtype=torch.float64)
     mask_BS = torch.cat([column_B1, rows.mask_BT.double()], 1)
@@ -119,6 +136,7 @@ def _in_reward(rows: Rows, beta: float, name: str, clip: float, reference: bool)
     }
     if reference:
         data["ref_logp"] = torch.cat([rows.ref_logp_BT, column_B1], 1)
+    # Without its constructor, which starts engines: these are the attributes that the method reads.
     actor = object.__new__(module.PPOActor)
     actor.__dict__.update(
         config=SimpleNamespace(overlong_reward_penalty=False, use_decoupled_loss=False, recompute_logprob=False),
@@ -134,6 +152,7 @@ def _in_reward(rows: Rows, beta: float, name: str, clip: float, reference: bool)
         mask_no_eos_with_zero=False,
     )
     data = actor._compute_advantages(data)
+    # AReaL shifts it, with the log-probs, to the position that predicts a token.
     mask_BS = data["loss_mask"].bool()
     value, _ = losses.ppo_actor_loss_fn(
         logprobs=torch.cat([rows.logp_BT, column_B1], 1),
@@ -143,4 +162,5 @@ def _in_reward(rows: Rows, beta: float, name: str, clip: float, reference: bool)
         eps_clip=clip,
         loss_mask=mask_BS,
     )
+    # Its loss is the mean over tokens.
     return spread(value.double() * mask_BS.sum(), rows)

@@ -30,13 +30,16 @@ FORMS = {
     "k1": KLTerm("k1", placement="loss"),
     "abs": KLTerm("abs", placement="loss"),
     "k2": KLTerm("k2", placement="loss"),
+    # Only k3 is clamped: its log-ratio and its value.
     "k3": KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0),
 }
 GROUP = 2
 NO_CLIP = 1e9
+"""A clip range that no ratio leaves."""
 
 
 def build() -> Adapter:
+    """Its estimators alone, and its reward path."""
     cases = [_function(name, term) for name, term in FORMS.items()]
     cases += [_reward("k1", NO_CLIP), _reward("k1", 0.2), _reward("k3", NO_CLIP)]
     skipped = Skipped(
@@ -50,8 +53,10 @@ def build() -> Adapter:
 
 def _function(name: str, term: KLTerm) -> Case:
     def loss(rows: Rows, /) -> Tensor:
-        function = PEER.module(UTILS).compute_approx_kl
-        return function(rows.logp_BT, rows.ref_logp_BT, loss_mask=rows.mask_BT.double(), kl_estimator_type=name)
+        value_BT: Tensor = PEER.module(UTILS).compute_approx_kl(
+            rows.logp_BT, rows.ref_logp_BT, loss_mask=rows.mask_BT.double(), kl_estimator_type=name
+        )
+        return value_BT
 
     return Case(
         system="skyrl",
@@ -89,12 +94,18 @@ def _reward(name: str, clip: float) -> Case:
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _in_reward(rows, beta, name, clip)
 
+    case_name = f"skyrl:reward/rloo/{name}"
+    flags = f"use_kl_in_reward=True kl_estimator_type={name} advantage_estimator=rloo"
+    if clip == NO_CLIP:
+        flags += " eps_clip=off"
+    else:
+        case_name += "/clipped"
+        flags += f" eps_clip={clip}"
     return Case(
         system="skyrl",
         version=PEER.version,
-        name=f"skyrl:reward/rloo/{name}" + ("" if clip == NO_CLIP else "/clipped"),
-        flags=f"use_kl_in_reward=True kl_estimator_type={name} advantage_estimator=rloo "
-        f"eps_clip={'off' if clip == NO_CLIP else clip}",
+        name=case_name,
+        flags=flags,
         kind="loss path",
         placement="reward",
         loss=kl_part(loss_at),
@@ -109,15 +120,22 @@ def _reward(name: str, clip: float) -> Case:
 
 
 class _Batch(dict[str, Tensor]):
+    """Tensors by name, with the attribute of SkyRL's own batches that the method writes."""
+
     def __init__(self, **tensors: Tensor) -> None:
         super().__init__(tensors)
         self.metadata: dict[str, Any] = {}
 
 
 def _in_reward(rows: Rows, beta: float, name: str, clip: float) -> Tensor:
-    module, utils = PEER.module(TRAINER), PEER.module(UTILS)
+    """SkyRL's reward with the KL, its RLOO advantages and its clipped loss, summed over tokens."""
+    module = PEER.module(TRAINER)
+    utils = PEER.module(UTILS)
     mask_BT = rows.mask_BT.double()
+    # The reward of a completion stands at its last token.
     last_B1 = rows.mask_BT.sum(-1, keepdim=True) - 1
+    rewards_BT = torch.zeros_like(rows.ref_logp_BT).scatter(1, last_B1, rows.reward_B[:, None])
+    # Without its constructor, which starts workers: these are the attributes that the method reads.
     trainer = object.__new__(module.RayPPOTrainer)
     algorithm = SimpleNamespace(kl_estimator_type=name, kl_loss_coef=beta)
     trainer.__dict__.update(
@@ -127,10 +145,12 @@ def _in_reward(rows: Rows, beta: float, name: str, clip: float) -> Tensor:
         loss_mask=mask_BT,
         base_action_log_probs=rows.ref_logp_BT,
         action_log_probs=rows.behaviour_logp_BT,
-        rewards=torch.zeros_like(rows.ref_logp_BT).scatter(1, last_B1, rows.reward_B[:, None]),
+        rewards=rewards_BT,
     )
+    # RLOO sees the reward with the KL inside, so that its baseline is subtracted from the KL too.
     batch = trainer.apply_reward_kl_penalty(batch)
     advantages_BT, _ = utils.compute_rloo_outcome_advantage(batch["rewards"], mask_BT, rows.group_B.numpy())
+    # None turns off the corrections for samples of another policy: the clipped loss has its own ratio.
     config = SimpleNamespace(
         policy_loss_type="regular",
         eps_clip_low=clip,

@@ -1,4 +1,7 @@
-"""ms-swift: ``GRPOTrainer._compute_loss_and_metrics`` on a trainer created without its constructor."""
+"""ms-swift: ``GRPOTrainer._compute_loss_and_metrics`` on a trainer created without its constructor.
+
+The rows' log-probs replace the model's forward pass.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,13 @@ PEER = Peer(
     extras=(("trl", ("trl",)),),
 )
 MODULE = "swift.rlhf_trainers.grpo_trainer"
+# ms-swift clamps the log-ratio to [-20, 20] and the value to [-10, 10].
 K3 = KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0)
 GROUP = 2
 
 
 def build() -> Adapter:
+    """Each of its losses; they differ in how they average over tokens."""
     cases = [_case(name) for name in ("dapo", "bnpo", "dr_grpo", "cispo")]
     cases += [_case("dapo", level="sequence", note="GSPO's ratio does not touch the KL")]
     cases += [_case(name, mean=True) for name in ("grpo", "sapo")]
@@ -50,21 +55,28 @@ def _case(loss_type: str, *, level: str = "token", mean: bool = False, batch: bo
     def loss_at(rows: Rows, beta: float) -> Tensor:
         return _loss(rows, beta, loss_type, level)
 
-    context, reduction = None, "token sum (theirs divided out)"
+    loss = kl_part(loss_at)
+    context = None
+    reduction = "token sum (theirs divided out)"
     if mean:
-        context, reduction = AlgorithmContext(reduction="sequence_mean_token_mean"), "mean over the completion's tokens"
+        context = AlgorithmContext(reduction="sequence_mean_token_mean")
+        reduction = "mean over the completion's tokens"
     if batch:
+        # The denominator is the batch's, so that a batch is one group, which the oracle enumerates as a whole.
+        loss = batch_by_batch(loss, GROUP)
         context = AlgorithmContext(reduction="token_mean", group_size=GROUP)
         reduction = "token mean over the batch, here one group"
-    loss = kl_part(loss_at)
+    name = f"swift:{loss_type}"
+    if level == "sequence":
+        name += "/sequence_ratio"
     return Case(
         system="swift",
         version=PEER.version,
-        name=f"swift:{loss_type}" + ("" if level == "token" else "/sequence_ratio"),
+        name=name,
         flags=f"loss_type={loss_type} importance_sampling_level={level}",
         kind="loss path",
         placement="loss",
-        loss=batch_by_batch(loss, GROUP) if batch else loss,
+        loss=loss,
         module=MODULE,
         function="GRPOTrainer._compute_loss_and_metrics",
         loaded=lambda: PEER.loaded(MODULE),
@@ -95,6 +107,7 @@ def _loss(rows: Rows, beta: float, loss_type: str, level: str) -> Tensor:
         "log_rollout_offpolicy_metrics": False,
         "disable_rollout_importance_sampling": True,
         "_has_teacher": False,
+        # Clipping acts on the policy loss, which kl_part subtracts.
         "epsilon_low": 0.2,
         "epsilon_high": 0.2,
         "args": SimpleNamespace(delta=None, gradient_accumulation_steps=1),
@@ -112,6 +125,7 @@ def _loss(rows: Rows, beta: float, loss_type: str, level: str) -> Tensor:
         "_metrics": defaultdict(lambda: defaultdict(list)),
         "_get_per_token_logps_and_entropies": lambda *args, **kwargs: (rows.logp_BT, None),
     }
+    # Past the trainer's own __setattr__, which would register a model's modules.
     for name, value in attributes.items():
         object.__setattr__(trainer, name, value)
     batch = SimpleNamespace(
@@ -122,8 +136,10 @@ def _loss(rows: Rows, beta: float, loss_type: str, level: str) -> Tensor:
         rollout_per_token_logps=None,
         teacher_per_token_logps=None,
         advantages=rows.reward_B[:, None].expand_as(rows.ref_logp_BT),
+        # As many tokens as it is told; with 1 its mean over tokens is the sum.
         num_items_in_batch=torch.ones(()),
     )
     value, _ = trainer._compute_loss_and_metrics(trainer.model, {}, batch)
-    undo = {"grpo": count, "sapo": count, "bnpo": rows.mask_BT.sum(), "dr_grpo": count * length, "real": count}
-    return spread(value * undo.get(loss_type, 1), rows)
+    # The others divide by num_items_in_batch, which is 1 here.
+    denominators = {"grpo": count, "sapo": count, "bnpo": rows.mask_BT.sum(), "dr_grpo": count * length, "real": count}
+    return spread(value * denominators.get(loss_type, 1), rows)

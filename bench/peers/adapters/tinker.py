@@ -28,6 +28,7 @@ GROUP = 2
 
 
 def build() -> Adapter:
+    """Its penalty without and with discounted sums of later costs."""
     cases = (
         _case(0.0, "own token's cost, less the batch's token mean: here one group's"),
         _case(1.0, "costs to go, each less the batch's token mean: here one group's"),
@@ -38,6 +39,7 @@ def build() -> Adapter:
 def _case(discount: float, note: str) -> Case:
     def loss_at(rows: Rows, beta: float) -> Tensor:
         advantage_BT = _advantages(rows, beta, discount)
+        # The documented loss of the server: the ratio to the sampler times the advantage, per token.
         return -(rows.logp_BT - rows.behaviour_logp_BT).exp() * advantage_BT * rows.mask_BT
 
     return Case(
@@ -62,7 +64,8 @@ class _Tokens:
     """The tokens of one row, with the methods that the scoring call uses."""
 
     def __init__(self, row: int, length: int) -> None:
-        self.row, self.length = row, length
+        self.row = row
+        self.length = length
 
     def append_int(self, token: int) -> _Tokens:
         return _Tokens(self.row, self.length + 1)
@@ -76,8 +79,10 @@ class _Reference:
 
     def sample(self, prompt: _Tokens, **kwargs: Any) -> Any:
         async def answer() -> Any:
-            scored = self.rows.ref_logp_BT[prompt.row][self.rows.mask_BT[prompt.row]].tolist()
-            return SimpleNamespace(prompt_logprobs=[None, *scored], sequences=[], prompt_cache_hit_tokens=0)
+            mask_T = self.rows.mask_BT[prompt.row]
+            logps = self.rows.ref_logp_BT[prompt.row][mask_T].tolist()
+            # The first token has no log-prob: nothing stands before it.
+            return SimpleNamespace(prompt_logprobs=[None, *logps], sequences=[], prompt_cache_hit_tokens=0)
 
         return SimpleNamespace(coroutine=answer)
 
@@ -97,6 +102,7 @@ def _advantages(rows: Rows, beta: float, discount: float) -> Tensor:
         }
         inputs = {name: pack(tensor) for name, tensor in fields.items()}
         data.append(SimpleNamespace(model_input=_Tokens(row, count), loss_fn_inputs=inputs))
+    # It adds the penalty to the advantages in place.
     asyncio.run(module.incorporate_kl_penalty(data, _Reference(rows), beta, discount))
     advantage_BT = torch.zeros_like(rows.ref_logp_BT)
     for row, datum in enumerate(data):

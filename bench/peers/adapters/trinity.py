@@ -13,22 +13,29 @@ from peers.loading import Peer
 PEER = Peer("trinity-rft", packages=("trinity",), stubs=("ray",))
 MODULE = "trinity.algorithm.kl_fn.kl_fn"
 
-FORMS: dict[str, tuple[str, KLTerm, str]] = {
-    "k1": ("K1Fn", KLTerm("k1", placement="loss"), ""),
-    "k2": ("K2Fn", KLTerm("k2", placement="loss"), ""),
-    "k3": ("K3Fn", KLTerm("k3", placement="loss"), ""),
-    "low_var_kl": ("LowVarKLFn", KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0), ""),
-    "abs": ("AbsFn", KLTerm("abs", placement="loss"), ""),
-    "corrected_k3": (
-        "CorrectedK3Fn",
-        KLTerm("k3", placement="loss", correction="token", cap=2.0),
-        "the ratio is truncated at 2 and differentiated: beyond, its score term is lost",
-    ),
+CLASSES = {
+    "k1": "K1Fn",
+    "k2": "K2Fn",
+    "k3": "K3Fn",
+    "low_var_kl": "LowVarKLFn",
+    "abs": "AbsFn",
+    "corrected_k3": "CorrectedK3Fn",
+}
+"""Trinity's class of each name in its registry."""
+TERMS = {
+    "k1": KLTerm("k1", placement="loss"),
+    "k2": KLTerm("k2", placement="loss"),
+    "k3": KLTerm("k3", placement="loss"),
+    # verl's: k3 with a clamped log-ratio and a clamped value.
+    "low_var_kl": KLTerm("k3", placement="loss", input_clamp=20.0, output_clamp=10.0),
+    "abs": KLTerm("abs", placement="loss"),
+    "corrected_k3": KLTerm("k3", placement="loss", correction="token", cap=2.0),
 }
 
 
 def build() -> Adapter:
-    cases = tuple(_case(name, *form) for name, form in FORMS.items())
+    """Each KL function of its registry."""
+    cases = tuple(_case(name) for name in CLASSES)
     skipped = Skipped(
         system="trinity",
         version=PEER.version,
@@ -39,9 +46,17 @@ def build() -> Adapter:
     return Adapter(system="trinity", version=PEER.version, cases=cases, needs=PEER.pins, skipped=(skipped,))
 
 
-def _case(name: str, cls: str, term: KLTerm, note: str) -> Case:
+def _case(name: str) -> Case:
+    class_name = CLASSES[name]
+    note = ""
+    spreads = Case.spreads
+    if name == "corrected_k3":
+        note = "the ratio is truncated at 2 and differentiated: beyond, its score term is lost"
+        # The gradient of rho k3 cancels at large log-ratios, to rounding noise.
+        spreads = (0.3, 3.0)
+
     def loss(rows: Rows, /) -> Tensor:
-        function = getattr(PEER.module(MODULE), cls)(kl_coef=1.0)
+        function = getattr(PEER.module(MODULE), class_name)(kl_coef=1.0)
         value, _ = function.calculate_kl_loss(
             logprob=rows.logp_BT,
             ref_logprob=rows.ref_logp_BT,
@@ -49,6 +64,7 @@ def _case(name: str, cls: str, term: KLTerm, note: str) -> Case:
             loss_agg_mode="seq-mean-token-sum",
             old_logprob=rows.behaviour_logp_BT,
         )
+        # Its aggregation is a mean over completions; the oracle wants the sum.
         return spread(torch.as_tensor(value) * len(rows.group_B), rows)
 
     return Case(
@@ -60,10 +76,10 @@ def _case(name: str, cls: str, term: KLTerm, note: str) -> Case:
         placement="loss",
         loss=loss,
         module=MODULE,
-        function=f"{cls}.calculate_kl_loss",
+        function=f"{class_name}.calculate_kl_loss",
         loaded=lambda: PEER.loaded(MODULE),
-        ours=(term,),
+        ours=(TERMS[name],),
         note=note,
         reduction="mean over completions (theirs divided out)",
-        spreads=(0.3, 3.0) if name == "corrected_k3" else Case.spreads,
+        spreads=spreads,
     )

@@ -9,6 +9,7 @@ PEER = Peer("google-tunix", packages=("tunix",))
 
 
 def build() -> Adapter:
+    """No case: the reason is a row of the page."""
     skipped = Skipped(
         system="tunix",
         version=PEER.version,

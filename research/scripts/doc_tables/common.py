@@ -52,6 +52,7 @@ def _yaml(value: object) -> str:
         value = getattr(value, "name", None) or dataclasses.asdict(cast(Any, value))
     if isinstance(value, list):
         return "[" + ", ".join(_yaml(item) for item in value) + "]"
+    # Before the numbers, of which bool is one in Python.
     if value is None:
         return "null"
     if isinstance(value, bool):

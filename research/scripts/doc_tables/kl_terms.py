@@ -34,6 +34,7 @@ def certificates(label: str, terms: tuple[KLTerm, ...]) -> dict[str, Certificate
     return by_regime
 
 
+# Cached: every page of an estimator asks for it, and certificates of the same term are shared between pages.
 @cache
 def matrix() -> tuple[KLTerm, ...]:
     """Every built-in term whose log-ratio uses the current weights."""
@@ -76,6 +77,7 @@ def noise(certificate: Certificate) -> str:
 
 
 # --- the decision page ----------------------------------------------------------------------------------------
+# A test compares each row's last field with the master table (tests/docs/test_pages.py).
 SITUATIONS: tuple[tuple[str, str, str, str], ...] = (
     ("on-policy, exact KL affordable", "rb/full", "on_policy", "exact in reward, to go = G"),
     ("on-policy, log-probs of sampled tokens only", "openrlhf/default", "on_policy", "K1 in reward, reward-to-go = G"),
@@ -183,6 +185,7 @@ def inside_advantages() -> str:
 
 
 # --- a page per estimator -------------------------------------------------------------------------------------
+# By the claims that the decorators of estimators declare; a new claim without a meaning raises a KeyError here.
 MEANINGS = {
     "value:reverse": "its mean at a prefix is `KL(pi || ref)` there",
     "value:forward": "its mean at a prefix is `KL(ref || pi)` there",
@@ -209,7 +212,7 @@ def estimator_page(name: str) -> str:
             uncorrected.append(term)
         elif term.estimator == name:
             corrected.append(term)
-    # The option `form` of a top-k estimator decides what it optimizes: each form has a row.
+    # The matrix has the default options. What a top-k estimator optimizes is decided by its option `form`.
     for form in entry.facts.get("options", {}).get("form", {}).get("choices", ()):
         uncorrected.append(KLTerm(name, placement="loss", options={"form": form}))
     return f"""# {name}
@@ -246,6 +249,7 @@ def _claims(entry: EstimatorEntry) -> str:
     """The claims as a list, then the options that they need in each regime."""
     lines = [f"- `{claim}`: {MEANINGS[claim]}." for claim in entry.claims]
     text = "\n".join(lines) or "- none"
+    # A claim may hold in a regime with some values of an option only.
     for regime, options in entry.facts.get("claims_need", {}).items():
         text += f"\n\n{regime.replace('_', '-').capitalize()} they hold with {_needed(options)} only."
     return text

@@ -8,6 +8,7 @@ from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
 from kl_comedy.registry import ROLLOUTS
 
+# tests/config/test_matrix.py trains the allowed cells of these for two updates.
 STRATEGIES = ("single", "ddp", "fsdp")
 LAGS = {
     "on-policy": (),
@@ -29,6 +30,7 @@ ALGORITHMS = {
 
 def config_error(strategy: str, *overrides: str) -> str | None:
     """The key and reason of the config error, or None if the settings work together."""
+    # The page cannot contradict the program: it asks the checks that a run meets.
     try:
         load_config(None, [f"train.strategy={strategy}", *overrides])
     except UserError as error:

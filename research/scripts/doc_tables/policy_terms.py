@@ -51,6 +51,7 @@ def policy_terms() -> str:
         if first is not None:
             kind, formula = _kind_and_formula(name)
             rows.append((code_span(name), kind, formula, *_figures(first, base_variance)))
+        # A clip does nothing at the first update of a batch, where the policy is the proximal one.
         later = by_regime.get("off_policy, later")
         if later is not None:
             rows.append((f"{code_span(name)}, a later update", "", "", *_figures(later, base_variance)))
@@ -98,6 +99,7 @@ def advantages() -> str:
     return table(("name", "formula"), rows)
 
 
+# Few: the page says what to choose, the study's page has all of them. The names are those of the CSV.
 DECISION_CANDIDATES = (
     "reinforce (no ratio)",
     "tis 2",
@@ -116,6 +118,7 @@ def policy_decision() -> str:
     frame = pd.read_csv(ROOT / "results/policy_corrections/policy_corrections.csv")
     stale = frame[(frame.length == frame.length.max()) & (frame.staleness > 0)]
     levels = sorted(stale.staleness.unique())
+    # In the head, because the share and not the staleness is what a reader can measure in his own run.
     ess = stale.groupby("staleness").ess.median()
     rows = []
     for name in DECISION_CANDIDATES:

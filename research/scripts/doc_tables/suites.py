@@ -40,7 +40,7 @@ def _sorted_suites() -> list[SuiteConfig]:
 
 
 def _problem_cells(suite: SuiteConfig) -> ProblemCells:
-    assert suite.data is not None
+    assert suite.data is not None  # every built-in suite brings its problems
     if suite.data.name:
         published = code_span(suite.data.name)
     else:
@@ -57,6 +57,7 @@ def _problem_cells(suite: SuiteConfig) -> ProblemCells:
 
 
 def _scoring(suite: SuiteConfig) -> str:
+    # A suite without generation compares the log-probs of given answers.
     if suite.kind == "generate":
         return code_span(suite.reward.name)
     return f"log-prob of {suite.score}"

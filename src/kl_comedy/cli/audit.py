@@ -58,15 +58,18 @@ def audit(
     # Imports Lightning, which takes seconds: a mistake in the config is reported before it.
     from kl_comedy.lab.audit.run import run_audit
 
+    # Empty parts are dropped: a trailing comma names no term.
     names = [name.strip() for name in terms.split(",") if name.strip()]
     with _progress() as show_progress:
         report = run_audit(
             source, names, updates=updates, samples=samples, blocks=blocks, sketch=sketch, progress=show_progress
         )
-    folder = out
-    # The audit of a run belongs beside its checkpoints.
-    if folder is None:
-        folder = config if config.is_dir() else Path(source.config.output)
+    folder = Path(source.config.output)
+    if out is not None:
+        folder = out
+    elif config.is_dir():
+        # The audit of a run belongs beside its checkpoints.
+        folder = config
     path = _save(report, source, folder)
     message(f"wrote {path}")
     print(report.render(format))
@@ -102,6 +105,7 @@ def _save(report: AuditReport, source: AuditSource, folder: Path) -> Path:
     from kl_comedy.io import atomic_write
     from kl_comedy.tracking import provenance_tags
 
+    # In the name, so that audits of two configs, or of two updates, do not overwrite each other.
     identity = config_hash(source.config)
     path = folder / f"audit-{report.name}-{identity}-{report.version}.json"
     checkpoint = None if source.checkpoint is None else str(source.checkpoint)

@@ -193,6 +193,7 @@ def _requested_terms(asked: _Asked) -> _Request:
     for name in asked.names:
         _add_name(name, lists, contexts)
     for text in asked.terms:
+        # Under its label, so that a term that is named twice is certified once.
         term = parse_record(KLTerm, common.parse_yaml("--term", text), key="--term")
         lists[term.label()] = (term,)
     brings_new_parts = bool(new_estimators or new_corrections)
@@ -207,6 +208,7 @@ def _requested_terms(asked: _Asked) -> _Request:
         shown = asked.matrix or label in lists or _is_main(term, new_corrections)
         if not shown:
             hidden.add(label)
+    # After what was named: a name keeps its own terms.
     lists |= {label: (term,) for label, term in combinations.items()}
 
     estimators = [*new_estimators, *asked.estimators]
@@ -243,6 +245,7 @@ def _is_main(term: KLTerm, new_corrections: Sequence[str]) -> bool:
         return False
     if term.correction in new_corrections:
         return term.estimator in ("k1", "k3", "exact")
+    # An exact KL at a prefix has no token of its own to correct.
     per_decision = "prefix" if term.needs == "log_ratio" else "prefix_previous"
     return term.correction in ("none", per_decision)
 
@@ -292,7 +295,10 @@ def _context_of(config: Config) -> AlgorithmContext:
         policy_loss_options=dict(algorithm.policy_loss_options),
         correction=dict(algorithm.correction),
         proximal=algorithm.proximal,
+        # A group multiplies the completions that are enumerated; larger ones only have less noise.
         group_size=min(config.rollout.group_size, LARGEST_GROUP),
+        # That of the objective: other reductions weight completions by their length, which is no property of the
+        # terms.
         reduction="sequence_sum",
         drop_truncated=algorithm.mask_truncated,
     )
@@ -315,6 +321,7 @@ def _certify_terms(request: _Request, settings: _Settings) -> list[str]:
     from kl_comedy.kl.oracle.certificate import LONG, TREE
     from kl_comedy.kl.oracle.certificate import certify as certify_terms
 
+    # Before the terms: a part whose claim is false explains the terms that fail.
     false_claims, parts = _check_parts(request, settings.seed)
     # --search is the time of the whole call: each list of terms gets the same part of it in each regime.
     searches = max(1, len(request.lists) * len(settings.regimes))
@@ -369,6 +376,7 @@ def _check_parts(request: _Request, seed: int) -> tuple[list[str], PartsCoverage
     corrections = dict.fromkeys(request.corrections)
     for terms in request.lists.values():
         for term in terms:
+            # With the options of every term, since a claim may hold for the defaults only.
             options.setdefault(term.estimator, []).append(term.options)
             corrections[term.correction] = None
     return check_parts(options, corrections, seed=seed)
@@ -380,6 +388,7 @@ def _print_json(certificates: Sequence[Certificate], in_training: Sequence[Effec
     rows = []
     for certificate in certificates:
         effect_row = effect_rows.get((certificate.name, certificate.regime))
+        # In every row, though it is the same: a row is often all that is kept of a call.
         rows.append({**certificate.row(), "in_training": effect_row, "checked": checked_row})
     print(json.dumps(rows, indent=1))
 

@@ -91,7 +91,9 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
             step = trained.train.steps
         else:
             source = Path(folder) / "policy"
-            which = str(step_of(path)) if is_checkpoint else "newest"
+            which = "newest"
+            if is_checkpoint:
+                which = str(step_of(path))
             step = step_of(export_policy(run, trained, source, which=which))
         config = read([f"model.source={source}", *_changes_for_exported(trained), *overrides])
         yield Target(config=config, label=f"{run.path.name}-{step}", run=run.path.name, step=step)

@@ -193,12 +193,15 @@ def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | No
 
     # Many users ask about flags that turn the KL off by default: what they would get is shown too.
     acting = switched_on(reading)
+    acting_plain = None
+    if acting is not None:
+        acting_plain = _plain(acting)
     advice = advise(find_system(reading.system))
     if format == "json":
         plain = {
             **(summary or {}),
             **_plain(reading),
-            "switched_on": _plain(acting) if acting else None,
+            "switched_on": acting_plain,
             "advice": [_advice_row(item) for item in advice],
         }
         print(json.dumps(plain, indent=1))

@@ -152,6 +152,7 @@ def named_rows(table: pd.DataFrame, rows: Sequence[str]) -> pd.DataFrame:
 
     if not rows:
         return table
+    # The keys of the groups stand before n, and the last one tells most rows apart.
     group = table.columns[list(table.columns).index("n") - 1]
     labels = list(table[group])
     names: dict[str, str] = {}
@@ -349,6 +350,7 @@ def export(wanted: ExportOptions) -> None:
         write_table(ResultTable(frame=frame), wanted.file_format, out)
         return
 
+    # The store again, because curves are not among the columns of the runs.
     store = open_runs(wanted.uri)
     curves = write_export(store, frame, out, wanted.curve_patterns, wanted.points, append=wanted.append)
     written = f"{len(curves)} points of {curves['metric'].nunique()} metrics in {curves_file(out)}"
@@ -603,6 +605,7 @@ def _verify_rows(table: Path, uri: str, format: str) -> None:
     if shown:
         print_rows(shown, format)
 
+    # Said even where nothing is wrong: a row without cells is confirmed by nothing.
     cells = sum(row["checked"] for row in verdicts)
     message(f"{len(verdicts) - len(unconfirmed)} of {len(verdicts)} rows are the same ({cells} cells)")
     for plugins, count in checks.plugins_of(runs, table).items():

@@ -103,6 +103,7 @@ class Query(Source):
         words = [word.lower() for word in split([self.status])]
         for word in words:
             check_choice("--status", word, STATUSES)
+        # Written out, because stores have no such status.
         if "all" in words:
             words = [word for word in STATUSES if word != "all"]
         return tuple(word.upper() for word in words)
@@ -134,6 +135,7 @@ class Query(Source):
     def counted(self, query: RunQuery) -> Selection:
         """The selection of runs whose status counts. Raises :class:`RunFailed` where there is none."""
         chosen = select(query)
+        # Chosen first and then filtered: repeats and collapsed runs are found among runs of every status.
         frame = chosen.frame[chosen.frame["status"].isin(self.statuses)]
         if frame.empty:
             raise RunFailed(f"no run with status {self.status}; --status all counts every run")
@@ -155,6 +157,7 @@ def command(app: typer.Typer, example: str) -> Callable[[Callable[..., Any]], Ca
     """Register a command of ``app``. The fields of its only parameter, a record, become options."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        # By its type and not by its name: a command may call its options as it likes.
         (record,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
         app.command(function.__name__, epilog=f"Example: `kl-comedy results {example}`")(with_options(function, record))
         return function
@@ -174,6 +177,7 @@ def with_options(function: Callable[[Options], Any], record: type[Options]) -> C
     types = get_type_hints(record, include_extras=True)
     own_names = inspect.get_annotations(record)
     fields = list(dataclasses.fields(record))  # type: ignore[arg-type]
+    # Stable, so that both parts keep the order in which they were written.
     fields.sort(key=lambda field: field.name not in own_names)
     parameters = []
     for field in fields:
@@ -232,6 +236,7 @@ def write_table(made: ResultTable, format: str, out: Path | None, uri: str | Non
 
     if format == "parquet":
         out.parent.mkdir(parents=True, exist_ok=True)
+        # Binary: it does not go through the text below.
         frame.to_parquet(out, index=False)
     else:
         text = render(frame, format, made.notes) + "\n"

@@ -318,7 +318,7 @@ def _run_missing(
             return
 
         if place.slurm is None and place.workers is None:
-            # resubmit needs no option: a sweep goes on where it was started.
+            # resubmit needs no option: a sweep continues where it was started.
             place = _last_place(sweep)
         profile = place.read_profile()
         _check_sizes([sweep.cell(index) for index in work.train], profile, place.workers)

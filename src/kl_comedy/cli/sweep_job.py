@@ -33,7 +33,9 @@ def cell(
     with stop_requests():  # before the heavy imports, so that an early signal is not lost
         loaded = read_sweep(sweep)
         chosen = loaded.cell(index)
-        stage = "evaluate" if evaluate else "train"
+        stage = "train"
+        if evaluate:
+            stage = "evaluate"
         with _recorded_attempt(loaded, chosen, stage):
             await_servers()
             if evaluate:
@@ -142,7 +144,9 @@ def _evaluate(sweep: Sweep, cell: Cell) -> None:
     from kl_comedy.cli.evaluation_runs import evaluate_run
 
     run = newest_runs(sweep).get(cell.run_stem)
-    summary = None if run is None else RunDir(path=run).summary()
+    summary = None
+    if run is not None:
+        summary = RunDir(path=run).summary()
     if run is None or not summary or summary["status"] != "FINISHED":
         raise UserError(f"cell {cell.index} is not trained; kl-comedy cell {sweep.path} {cell.index} trains it")
     _load_plugins(sweep)

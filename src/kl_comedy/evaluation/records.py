@@ -219,7 +219,6 @@ class SuiteRecords:
         tracker = RunLogger(
             dataclasses.replace(config, experiment=f"{config.experiment}-evaluations"),
             run_dir=self.path,
-            run_name=self.path.name,
             params=flatten(self.plan.identity()),
             tags={**provenance_tags(), "kind": "evaluation", "suite": self.plan.suite.name, **tags},
         )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from kl_comedy.kl import KLTerm, kl_surrogate
 from kl_comedy.lab.audit.gradients import SKETCH, GradientSketch, layer_groups
 from kl_comedy.lab.audit.grams import cosine, delivered, estimate, mean_product, noise, p_of_zero_mean
 from kl_comedy.lab.audit.measure import MINIMUM_BLOCKS
+from kl_comedy.lab.audit.report import UNDEFINED
 
 TARGETS = {
     "sequence_reverse": KLTerm("exact", placement="reward", credit="to_go"),
@@ -200,9 +200,11 @@ class KLAudit(LossCallback):
             ("cosine", estimate(cosine, kl_KK, kl_reference_KK, reference_KK)),
             ("strength", estimate(delivered, kl_reference_KK, reference_KK)),
         ):
-            record[name] = math.nan if is_hidden else interval.value
-            record[f"{name}_low"] = math.nan if is_hidden else interval.low
-            record[f"{name}_high"] = math.nan if is_hidden else interval.high
+            if is_hidden:
+                interval = UNDEFINED
+            record[name] = interval.value
+            record[f"{name}_low"] = interval.low
+            record[f"{name}_high"] = interval.high
         # A generator of its own, so that an audit does not move the run's random numbers.
         record["p_no_mean"] = p_of_zero_mean(kl_KK, torch.Generator().manual_seed(0))
         record["variance"] = float(noise(kl_KK)) / max(float(noise(reference_KK)), 1e-30)

@@ -66,12 +66,14 @@ class SamplerVersionProbe(TrainerCallback):
         # Log-probs of a few tokens stand for a version: copies of the weights would not fit.
         self._versions[step] = policy_logps(model, self.token_ids)
         self._versions = dict(sorted(self._versions.items())[-self.keep :])
+        # Every version is recorded all the same: an old one may be what the engine still has.
         if step % self.every != 0:
             return
         engine_logps: list[float] = []
         for row in self.engine(self.token_ids):
             engine_logps.extend(row)
         engine = torch.tensor(engine_logps)
+        # The mean, because single log-probs of a right engine may differ by more than the tolerance.
         distances = {version: float((engine - logps).abs().mean()) for version, logps in self._versions.items()}
         fitting = [version for version, distance in distances.items() if distance <= self.tolerance]
         # The newest that fits: a policy that has not moved fits several, and an old one is then no fault.

@@ -38,6 +38,7 @@ class HostTerms:
         if isinstance(kl, Sequence) and not isinstance(kl, str):
             # The reader of configs takes plain data.
             kl = [item.to_mapping() if isinstance(item, KLTerm) else item for item in kl]
+        # As a config's `kl`, so that a term means the same in every trainer.
         terms = resolve_terms(kl)
         trainer = _Host(name=host, in_reward=in_reward, steps=steps)
         in_loss = []
@@ -84,6 +85,7 @@ class HostTerms:
             batch["ref_logp_BT"] = torch.zeros_like(batch["logp_BT"])
         # A term is defined for completions with tokens; hosts pad batches with rows that have none.
         alive_B = mask_BT.any(-1)
+        # Rows of padding only would give 0 / 0 in means over tokens.
         tensors = {name: tensor[alive_B] for name, tensor in {**batch, "mask_BT": mask_BT}.items()}
         logp_BT = batch["logp_BT"]
         # At least float32: a sum over terms in bfloat16 would lose the smaller ones.

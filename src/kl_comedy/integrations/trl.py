@@ -173,7 +173,8 @@ class KLTermsMixin(_Trainer):
         logps = {"logp_BT": logp_BT, "ref_logp_BT": ref_BT, "behaviour_logp_BT": behaviour_BT}
         kl_BT = self.terms.loss_BT(step=self.state.global_step, **logps, mask_BT=mask_BT)
         kl_loss = self.kl_scale * self._reduce(kl_BT, mask_BT, inputs)
-        metrics = self._metrics["train" if self.model.training else "eval"]
+        mode = "train" if self.model.training else "eval"
+        metrics = self._metrics[mode]
         metrics["kl/loss"].append(self.accelerator.gather(kl_loss.detach()).mean().item())
         if ref_BT is not None:
             sums = torch.stack([((logp_BT.detach() - ref_BT) * mask_BT).sum(), mask_BT.sum().float()])

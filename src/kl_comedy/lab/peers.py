@@ -364,6 +364,9 @@ def read_flags(system: System, given: Mapping[str, Value]) -> Reading:
     result.apply(system.rules)
     if _has_kl_twice(result.terms):
         result.notes.append(SENTENCES["both"])
+    terms = None
+    if not result.instead:
+        terms = tuple(result.terms)
     return Reading(
         system=system.name,
         version=system.version,
@@ -371,7 +374,7 @@ def read_flags(system: System, given: Mapping[str, Value]) -> Reading:
         text=render(system, given),
         flags=flags,
         given=given,
-        terms=None if result.instead else tuple(result.terms),
+        terms=terms,
         instead=result.instead,
         notes=tuple(result.notes),
         no_ops=tuple(result.no_ops),

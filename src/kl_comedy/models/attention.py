@@ -63,6 +63,7 @@ def use_layout_attention(model: nn.Module) -> bool:
     if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    # Once per model: a copy of an adopted policy has our name in its config already.
     if body.config._attn_implementation == "sdpa":
         body.set_attn_implementation(ATTENTION_NAME)
     return bool(body.config._attn_implementation == ATTENTION_NAME)
@@ -103,6 +104,7 @@ def _attention(
 
     Raises :class:`ValueError` for an argument that changes the result in a way that no layout computes.
     """
+    # Popped, because sdpa's own function does not know it.
     layout: Layout | None = arguments.pop("kl_layout", None)
     if layout is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -183,6 +185,7 @@ def attend_rows(query_BTKRD: Tensor, key_BSKD: Tensor, value_BSKD: Tensor, mask_
     ``mask_BQS [B, R T, S]`` (:func:`additive_mask`) is added to the scores.
     """
     b, t, k, r, d = query_BTKRD.shape
+    # R before T, as additive_mask repeats the mask: all queries of one head, then of the next.
     query_BKQD = query_BTKRD.permute(0, 2, 3, 1, 4).reshape(b, k, r * t, d)
     key_BKSD = key_BSKD.transpose(1, 2)
     value_BKSD = value_BSKD.transpose(1, 2)
@@ -365,7 +368,9 @@ def pack_batch(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, ma
         prompt_spans.append(append(list(prompt_ids), 0))
         for row in rows:
             prompt_of[row] = prompt
+            # Nothing is predicted after the last token, so that it needs no place in the line.
             without_last = completion_ids[row][: max(sizes[row] - 1, 0)]
+            # Positions continue after the prompt's, as if the completion stood right behind it.
             spans[row] = append(without_last, len(prompt_ids))
 
     # Before the first token of a completion is the last of its prompt; before the others, the one before them.
@@ -378,6 +383,7 @@ def pack_batch(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, ma
     index = torch.cat([prompts.index_BT.flatten(), completions.index_BT.flatten()])
     real = torch.cat([prompts.real_BT.flatten(), completions.real_BT.flatten()])
     place_S = torch.empty(len(tokens), dtype=torch.long, device=device)
+    # Padding has an index too, of a token that it does not belong to; only real places count.
     place_S[index[real]] = real.nonzero()[:, 0]
 
     def to_tensor(numbers: list[int]) -> Tensor:

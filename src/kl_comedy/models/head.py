@@ -393,16 +393,8 @@ def _logits_gradient(
     if logp_grad_n is not None:
         token_lists.insert(0, (chunk.ids_n[:, None], logp_grad_n[:, None]))
 
-    # The number that multiplies p: - g of each listed token, - g KL of KL(p || q), + g of KL(q || p).
-    p_factor_n = logp_nV.new_zeros(len(chunk.ids_n))
-    for _, grad_nK in token_lists:
-        p_factor_n = p_factor_n - grad_nK.sum(1)
-    if kl_grad_n is not None:
-        p_factor_n = p_factor_n - kl_grad_n * chunk.kl_n
-    if forward_grad_n is not None:
-        p_factor_n = p_factor_n + forward_grad_n
-
-    # p times that number, and with KL(p || q) + g p (log p - log q), which differs from token to token.
+    # p times its number, and with KL(p || q) + g p (log p - log q), which differs from token to token.
+    p_factor_n = _p_factor(chunk, token_lists, kl_grad_n, forward_grad_n)
     grad_nV = logp_nV.exp()
     if kl_grad_n is None:
         grad_nV *= p_factor_n[:, None]
@@ -430,6 +422,23 @@ def _logits_gradient(
     if plan.settings.temperature != 1:
         grad_nV.div_(plan.settings.temperature)
     return grad_nV
+
+
+def _p_factor(
+    chunk: _Chunk,
+    token_lists: Sequence[tuple[Tensor, Tensor]],
+    kl_grad_n: Tensor | None,
+    forward_grad_n: Tensor | None,
+) -> Tensor:
+    """The number ``[n]`` that multiplies p: - g of each listed token, - g KL of KL(p || q), + g of KL(q || p)."""
+    p_factor_n = chunk.logp_nV.new_zeros(len(chunk.ids_n))
+    for _, grad_nK in token_lists:
+        p_factor_n = p_factor_n - grad_nK.sum(1)
+    if kl_grad_n is not None:
+        p_factor_n = p_factor_n - kl_grad_n * chunk.kl_n
+    if forward_grad_n is not None:
+        p_factor_n = p_factor_n + forward_grad_n
+    return p_factor_n
 
 
 def _p_above_mixture(chunk: _Chunk, plan: _Plan, reference_share: float) -> Tensor:

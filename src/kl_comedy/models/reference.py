@@ -244,7 +244,7 @@ class MovingReference(Reference):
 
     def state_dict(self) -> dict[str, Any]:
         """``{"weights": name -> tensor}`` of the parameters that the policy trains."""
-        # The average and not the rounded copy: a resumed run must go on from the same numbers.
+        # The average and not the rounded copy: a resumed run must continue from the same numbers.
         return {"weights": {name: average.detach().clone() for name, average in self._average.items()}}
 
     @torch.no_grad()

@@ -105,6 +105,7 @@ def _model_json(config: ModelConfig, name: str) -> dict[str, Any]:
     """A JSON file of the model, local or from the hub; {} where it is missing or will be refused by transformers."""
     from transformers.utils.hub import cached_file
 
+    # Asked first, or a machine without network would wait for the client's retries.
     hub_may_be_asked = check_available("model.source", config.source, config.revision)
     try:
         path = cached_file(config.source, name, revision=config.revision, local_files_only=not hub_may_be_asked)
@@ -151,6 +152,7 @@ def check_available(key: str, name: str, revision: str | None = None) -> bool:
     """
     if Path(name).is_dir():
         return True
+    # The hub would answer a path with an error about the form of its names.
     looks_like_path = name.startswith(("/", ".", "~"))
     if looks_like_path:
         raise unavailable(key, name, FileNotFoundError("no such folder"))
@@ -159,6 +161,7 @@ def check_available(key: str, name: str, revision: str | None = None) -> bool:
     from huggingface_hub import constants
 
     snapshots = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
+    # Some files are enough: which of them are missing is reported when they are loaded.
     if any(snapshots.glob("*/*")):
         return False
     why = f"no such folder, not in the hub's cache ({constants.HF_HUB_CACHE}), and {hub_address()} does not answer"
@@ -230,6 +233,7 @@ def unavailable(key: str, name: str, error: Exception) -> UserError:
     """The error for a missing source; it suggests a folder of this name in models/, or a sibling of a similar name."""
     path = Path(name)
     why = f"it could not be loaded: {first_line(error)}"
+    # A config may name a model without the folder that the project keeps it in.
     in_models = Path("models") / path.name
     if in_models.is_dir() and in_models != path:
         why += f"; did you mean {str(in_models)!r}?"

@@ -81,6 +81,7 @@ class _Part:
         """
         items = list(zip(completions, answers, metas, strict=True))
         rewards = self._judge(items, pool)
+        # Failures on some texts may be the texts' fault; failures on all of them hardly are.
         if rewards and all(failed(reward) for reward in rewards):
             self._judge_a_gold(items[0], len(items), pool)
         return rewards
@@ -161,6 +162,7 @@ class RewardSum:
             if not math.isfinite(config.weight):
                 raise bad_value(f"{key}.weight", config.weight, "a finite number")
             label = config.name
+            # The same reward may be asked for twice with other options: both need a name in the parts.
             earlier = sum(part.entry.name == config.name for part in self.parts)
             if earlier:
                 label = f"{config.name}_{earlier + 1}"
@@ -190,6 +192,7 @@ class RewardSum:
         """The reward of each text as a completion of the problem at the same place."""
         answers = [problem.answer for problem in problems]
         metas = [problem.meta for problem in problems]
+        # Part by part, so that a part's isolated jobs fill all workers at once.
         columns = [part.judge(completions, answers, metas, self.pool) for part in self.parts]
         return [self._sum(row) for row in zip(*columns, strict=True)]
 
@@ -205,6 +208,7 @@ class RewardSum:
             verdicts = part.judge(golds, answers, metas, self.pool)
             bad = []
             for problem, verdict in zip(problems, verdicts, strict=True):
+                # A gold in a completion may still be judged wrong; that it cannot be judged is a mistake of the data.
                 if verdict.status in ("refused", "timeout"):
                     bad.append(problem)
             if not bad:
@@ -230,6 +234,7 @@ class RewardSum:
                 # The value itself stands there under the entry's name, and is in the sum under its label.
                 if key != part.entry.name:
                     parts[f"{part.label}/{key}"] = value
+        # One refused part makes the sum doubtful, whatever the others say.
         status = max((reward.status for reward in row), key=STATUSES.index)
         # fsum: the sum does not depend on the order of the parts.
         return Reward(value=math.fsum(weighted), status=status, parts=parts)

@@ -52,6 +52,7 @@ def tail(text: str, max_chars: int) -> str:
 
 def answer_tag(text: str) -> str:
     """The content of the last ``<answer>`` tag, stripped; empty without one that is closed."""
+    # The last one: a chain of thought may quote the tag before it answers.
     _, opened, rest = text.rpartition("<answer>")
     inside, closed, _ = rest.partition("</answer>")
     if opened and closed:
@@ -68,6 +69,7 @@ def nesting_depth(text: str) -> int:
     (3, 1, 9)
     """
     brackets = re.findall(r"[{}()\[\]\n]", text)
+    # Read backwards, with closers for openers, so that both ends are counted by one function.
     mirrored = [_MIRROR.get(char, char) for char in reversed(brackets)]
     return max(_deepest(brackets), _deepest(mirrored))
 
@@ -128,6 +130,7 @@ def exact_answer(
     spaces and punctuation. ``unparseable``: nothing to compare. Raises :class:`BadGold` for a gold without any letter
     or digit.
     """
+    # Gold and completion alike: a minus sign of unicode in either must not decide.
     answer = plain_characters(answer)
     if not _plain(answer):
         raise BadGold(f"exact_answer has nothing to compare with in the gold answer {answer!r}")
@@ -195,12 +198,14 @@ def number(text: str) -> Fraction | None:
     # Currency signs, percent signs and Markdown around a number are decoration.
     core = text.strip().strip("$€£%*_`").strip()
     core = re.sub(r"^([-+])[$€£]", r"\1", core)
+    # Before anything is converted: int of a long text takes the square of its length.
     if len(core) > _MAX_NUMBER:
         return None
     top, slash, bottom = core.partition("/")
     numerator = _decimal(top)
     if not slash:
         return numerator
+    # A fraction of decimals counts too; what is not a number on either side is none.
     denominator = _decimal(bottom)
     if numerator is None or denominator is None or denominator == 0:
         return None
@@ -328,6 +333,7 @@ def length(completion: str, answer: str, meta: Meta, *, free: int = 0, full: int
     """How far the completion's length in characters is from ``free`` (0) to ``full`` (1), clipped."""
     if not 0 <= free < full:
         raise UserError(f"length: needs 0 <= free < full; got free={free}, full={full}")
+    # In characters and not tokens: a reward does not know the tokenizer.
     share = (len(completion) - free) / (full - free)
     return min(max(share, 0.0), 1.0)
 

@@ -210,7 +210,9 @@ def end_tokens(causal: Any, tokenizer: Any) -> list[int]:
     """Every id that ends a completion, sorted: those of the model's generation config and the tokenizer's."""
     # A model may end with several tokens, as chat models do with one for a turn and one for a text.
     configured = causal.generation_config.eos_token_id
-    tokens = list(configured) if isinstance(configured, list) else [configured]
+    tokens = [configured]
+    if isinstance(configured, list):
+        tokens = list(configured)
     tokens.append(tokenizer.eos_token_id)
     return sorted({int(token) for token in tokens if token is not None})
 

@@ -240,7 +240,9 @@ def _numbers_by_step(key: str, first: float, last: float, step: float) -> list[f
 
 def _shares(key: str, points: float, *, may_be_one: bool) -> list[float]:
     """The shares of the way, 0 to 1, at which that many points stand. A range of one number may have one point."""
-    fewest = 1 if may_be_one else 2
+    fewest = 2
+    if may_be_one:
+        fewest = 1
     if not isinstance(points, int) or not fewest <= points <= MAX_VALUES:
         raise bad_value(key, points, f"a whole number of points, 1 (2 if they differ) to {MAX_VALUES}")
     return [position / max(points - 1, 1) for position in range(points)]
@@ -386,7 +388,9 @@ def _matches(rule: Mapping[str, Any], combination: Mapping[str, Value], seed: in
     """Whether a combination has, for each key of the rule, the value or one of the values that the rule names."""
     for key, wanted in rule.items():
         value = combination.get(key, Value(raw=seed))
-        alternatives = wanted if isinstance(wanted, list) else [wanted]
+        alternatives = [wanted]
+        if isinstance(wanted, list):
+            alternatives = wanted
         # A list may also be the value itself.
         by_value = any(_same_value(value.raw, candidate) for candidate in (wanted, *alternatives))
         # The label of a value without one is None, and null in a rule is the value null, not "no label".

@@ -364,8 +364,10 @@ def planned_plugins(manifest: Manifest) -> PluginSet:
     packages = []
     for name in manifest.packages:
         packages.append(PACKAGES.get(name) or PluginPackage.read(name))
+    files: Mapping[str, bytes] = {}
     # Without --plugin, files that this process loaded for something else are not the sweep's.
-    files = PLUGIN_FILES if manifest.plugins else {}
+    if manifest.plugins:
+        files = PLUGIN_FILES
     return PluginSet(files=files, packages=tuple(packages))
 
 

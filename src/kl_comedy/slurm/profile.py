@@ -86,9 +86,11 @@ def _check_server_command(command: str) -> None:
 
 
 def _time(value: Any, key: str) -> str:
-    if not isinstance(value, str) or not TIME.fullmatch(value):  # YAML reads 4:00:00 as a number in base 60
+    # YAML reads 4:00:00 without quotes as a number in base 60.
+    is_quoted_time = isinstance(value, str) and TIME.fullmatch(value) is not None
+    if not is_quoted_time:
         raise bad_value(key, value, "quoted text, as in '30', '04:00:00' or '1-00:00:00'")
-    return value
+    return str(value)
 
 
 def time_limit_s(time: str) -> int | None:
@@ -108,8 +110,9 @@ def time_limit_s(time: str) -> int | None:
         minutes, seconds = [*parts, 0][:2]
         hours = 0
     total_s = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-    # sbatch reads 0 as no limit.
-    return None if total_s == 0 else total_s
+    if total_s == 0:  # sbatch reads 0 as no limit
+        return None
+    return total_s
 
 
 def _environment(value: Any, key: str) -> dict[str, str]:
@@ -169,8 +172,10 @@ class JobShape:
 
     def __post_init__(self) -> None:
         if not self.python:
-            # The path of this interpreter means nothing inside an image.
-            self.python = "python" if self.container else sys.executable
+            self.python = sys.executable
+            if self.container is not None:
+                # The path of this interpreter means nothing inside an image.
+                self.python = "python"
         self._check_texts()
         limit_s = time_limit_s(self.time)
         if limit_s is not None and self.signal_seconds >= limit_s:
@@ -274,7 +279,9 @@ def profile_file(name_or_path: str) -> Path:
         return file.resolve()
     names = [other.stem for other in sorted(FOLDER.glob("*.yaml"))]
     near = nearest(name_or_path, names)
-    hint = f"; did you mean {near!r}?" if near else ""
+    hint = ""
+    if near:
+        hint = f"; did you mean {near!r}?"
     raise UserError(
         f"--slurm: no profile {name_or_path!r} in {FOLDER}; there are: {', '.join(names) or '(none)'}"
         f"{hint} (a path ending in .yaml names a file)"
@@ -291,4 +298,7 @@ def sbatch_word(key: str, text: str) -> str:
     """
     if not text.isprintable() or set(text) & set("\"'\\`$"):
         raise bad_value(key, text, "a name without quotes, backslashes, $ and control characters")
-    return f'"{text}"' if " " in text or "#" in text else text
+    needs_quotes = " " in text or "#" in text
+    if needs_quotes:
+        return f'"{text}"'
+    return text

@@ -132,9 +132,12 @@ def render(sweep: Sweep, shape: JobShape, stage: str) -> str:
 
     # sbatch fills in %j and its like; a % of the folder's own name must be written twice.
     logs = str(sweep.logs).replace("%", "%%")
-    number = "%j" if stage == "report" else "%A_%a"
-    # The report samples nothing, so that it needs no servers.
-    servers = None if stage == "report" else shape.servers
+    number = "%A_%a"
+    servers = shape.servers
+    if stage == "report":
+        # A job by itself and not a task of an array; it samples nothing, so that it needs no servers.
+        number = "%j"
+        servers = None
     worker = worker_resources(shape, stage)
     job = worker
     servers_per_node = 0

@@ -287,7 +287,10 @@ def _cell_status(sweep: Sweep, cell: Cell, run: Path | None, files: _CellFiles, 
         state, why = unfinished_state(history)
     if state == "PENDING" and history.attempt is not None:
         started_again = f"started again at update {step}"
-        why = f"{started_again} ({why})" if why else started_again
+        if why:
+            why = f"{started_again} ({why})"
+        else:
+            why = started_again
 
     return CellStatus(
         cell=cell.index,
@@ -431,6 +434,7 @@ def _read_spool_end(run: Path) -> _SpoolEnd:
         event = decode_event(line)
         if event.kind == UNREADABLE:
             unreadable += 1
+        # From the end: the first such event is that of the last update. Evaluations log metrics too.
         if event.kind == "metrics" and "train/reward" in event.data:
             return _SpoolEnd(step=event.step or 0, reward=event.data["train/reward"], unreadable_lines=unreadable)
     return _SpoolEnd(unreadable_lines=unreadable)

@@ -95,6 +95,7 @@ def summarize(
         chosen = members[members["status"].isin(list(statuses))]
         failed = int(members["status"].isin(["FAILED", "KILLED"]).sum())
         for metric in metrics:
+            # A mean of what is finite: a diverged run is counted as collapsed or failed instead.
             finite = _finite(chosen, metric)
             row: dict[str, Any] = dict(zip(group, keys, strict=True))
             row["metric"] = metric
@@ -189,6 +190,7 @@ def compare_families(
     """
     import pandas as pd
 
+    # by_seed would take each run as a seed of its own, and no run would have a partner.
     if SEED not in frame:
         raise UserError("no param seed, by which differences are paired: these runs were not made by kl-comedy")
     families = list(dict.fromkeys(frame[FAMILY].astype(str)))
@@ -211,6 +213,7 @@ def compare_families(
             if baseline_result is not None:
                 row |= _difference(result, baseline_result, method, rng, margin)
             rows.append(row)
+    # Over all rows of the table, because a reader looks for the smallest p among all of them.
     adjusted = holm([row.get("p") for row in rows])
     for row, p_holm in zip(rows, adjusted, strict=True):
         row["p_holm"] = p_holm
@@ -333,6 +336,7 @@ def aggregate(frame: pd.DataFrame, groups: Sequence[str], metrics: Sequence[str]
                 values_by_task[name] = values
         if values_by_task:
             scores[keys] = values_by_task
+    # A group has several values, and the option names it as a table's row shows it.
     keys_of_label = {", ".join(keys): keys for keys in scores}
     baseline_keys = None
     if baseline is not None:

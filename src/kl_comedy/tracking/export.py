@@ -86,6 +86,7 @@ def write_export(
     out.parent.mkdir(parents=True, exist_ok=True)
     # The copy is in one block: assigning to a frame of hundreds of columns warns of fragmentation otherwise.
     frame = frame.copy().assign(**extra)
+    # Rows of the same runs are replaced: they may have ended, or been evaluated, since the last export.
     if append and out.is_file():
         frame = pd.concat([_rows_of_other_runs(out, ids), frame], ignore_index=True)
         table = pd.concat([_rows_of_other_runs(curves_file(out), ids), table], ignore_index=True)

@@ -104,6 +104,7 @@ def plain_ticks(axis: Axis) -> None:
 
 def legend_below(figure: Figure, title: str = "", more: Sequence[Artist] = ()) -> None:
     """Each name once, and the handles ``more``, below all panels; the figure grows by the legend's height."""
+    # The figure grows, so that the panels keep the size that they were given.
     handles: dict[str, Artist] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):

@@ -18,7 +18,7 @@ import math
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,15 +37,24 @@ if TYPE_CHECKING:
 log = logging.getLogger("kl_comedy.tracking")
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
+"""MLflow's words for how a run ended; it refuses others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumedFrom:
+    """The checkpoint from which a run continues."""
+
+    step: int | None
+    """Its optimizer update; None where the run starts again because it has no checkpoint."""
 
 
 class RunLogger(Logger):
-    """Logs the run in ``run_dir``, or with ``resume`` continues it. Only the run's first process has one; the others
+    """Logs the run in ``run_dir``, or with ``resumed`` continues it. Only the run's first process has one; the others
     take a :class:`NullLogger`.
 
-    ``params`` is the flattened config. On resume everything logged beyond ``resume_step`` (None: everything) is
-    dropped, because it will be computed again. Without ``resume`` an earlier spool in the folder is renamed. ``live``
-    uploads before checkpoints make points final; it is for runs without checkpoints. Raises
+    The run has the name of its folder. ``params`` is the flattened config. On resume everything logged after the
+    checkpoint is dropped, because it will be computed again. Without ``resumed`` an earlier spool in the folder is
+    renamed. ``live`` uploads before checkpoints make points final; it is for runs without checkpoints. Raises
     :class:`~kl_comedy.errors.UserError` for a ``tracking.uri`` that MLflow cannot use.
     """
 
@@ -54,11 +63,9 @@ class RunLogger(Logger):
         config: TrackingConfig,
         *,
         run_dir: Path | str,
-        run_name: str,
         params: Mapping[str, Any],
         tags: Mapping[str, str],
-        resume: bool = False,
-        resume_step: int | None = None,
+        resumed: ResumedFrom | None = None,
         live: bool = False,
     ) -> None:
         super().__init__()
@@ -66,20 +73,18 @@ class RunLogger(Logger):
         self._live = live
         uri = store.check_uri(config.uri)
         self._spool = Spool(run_dir)
+        run_name = self._spool.run_dir.name
         self._uploader = Uploader(self._spool, SyncState(uri=uri, experiment=config.experiment, run_name=run_name))
         self._steps_since_flush: set[int] = set()
         self._params: dict[str, str] = {}
         self._logged_before_resume: set[tuple[int, str]] = set()
         self._disk_failed = False
         self._finished = False
-        if resume and self._spool.path.exists():
-            start_tags = self._resume(resume_step, store.param_texts(params))
+        # A run that was stopped before its first event has no spool to continue.
+        if resumed is not None and self._spool.path.exists():
+            start_tags = self._resume(resumed.step, store.param_texts(params))
         else:
-            start_tags = {SPOOL_ID: uuid.uuid4().hex}
-            renamed_spool = self._spool.rename_earlier()
-            if renamed_spool is not None:
-                folder = self._spool.run_dir
-                log.warning("%s contains an earlier run; its spool is now %s", folder, renamed_spool.name)
+            start_tags = self._start()
         self._uploader.state.save(self._spool.run_dir)
         self.log_hyperparams(params)
         self.set_tags({**config.tags, **tags, **start_tags, **process_tags()})
@@ -159,11 +164,16 @@ class RunLogger(Logger):
         """Set tags (None: delete); uploaded with the next flush."""
         texts: dict[str, str | None] = {}
         for key, value in tags.items():
-            texts[store.clean_name(key)] = None if value is None else redact(str(value), key)
+            text = None
+            if value is not None:
+                # In the spool already, because it is uploaded and may be given to others.
+                text = redact(str(value), key)
+            texts[store.clean_name(key)] = text
         self._append("tags", texts)
 
     def commit(self, step: int) -> None:
         """Declare that a checkpoint holds everything up to ``step``: those points are final and go to MLflow."""
+        # A second commit of an earlier step takes nothing back: its points may be in MLflow.
         self._uploader.committed_step = max(step, self._uploader.committed_step)
         self._flush()
 
@@ -184,23 +194,31 @@ class RunLogger(Logger):
         """
         if status not in STATUSES:
             raise ValueError(f"status {status!r}; allowed: {', '.join(STATUSES)}")
+        # A run ends once; the first call has the reason.
         if self._finished:
             return
         self._finished = True
         if reason is not None:
+            # A reason quotes an error, whose text may hold anything.
             reason = redact(reason)
         if reason:
             self.set_tags({"failure.reason": reason})
         self._append("status", {"status": status, "reason": reason})
-        has_checkpoint = self._uploader.committed_step > -math.inf
-        resumable = status != "FINISHED" and has_checkpoint and not self._live
-        if resumable:
+        if self._is_resumable(status):
             self._warn_of_points_not_uploaded()
         else:
             self._uploader.committed_step = math.inf
         self._uploader.push()
         with self._warn_on_disk_failure():
             self._spool.close()
+
+    def _start(self) -> dict[str, str | None]:
+        """Begin an empty spool. Returns the tags of a new run."""
+        renamed_spool = self._spool.rename_earlier()
+        if renamed_spool is not None:
+            folder = self._spool.run_dir
+            log.warning("%s contains an earlier run; its spool is now %s", folder, renamed_spool.name)
+        return {SPOOL_ID: uuid.uuid4().hex}
 
     def _warn_of_points_not_uploaded(self) -> None:
         # MLflow cannot delete a point: a resumed run whose MLflow run had these points would need a new MLflow run.
@@ -217,9 +235,16 @@ class RunLogger(Logger):
             os.path.relpath(self._spool.run_dir),
         )
 
+    def _is_resumable(self, status: str) -> bool:
+        """Whether a later process may continue the run, and compute its last points again."""
+        has_checkpoint = self._uploader.committed_step > -math.inf
+        return status != "FINISHED" and has_checkpoint and not self._live
+
     def _resume(self, step: int | None, params: Mapping[str, str]) -> dict[str, str | None]:
         """Drop what comes after ``step`` from the spool and take over the rest. Returns the tags of a resume."""
-        last_step = -math.inf if step is None else step
+        last_step = -math.inf
+        if step is not None:
+            last_step = step
         unchanged_bytes = self._spool.truncate_after(last_step)
         events = self._spool.read()
         self._warn_of_damage(events, step)
@@ -227,18 +252,20 @@ class RunLogger(Logger):
         self._params = merged(events, "params")
         if step is not None:
             self._uploader.committed_step = step
-            for event in events:
-                if event.kind == "metrics" and event.step == step:
-                    self._logged_before_resume.update((step, name) for name in event.data)
+            self._logged_before_resume = {(step, name) for name in _metrics_at(events, step)}
 
-        earlier_resumes = sum(event.kind == "tags" and "resume.count" in event.data for event in events)
+        # Counted from the spool: MLflow may have been down at an earlier resume.
+        tags_of_events = [event.data for event in events if event.kind == "tags"]
+        earlier_resumes = sum("resume.count" in tags for tags in tags_of_events)
         tags: dict[str, str | None] = {
             "resume.count": str(earlier_resumes + 1),
             "resume.step": str(step),
+            # The run is alive again; the reason of its first end stays in the spool.
             "failure.reason": None,
         }
         if replaced_run is not None:
             tags["resume.replaces"] = replaced_run
+        # MLflow keeps a param's first value for ever, so a tag says which ones changed.
         changed_params = []
         for key, text in params.items():
             first_text = self._params.get(key, text)
@@ -300,6 +327,15 @@ class RunLogger(Logger):
                 self._disk_failed = True
                 problem = f"cannot write in {self._spool.run_dir}: {store.first_line(error)}"
                 log.warning("%s; training continues untracked", problem)
+
+
+def _metrics_at(events: Sequence[Event], step: int) -> set[str]:
+    """The names of the metrics that were logged at ``step``."""
+    names: set[str] = set()
+    for event in events:
+        if event.kind == "metrics" and event.step == step:
+            names.update(event.data)
+    return names
 
 
 class NullLogger(Logger):

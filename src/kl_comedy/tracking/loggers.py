@@ -28,6 +28,7 @@ def csv(folder: Path, name: str, flush_logs_every_n_steps: int = 10) -> Logger:
     """RUN/csv/metrics.csv, by Lightning's CSVLogger."""
     from lightning.pytorch.loggers import CSVLogger
 
+    # Without a version, Lightning would number folders: version_0, version_1 after a resume.
     return CSVLogger(folder, name="csv", version="", flush_logs_every_n_steps=flush_logs_every_n_steps)
 
 
@@ -56,7 +57,8 @@ def wandb(
 
         def finalize(self, status: str) -> None:
             super().finalize(status)
-            self.experiment.finish(exit_code=0 if status == "success" else 1)
+            exit_code = 0 if status == "success" else 1  # W&B shows another run as failed
+            self.experiment.finish(exit_code=exit_code)
 
     options: dict[str, Any] = {"project": project, "entity": entity, "group": group, "offline": offline}
     earlier_folders = sorted(folder.glob("wandb/*run-*-*"))
@@ -76,13 +78,14 @@ def check_loggers(configs: Sequence[LoggerConfig]) -> None:
             inspect.signature(entry.fn).bind(Path(), "", **config.options)
         except TypeError as error:
             raise bad_value(f"{key}.options", config.options, f"the options of {config.name}", str(error)) from None
-        # Any one of the packages is enough.
+        # Any one of the packages is enough: Lightning takes tensorboard or tensorboardX.
         packages = entry.facts.get("needs", ())
-        if packages and not any(map(importlib.util.find_spec, packages)):
+        is_installed = [importlib.util.find_spec(package) is not None for package in packages]
+        if packages and not any(is_installed):
             missing = f"{config.name} needs a package that is not installed: pip install {packages[0]}"
             raise UserError(f"{key}.name: {missing}")
 
 
-def build_loggers(configs: Sequence[LoggerConfig], folder: Path, name: str) -> list[Any]:
+def build_loggers(configs: Sequence[LoggerConfig], folder: Path, name: str) -> list[Logger]:
     """The loggers of ``configs``, for the run ``name`` in ``folder``."""
     return [LOGGERS.get(config.name).fn(folder, name, **config.options) for config in configs]

@@ -14,6 +14,8 @@ SHARE = "share"
 SHARE_OF_TOKENS = "share of tokens"
 SHARE_OF_COMPLETIONS = "share of completions"
 
+# In the order in which they are tried: kl/<k>_behaviour_token would match kl/k1_policy_behaviour_token too, so that the
+# longer name stands first.
 LABELS: dict[str, tuple[str, str]] = {
     "train/reward": ("training reward", "per completion"),
     "train/reward_std": ("standard deviation of training reward", ""),
@@ -117,7 +119,7 @@ LABELS: dict[str, tuple[str, str]] = {
 }
 """Name to words and unit; of several that match, the first counts."""
 
-_HELD_OUT = re.compile(r"eval/([^/]+)/((?:kl|kl_error|policy)/.+)")
+_MEASURED_BY_EVALUATION = re.compile(r"eval/([^/]+)/((?:kl|kl_error|policy)/.+)")
 """Metrics of training that an evaluation measures on its set too."""
 
 
@@ -125,7 +127,10 @@ def _pattern(name: str) -> re.Pattern[str]:
     """``<x>`` in a name of :data:`LABELS` as a group x: one part of a name; a reward's part may have slashes."""
 
     def group(placeholder: re.Match[str]) -> str:
-        content = ".+" if placeholder[1] == "part" else "[^/]+?"
+        content = "[^/]+?"
+        # As math_verify/verifier_failed.
+        if placeholder[1] == "part":
+            content = ".+"
         return f"(?P<{placeholder[1]}>{content})"
 
     return re.compile(re.sub(r"<(\w+)>", group, name))
@@ -140,25 +145,38 @@ def metric_label(metric: str) -> tuple[str, str]:
     >>> metric_label("eval/heldout/kl/exact_reverse_sequence"), metric_label("my/own_metric")
     (('held-out exact KL(π‖ref)', 'nats/completion'), ('my: own metric', ''))
     """
-    held_out = _HELD_OUT.fullmatch(metric)
-    name = held_out[2] if held_out else metric
+    name = metric
+    eval_set = None
+    of_evaluation = _MEASURED_BY_EVALUATION.fullmatch(metric)
+    if of_evaluation is not None:
+        eval_set = of_evaluation[1]
+        name = of_evaluation[2]
     for pattern, words, unit in _PATTERNS:
         match = pattern.fullmatch(name)
         if match is None:
             continue
-        for placeholder, text in match.groupdict().items():
+        parts = match.groupdict()
+        for placeholder, part in parts.items():
+            text = part.replace("_", " ")
             # A sum over a completion is called "sequence" in names and "completion" in words.
-            is_sequence = placeholder == "level" and text == "sequence"
-            shown = "completion" if is_sequence else text.replace("_", " ")
-            words = words.replace(f"<{placeholder}>", shown)
-            unit = unit.replace(f"<{placeholder}>", shown)
-        eval_set = held_out[1] if held_out else match.groupdict().get("set")
-        if eval_set == "heldout":
-            words = f"held-out {words}"
-        elif eval_set is not None:
-            words = f"{words} on {eval_set.replace('_', ' ')}"
-        return words, unit
+            if placeholder == "level" and part == "sequence":
+                text = "completion"
+            words = words.replace(f"<{placeholder}>", text)
+            unit = unit.replace(f"<{placeholder}>", text)
+        # A metric of evaluations has its set in its own name.
+        if eval_set is None:
+            eval_set = parts.get("set")
+        return _with_eval_set(words, eval_set), unit
+    # A metric of a plugin: its name can still be read.
     return metric.replace("_", " ").replace("/", ": "), ""
+
+
+def _with_eval_set(words: str, eval_set: str | None) -> str:
+    if eval_set is None:
+        return words
+    if eval_set == "heldout":
+        return f"held-out {words}"
+    return f"{words} on {eval_set.replace('_', ' ')}"
 
 
 def axis_label(metric: str, width: int = 34) -> str:
@@ -172,7 +190,8 @@ def axis_label(metric: str, width: int = 34) -> str:
     lines = textwrap.wrap(words, width, break_long_words=False)
     if not unit:
         return "\n".join(lines)
-    # 3: the space and the brackets.
-    fits_one_line = len(lines) == 1 and len(words) + len(unit) + 3 <= width
-    separator = " " if fits_one_line else "\n"
-    return "\n".join(lines) + f"{separator}({unit})"
+    one_line = f"{words} ({unit})"
+    if len(lines) == 1 and len(one_line) <= width:
+        return one_line
+    # The unit in one piece, on a line of its own.
+    return "\n".join([*lines, f"({unit})"])

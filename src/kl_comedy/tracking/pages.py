@@ -140,6 +140,7 @@ def _pages(path: Path) -> list[Path]:
 
 
 def _verify_table(table: MarkdownTable, page: Path, recompute: Recompute) -> dict[str, Any]:
+    # A table that cannot be made again is a row of the result: the others are checked all the same.
     try:
         program, *words = shlex.split(table.command)
         if program == "unchecked:":
@@ -176,6 +177,7 @@ def _verify_by_command(table: MarkdownTable, page: Path, words: list[str], recom
         position = words.index("--uri")
         export = page.parent / words[position + 1]
         words = words[:position] + words[position + 2 :]
+    # startswith, because --out=FILE is one word. A page must not make the check write or fetch anything.
     has_forbidden_option = any(word.startswith(FORBIDDEN_OPTIONS) for word in words)
     if words[0] not in TABLE_COMMANDS or has_forbidden_option:
         raise UserError(f"{table.command!r} does not print a table ({', '.join(TABLE_COMMANDS)})")
@@ -213,8 +215,11 @@ def _compare(table: MarkdownTable, current: MarkdownTable, unchecked: Sequence[s
         for row, current_row in zip(table.rows, current.rows, strict=False):
             if row[position] != current_row[current_position]:
                 differences.append(f"{name}: {row[position]!r} -> {current_row[current_position]!r}")
+    verdict = "same"
+    if differences:
+        verdict = "changed"
     return {
-        "verdict": "changed" if differences else "same",
+        "verdict": verdict,
         "cells": compared_cells,
         "unchecked": ", ".join(unchecked),
         "why": listed(differences, MOST_SHOWN),

@@ -258,6 +258,7 @@ def plot_curves(
     """
     parts = panels_of(frame, panels)
     lines = [key for key in groups if key not in panels]
+    # Each run before the mean over runs, so that the band is that of smoothed runs.
     smoothed = {metric: smooth_curves(values, smooth) for metric, values in points.items()}
     curves_of_panels: dict[str, list[dict[str, pd.DataFrame]]] = {}
     for metric, values in smoothed.items():
@@ -341,6 +342,7 @@ def _limit_curves(axes: Axes, values: pd.Series[float], *, log: bool) -> None:
         axes.set_ylim(max(low, least / 1.3, most / 10**DECADES), min(high, most * 1.3))
         plain_ticks(axes.yaxis)
     else:
+        # A flat curve has no range: it gets a margin of its size, and one of zeros a fixed one.
         margin = 0.05 * (most - least) or 0.05 * abs(most) or 0.05
         axes.set_ylim(max(low, least - margin), min(high, most + margin))
 
@@ -412,6 +414,7 @@ def frontier(
     figure, grid = _layout([*first, *parts], len(metrics))
     scale = ""
     for row, metric in zip(grid, metrics, strict=True):
+        # A run has a place only if both of its values are known.
         finite = (frame[f"metrics.{metric}"].abs() < math.inf) & (frame[kl].abs() < math.inf)
         if not finite.any():
             raise UserError(f"--metric: no run has a finite {metric!r} and {short(kl)!r}")
@@ -702,6 +705,7 @@ def _layout(
     figure = new_figure(width, height * rows)
     flat = list(figure.subplots(rows, columns, squeeze=False).flat)
     blocks = [flat[start : start + len(panels)] for start in range(0, metrics * places, places)]
+    # Places that no panel fills would show empty axes.
     for axes in set(flat).difference(*blocks):
         axes.set_axis_off()
     for block in blocks:

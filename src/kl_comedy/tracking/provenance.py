@@ -64,6 +64,7 @@ MAX_DIFF_CHARACTERS = 2_000_000
 
 def process_tags() -> dict[str, str]:
     """The tags that identify this process: host, pid, start (Unix seconds) and pid namespace (containers)."""
+    # Linux alone has /proc and namespaces of pids; elsewhere the tag is empty.
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
@@ -74,10 +75,12 @@ def process_tags() -> dict[str, str]:
 def is_dead(tags: Mapping[str, str]) -> bool | None:
     """Whether the process that ``tags`` names is gone; None where this host cannot tell (another host or container)."""
     here = process_tags()
-    is_same_host = tags.get(HOST) == here[HOST]
+    if tags.get(HOST) != here[HOST]:
+        return None
     # The pids of another container mean other processes.
-    is_same_namespace = tags.get(NAMESPACE, "") == here[NAMESPACE]
-    if not is_same_host or not is_same_namespace or not tags.get(PID, "").isdigit():
+    if tags.get(NAMESPACE, "") != here[NAMESPACE]:
+        return None
+    if not tags.get(PID, "").isdigit():
         return None
     try:
         process = psutil.Process(int(tags[PID]))
@@ -101,7 +104,10 @@ def mark_dead_runs(client: Any, experiment: str | None = None) -> list[str]:
     ``client`` is an ``MlflowClient``; ``experiment`` a name, or None for every experiment of the store. Runs of
     other hosts are left alone.
     """
-    ids = [item.experiment_id for item in client.search_experiments() if experiment in (None, item.name)]
+    experiments = client.search_experiments()
+    if experiment is not None:
+        experiments = [item for item in experiments if item.name == experiment]
+    ids = [item.experiment_id for item in experiments]
     # A quote would end the text in MLflow's filter.
     host = socket.gethostname().replace("'", "")
     where = f"attributes.status = 'RUNNING' AND tags.`{HOST}` = '{host}'"
@@ -144,23 +150,32 @@ def provenance_tags(repo: Path | None = None, *, plugins: PluginSet | None = Non
         "host.gpus": _gpu_names(),
     }
     slurm = {tag: os.environ[name] for name, tag in SLURM.items() if os.environ.get(name)}
+    # Without the program's folder, which differs from machine to machine.
     command = redact_command([Path(sys.argv[0]).name, *sys.argv[1:]])
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[f"version.{name.replace('-', '_')}"] = importlib.metadata.version(name)
-    root = repo or _package_checkout()
-    git = {"git.commit": "unknown", "git.dirty": "unknown"}
-    commit = _git(root, "rev-parse", "HEAD").strip()
-    if commit:
-        change = _local_change(root)
-        git = {"git.commit": commit, "git.dirty": str(bool(change)).lower(), "mlflow.source.git.commit": commit}
-        if change:
-            git["git.diff"] = hashlib.sha256(change.encode("utf-8", "replace")).hexdigest()[:12]
     if plugins is None:
         plugins = PluginSet(files=PLUGIN_FILES)
+    git = _git_tags(repo or _package_checkout())
     code = {"code.package": _package_hash(), **plugins.tags()}
     return {**git, **code, **versions, **host, **slurm, "command": command}
+
+
+def _git_tags(root: Path | None) -> dict[str, str]:
+    """The commit of a checkout, whether it was changed, and a hash of the change."""
+    commit = _git(root, "rev-parse", "HEAD").strip()
+    if not commit:
+        return {"git.commit": "unknown", "git.dirty": "unknown"}
+    # The last tag has MLflow's own name: its pages show it as the version of the run's code.
+    tags = {"git.commit": commit, "git.dirty": "false", "mlflow.source.git.commit": commit}
+    change = _local_change(root)
+    if change:
+        tags["git.dirty"] = "true"
+        # Runs are compared by this hash (mixed_code), so it must stay the hash of the whole change, uncut.
+        tags["git.diff"] = hashlib.sha256(change.encode("utf-8", "replace")).hexdigest()[:12]
+    return tags
 
 
 def provenance_files(folder: Path, repo: Path | None = None) -> list[Path]:
@@ -188,7 +203,9 @@ def _local_change(repo: Path | None) -> str:
     if not top:
         return ""
     # Other untracked files of a checkout, such as runs and data, do not change what the code does.
-    package = "src/kl_comedy" if (Path(top) / "src" / "kl_comedy").is_dir() else "."
+    package = "src/kl_comedy"
+    if not (Path(top) / package).is_dir():
+        package = "."
     untracked = _git(top, "ls-files", "--others", "--exclude-standard", "--", package).splitlines()
     # git diff --no-index exits with 1 where files differ, and a new file always does.
     additions = [_git(top, "diff", "--no-index", "--", "/dev/null", name, code=1) for name in untracked]
@@ -207,8 +224,12 @@ def _package_hash() -> str:
 
 
 def _package_checkout() -> Path | None:
+    """The folder of the package where git tracks it; None for an installed package inside somebody else's checkout."""
     file = Path(kl_comedy.__file__ or "")
-    return file.parent if _git(file.parent, "ls-files", "--error-unmatch", file.name) else None
+    is_tracked = _git(file.parent, "ls-files", "--error-unmatch", file.name) != ""
+    if not is_tracked:
+        return None
+    return file.parent
 
 
 def _git(root: Path | str | None, *arguments: str, code: int = 0) -> str:
@@ -222,7 +243,10 @@ def _git(root: Path | str | None, *arguments: str, code: int = 0) -> str:
         done = subprocess.run(command, capture_output=True, timeout=GIT_TIMEOUT_S, env=env)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.decode("utf-8", "replace") if done.returncode == code else ""
+    if done.returncode != code:
+        return ""
+    # A diff may hold bytes of any encoding.
+    return done.stdout.decode("utf-8", "replace")
 
 
 def _cpu_model() -> str:

@@ -123,6 +123,7 @@ class Study:
         """
         configurations = groups_of(self.frame, self.groups)
         links = {keys: f"configuration-{number}" for number, (keys, _) in enumerate(configurations, start=1)}
+        # Read once for all parts: a curve is a query of the store per run.
         points = {metric: self.curves(metric) for metric in self.metrics}
         shared = self._shared_tags()
 
@@ -293,10 +294,12 @@ class Study:
             cells.append(Cell(line_label(self.groups, keys), link=links[keys]))
 
             origin = [("run id", row["run_id"])]
+            # What all runs share stands once on the page and not in every row.
             for column, text in sorted(texts.items()):
                 tag = column.removeprefix("tags.")
                 if tag != column and tag.startswith(PROVENANCE) and tag not in shared:
                     origin.append((tag, text))
+            # The second command is the one that was typed; it may name a config that has changed since.
             commands = [self.reproduce(row)]
             if texts.get("tags.run.command"):
                 commands.append(texts["tags.run.command"])
@@ -329,6 +332,7 @@ class Study:
 
         Exact KL is on a logarithmic axis.
         """
+        # Within a part its own keys have one value. KL keys stay even so: a line has its name and its look from them.
         other_keys = [key for key in self.groups if key not in (*KL_KEYS, *parts)]
         varying_keys = [key for key in other_keys if frame[key].nunique() > 1]
         varying = [key for key in self.groups if key in KL_KEYS or key in varying_keys]
@@ -361,6 +365,7 @@ class Study:
         try:
             return history(self.uri, self.frame["run_id"], short(metric))
         except NoCurves:
+            # Without runs, every export gives an empty frame with the right columns.
             return history(self.uri, [], short(metric))
 
     def reproduce(self, row: Row) -> str:
@@ -392,7 +397,7 @@ class _BarAxis(NamedTuple):
             # A single seed has no bounds: its bar is a point.
             if math.isnan(value):
                 value = row["mean"]
-            # Ten margins between the means and one on either side are twelve.
+            # Ten margins between the least and the greatest mean and one on either side are twelve.
             share = (value - self.least + self.margin) / (12 * self.margin)
             percents.append(min(max(share, 0.0), 1.0) * 100)
         return percents

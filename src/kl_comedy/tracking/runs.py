@@ -163,7 +163,9 @@ def open_runs(uri: str | Path) -> Runs:
 
 def _changed_at(file: Path) -> int:
     """When the file was changed, in nanoseconds; 0 for a file that is not there."""
-    return file.stat().st_mtime_ns if file.is_file() else 0
+    if not file.is_file():
+        return 0
+    return file.stat().st_mtime_ns
 
 
 def runs_frame(
@@ -193,6 +195,7 @@ class Store:
         self, experiment: str | None = None, where: str | None = None, *, mark_dead: bool = False
     ) -> pd.DataFrame:
         """:meth:`Runs.frame`; MLflow filters."""
+        # Before the store is opened, which takes seconds: a filter that cannot be read is reported at once.
         mlflow_filter, columns = translate(where or "")
         client = store.open_existing(self.uri)
         experiments = self._experiments(client, experiment)
@@ -225,6 +228,7 @@ class Store:
             names = {str(item.experiment_id): item.name for item in client.search_experiments()}
         except Exception as error:
             raise store.cannot_be_read(self.uri, error) from error
+        # Ids and not names: MLflow's search takes ids.
         if experiment is None:
             return names
         chosen = {key: name for key, name in names.items() if name == experiment}
@@ -256,7 +260,10 @@ class Store:
         def files_below(folder: str) -> list[str]:
             files: list[str] = []
             for item in client.list_artifacts(run_id, folder):
-                files += files_below(item.path) if item.is_dir else [item.path]
+                if item.is_dir:
+                    files += files_below(item.path)
+                else:
+                    files.append(item.path)
             return files
 
         for folder in ("tables/eval", "tables/samples"):
@@ -432,16 +439,19 @@ def nested(texts: Mapping[str, str]) -> dict[str, Any]:
             return node
         values = {name: with_lists(value) for name, value in node.items()}
         positions = [str(position) for position in range(len(values))]
+        # Keys 0 to n - 1 without a gap. Nothing else says that a node was a list; empty ones are values of their own.
         if values and set(values) == set(positions):
             return [values[position] for position in positions]
         return values
 
+    # First as dictionaries, because a list's length is known only when all of its keys have been read.
     root: dict[str, Any] = {}
     for key, text in texts.items():
         *parents, name = key.split(".")
         node = root
         for parent in parents:
             node = node.setdefault(parent, {})
+        # As store.param_texts writes them: JSON, except for texts, which are as they are.
         try:
             node[name] = json.loads(text)
         except ValueError:
@@ -520,6 +530,7 @@ def read_table(path: Path) -> pd.DataFrame:
     """A CSV (every cell a text), JSON or Parquet table. Raises :class:`UserError` for another file."""
     import pandas as pd
 
+    # By the suffix alone: a file's content is not guessed.
     if path.suffix not in (".csv", ".json", ".parquet"):
         raise UserError(f"{path}: allowed: a table that ends in .csv, .json or .parquet")
     if not path.is_file():
@@ -550,8 +561,8 @@ def translate(where: str, columns: Collection[str] = ()) -> tuple[str, list[str]
         token = match[0]
         if match["number"]:
             # MLflow compares params and tags as texts, so a number after one of them needs quotes.
-            last_column = named_columns[-1] if named_columns else ""
-            if last_column.startswith(("params.", "tags.")):
+            follows_text = len(named_columns) > 0 and named_columns[-1].startswith(("params.", "tags."))
+            if follows_text:
                 return f"'{token}'"
             return token
         if not match["name"]:
@@ -773,15 +784,19 @@ def family_of(label: str) -> tuple[str, str]:
     """
     if label == NO_KL:
         return NO_KL, "0"
-    terms = [term.partition(" ") for term in label.split(" + ")]
-    # A label of another program is its own family, without a beta.
-    if not all(beta and space for beta, space, _ in terms):
-        return label, ""
-    betas = [beta for beta, _, _ in terms]
+    betas = []
+    names = []
+    for term in label.split(" + "):
+        beta, space, name = term.partition(" ")
+        # A label of another program is its own family, without a beta.
+        if not beta or not space:
+            return label, ""
+        betas.append(beta)
+        names.append(name)
+    # Terms with one beta have one axis in figures.
     if len(set(betas)) == 1:
         betas = betas[:1]
-    family = " + ".join(name for _, _, name in terms)
-    return family, " + ".join(betas)
+    return " + ".join(names), " + ".join(betas)
 
 
 def sort_by_groups(frame: pd.DataFrame, groups: Sequence[str]) -> pd.DataFrame:
@@ -808,13 +823,15 @@ def sort_key(text: str) -> tuple[tuple[int, float, str], ...]:
     >>> sorted(["10", "9", "no KL", "a10", "a9", "1e-3"], key=sort_key)
     ['no KL', '1e-3', '9', '10', 'a9', 'a10']
     """
-    without_kl_first = (0 if text == NO_KL else 1, 0.0, "")
+    if text == NO_KL:
+        return ((0, 0.0, ""),)
+    after_no_kl = (1, 0.0, "")
     # A whole number comes before a number within a text, and that before text.
     with contextlib.suppress(ValueError):
         number = float(text)
         if not math.isnan(number):
-            return (without_kl_first, (0, number, ""))
-    keys = [without_kl_first]
+            return (after_no_kl, (0, number, ""))
+    keys = [after_no_kl]
     # re.split gives the texts at even places and the numbers between them at odd ones.
     for place, part in enumerate(re.split(r"(\d+(?:\.\d+)?)", text)):
         is_number = place % 2 == 1

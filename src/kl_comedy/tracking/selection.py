@@ -117,7 +117,8 @@ def choose_runs(query: RunQuery) -> Selection:
     panels = columns(runs, query.panels, query.options.panels)
     separated = [*panels, *groups]
     if query.families and reader.LABEL in runs:
-        # Betas of one family are compared within it: they never make two runs repeats of each other.
+        # The groups hold all betas of a family. Without the label, two runs that differ only in beta would count as
+        # runs that should be separate rows.
         separated.append(reader.LABEL)
     pooled = pooled_columns(runs, query.pool, query.options.pool)
 
@@ -159,7 +160,9 @@ def _group_columns(runs: pd.DataFrame, query: RunQuery) -> list[str]:
         groups = [name for name in DEFAULT_GROUP if name in runs]
     else:
         groups = columns(runs, query.group, query.options.group)
-    if query.split_versions and reader.CODE in runs and reader.CODE not in groups:
+    # Runs of other programs have no commit.
+    has_code = reader.CODE in runs
+    if query.split_versions and has_code and reader.CODE not in groups:
         groups.append(reader.CODE)
     return groups
 
@@ -198,11 +201,13 @@ def _with_collapsed(query: RunQuery, frame: pd.DataFrame) -> tuple[pd.DataFrame,
 
     count = int(frame["collapsed"].eq(True).sum())
     unknown = int(frame["collapsed"].isna().sum())
+    # Nobody asked and nothing collapsed: there is nothing to say.
     if count == 0 and not asked_for:
         return frame, []
     note = f"note: {count} of {len(frame)} runs collapsed ({text})"
     if unknown:
         note += f"; {unknown} measured nothing of it"
+    # Left out, they would make a configuration that collapses often look good.
     return frame, [f"{note}; they stay in the means"]
 
 
@@ -213,7 +218,7 @@ def columns(frame: pd.DataFrame, keys: Iterable[str], option: str) -> list[str]:
 
 def pooled_columns(frame: pd.DataFrame, keys: Iterable[str], option: str = "--pool") -> list[str]:
     """The columns that may differ within a row; ``*`` matches any key of a config."""
-    params = [name for name in map(str, frame) if name.startswith("params.")]
+    params = [name for name in frame.columns if name.startswith("params.")]
     pooled: list[str] = []
     for key in keys:
         # Only params: a pattern as kl* would match tags derived from them too, which pool nothing.
@@ -242,7 +247,7 @@ def metric_columns(
         chosen += reader.matching_metrics(frame, name)
     # A KL to draw against may be missing: its command then says what it needs.
     if not chosen and option == "--metric":
-        present_names = [reader.short(str(column)) for column in present]
+        present_names = [reader.short(column) for column in present.columns]
         known = ", ".join(present_names[:MOST_METRICS_NAMED]) or "(no metrics)"
         raise RunFailed(f"these runs have none of {', '.join(default)}; choose with --metric from: {known}")
     return list(dict.fromkeys(chosen))

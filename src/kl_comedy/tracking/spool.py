@@ -68,6 +68,7 @@ class Spool:
         """
         if self._descriptor is None:
             self._descriptor = self._open()
+        # MLflow's unit. The time is stored, because a point that is uploaded again must have the same one.
         time_ms = time.time_ns() // 1_000_000
         line = encode_json({"kind": kind, "time": time_ms, "step": step, "data": json_safe(data)})
         # os.write may write only a part, for instance when the disk is nearly full.
@@ -104,6 +105,7 @@ class Spool:
             # The upload may happen days later and on another machine, which sees the run's folder alone.
             file = _copy_into(file, root / "files")
         data = {"path": str(file.relative_to(root)), "folder": folder}
+        # A folder has no hash: files may be added to it until the upload.
         if file.is_file():
             data["sha256"] = sha256_file(file)
         self.append("artifact", data)
@@ -150,12 +152,14 @@ class Spool:
 
         The file is replaced atomically. Returns the number of bytes at its front that did not change.
         """
+        # The open descriptor would write on into the replaced file, which no longer has a name.
         self.close()
         events = self.read()
         later = [event for event in events if event.is_after(step)]
         if not later:
             return events[-1].end if events else 0
         content = self._content()
+        # The bytes as they were written: the offset in the upload state counts them.
         remaining_lines = [content[event.start : event.end] for event in events if not event.is_after(step)]
         # The spool first: a process killed here leaves tables that no event names, not events without their tables.
         atomic_write(self.path, b"".join(remaining_lines), private=True)
@@ -168,6 +172,7 @@ class Spool:
         """Rename the spool and the upload state of an earlier run in this folder. Returns the spool's new path."""
         if not self.path.exists():
             return None
+        # Earlier ones are spool.1.jsonl, spool.2.jsonl, ...: the oldest run has the lowest number.
         number = 1 + len(list(self.run_dir.glob("spool.*.jsonl")))
         for file in (self.path, self.run_dir / "tracking.json"):
             if file.exists():
@@ -185,12 +190,14 @@ class Spool:
     def _reason_against_path(self, event: Event) -> str | None:
         path = event.data["path"]
         for name in [*path.split("/"), *event.data["folder"].split("/")]:
+            # Dots are judged below, by where the whole path leads.
             if name not in ("", ".", "..") and not is_file_name(name):
                 return "has a name that no file can have"
         try:
             real_path = inside(self.run_dir / path, self.run_dir)
         except UserError:
             return "lies outside the folder of the run"
+        # Without links, the real path is the written one with its dots resolved.
         real_root = inside(self.run_dir, self.run_dir)
         if real_path != real_root / os.path.normpath(path):
             return "is a link"
@@ -204,6 +211,7 @@ class Spool:
             if _holds_only_files(file):
                 return None
             return "holds links, or what is not a file"
+        # A pipe or a device: reading it may never end.
         if not file.is_file():
             return "is not a file"
         # A run's files are evidence for its numbers, so one that was edited later is not uploaded as the run's own.

@@ -93,7 +93,9 @@ def param_texts(params: Mapping[str, Any]) -> dict[str, str]:
     """
     texts = {}
     for key, value in params.items():
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        text = value
+        if not isinstance(value, str):
+            text = json.dumps(value, default=str)
         texts[clean_name(key)] = redact(text, key)
     return texts
 
@@ -139,7 +141,10 @@ def check_uri(uri: str, key: str = "tracking.uri") -> str:
             f"{key}: got {uri!r}; allowed: sqlite:///FILE, http(s)://HOST:PORT, a database address, "
             f"or {NO_STORE!r} for files only (a folder or a .db file is written sqlite:///path/to/mlflow.db)"
         )
-    return uri if file is None else f"sqlite:///{file}"
+    if file is None:
+        return uri
+    # Absolute: the run's folder stores the address, and a later command may start in another folder.
+    return f"sqlite:///{file}"
 
 
 def sqlite_file(uri: str) -> Path | None:
@@ -250,8 +255,10 @@ def _refuse_rows(file: Path, problem: str) -> None:
     rows_of = {}
     with contextlib.closing(_open_database(file)) as database:
         for table in _tables(database):
+            where = ""
             # A new store has the experiment Default, and a migration its copy.
-            where = "WHERE name != 'Default'" if table in ("experiments", "_alembic_tmp_experiments") else ""
+            if table in ("experiments", "_alembic_tmp_experiments"):
+                where = "WHERE name != 'Default'"
             rows = database.execute(f'SELECT COUNT(*) FROM "{table}" {where}').fetchone()[0]
             if rows and table not in ("alembic_version", "workspaces"):
                 rows_of[table] = rows
@@ -282,7 +289,9 @@ def open_existing(uri: str) -> Any:
     if file is not None and not file.is_file():
         raise UserError(f"--uri: no results store at {file}; `kl-comedy train` creates one, or name another with --uri")
     try:
-        problem = None if file is None else half_made(file)
+        problem = None
+        if file is not None:
+            problem = half_made(file)
         if problem is not None:
             state = f"is half made ({problem}): its creation was killed, or is still running"
             raise UserError(f"--uri: {uri} {state}; the next `kl-comedy train` makes it anew")
@@ -307,7 +316,9 @@ def ensure_experiment(client: Any, uri: str, name: str) -> str:
     root = None
     # A server decides itself where its artifacts go.
     if not uri.startswith(("http", "databricks")):
-        folder = file.parent if file else Path.cwd()
+        folder = Path.cwd()
+        if file is not None:
+            folder = file.parent
         root = (folder / "mlartifacts" / re.sub(r"[^\w.\-]", "_", name)).as_uri()
     with _creation_lock(uri):
         experiment = client.get_experiment_by_name(name)

@@ -132,6 +132,7 @@ class Uploader:
             result = push(self.client, self._spool, self.state, up_to=self.committed_step)
             self.state = result.state
             if is_first:
+                # Once per process: it is the moment at which this host's earlier, killed runs are noticed.
                 mark_dead_runs(self.client, self.state.experiment)
         except Exception as error:
             self._wait_after(error)
@@ -214,20 +215,25 @@ def sync(run_dir: Path | str, uri: str | None = None, experiment: str | None = N
     if not spool.path.is_file():
         raise UserError(f"{folder}: no {spool.path.name} there; give the folder of a run")
     saved = SyncState.load(folder)
-    target = uri
-    if not target:
-        target = saved.uri if saved else store.NO_STORE
+    if uri:
+        target = uri
+    elif saved is not None:
+        target = saved.uri
+    else:
+        target = store.NO_STORE
     target = store.check_uri(target, "--uri")
     # Earlier versions stored an address with its password hidden: it names no store that can be reached.
     if target == store.NO_STORE or HIDDEN in target:
         raise UserError(f"{folder}: does not say which store to upload to; name it with --uri")
 
-    # A run that is in one store may be uploaded to a second one; its folder keeps the state of the first one.
-    save_state = saved is None or saved.run_id is None or saved.uri == target
+    save_state = True
     if saved is None:
+        # tracking.json is lost, and with it the run's name and experiment.
         state = SyncState(uri=target, experiment=experiment or "kl_comedy", run_name=folder.name)
     elif saved.uri != target:
         state = SyncState(uri=target, experiment=experiment or saved.experiment, run_name=saved.run_name)
+        # A run that is in one store may be uploaded to a second one; its folder keeps the state of the first one.
+        save_state = saved.run_id is None
     elif experiment not in (None, saved.experiment):
         raise UserError(f"{folder}: is already in experiment {saved.experiment!r} of that store, not {experiment!r}")
     else:
@@ -240,10 +246,12 @@ def sync(run_dir: Path | str, uri: str | None = None, experiment: str | None = N
 
 def _with_run(client: Any, spool: Spool, state: SyncState) -> SyncState:
     """``state`` with an MLflow run that exists: its run, the one with this spool's id, or a new one to be filled."""
+    # Before the new run exists: a process that is killed in between leaves no run twice in tables.
     for replaced_id in state.replaced:
         if _is_active(client, replaced_id):
             client.delete_run(replaced_id)
     state = replace(state, replaced=())
+    # Somebody may have deleted the run in MLflow's pages; it is then uploaded anew.
     if state.run_id is not None and _is_active(client, state.run_id):
         return state
     events = spool.read()
@@ -252,11 +260,12 @@ def _with_run(client: Any, spool: Spool, state: SyncState) -> SyncState:
     run = None
     if SPOOL_ID in tags:
         # tracking.json is lost or was never written: the run may be in the store all the same.
-        found_runs = client.search_runs([experiment_id], f"tags.`{SPOOL_ID}` = '{tags[SPOOL_ID]}'", max_results=1)
-        run = next(iter(found_runs), None)
+        with_this_id = client.search_runs([experiment_id], f"tags.`{SPOOL_ID}` = '{tags[SPOOL_ID]}'", max_results=1)
+        run = next(iter(with_this_id), None)
     if run is None:
         began_at = min((event.time for event in events if event.kind != UNREADABLE), default=None)
         run = client.create_run(experiment_id, start_time=began_at, tags=tags, run_name=state.run_name)
+    # From the start: what this MLflow run already has is ignored by MLflow.
     return replace(state, run_id=str(run.info.run_id), offset=0)
 
 
@@ -290,6 +299,7 @@ def _send(client: Any, run_id: str, events: Sequence[Event], spool: Spool) -> li
     points = []
     for event in events:
         if event.kind == "metrics":
+            # With the time at which it was logged: the same point with another time would be a second one to MLflow.
             points += [Metric(name, value, event.time, event.step or 0) for name, value in event.data.items()]
     _log_batches(client, run_id, "metrics", points, METRICS_PER_BATCH)
     _delete_tags(client, run_id, {key for key, text in tags.items() if text is None})

@@ -46,7 +46,10 @@ def find_run(uri: str, run: str) -> pd.Series[Any]:
     frame = runs_frame(uri)
     if frame.empty:
         raise UserError(f"no runs in {uri}")
-    matches = frame[frame["run_id"].str.startswith(run) | (frame["run_name"] == run)]
+    has_id = frame["run_id"].str.startswith(run)
+    has_name = frame["run_name"] == run
+    matches = frame[has_id | has_name]
+    # Several: names are not unique, and a short beginning of an id is not either.
     if len(matches) != 1:
         raise UserError(
             f"RUN: got {run!r}, which matches {len(matches)} runs of the store; see `kl-comedy results export`"
@@ -82,6 +85,7 @@ def environment_differences(then: Mapping[str, str], now: Mapping[str, str]) -> 
 
 def final_metrics(run_dir: Path) -> dict[str, float]:
     """The last value of each metric in a run folder's spool."""
+    # By step and not in the order of writing: an evaluation of an earlier checkpoint may be logged last.
     return merged(sorted(Spool(run_dir).read(), key=lambda event: event.step or 0), "metrics")
 
 
@@ -139,8 +143,10 @@ def compare_metrics(
 
 
 def _metric_verdict(name: str, was: float, now: float, tolerance: float | Mapping[str, float]) -> str:
-    both_nan = math.isnan(was) and math.isnan(now)
-    if was == now or both_nan:
+    if was == now:
+        return "equal"
+    # NaN differs from itself, and a run that repeats it has repeated its metric.
+    if math.isnan(was) and math.isnan(now):
         return "equal"
     if isinstance(tolerance, Mapping):
         largest = _tolerance_of(name, tolerance)
@@ -148,7 +154,9 @@ def _metric_verdict(name: str, was: float, now: float, tolerance: float | Mappin
     else:
         # Near 0 a relative difference would call rounding a change.
         is_near = math.isclose(was, now, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
-    return "near" if is_near else "different"
+    if is_near:
+        return "near"
+    return "different"
 
 
 def _tolerance_of(name: str, tolerances: Mapping[str, float]) -> float | None:
@@ -172,9 +180,10 @@ def verify(uri: str, runs: pd.DataFrame, path: Path) -> list[dict[str, Any]]:
             f"{path}: names no runs (column run_id or run_ids); `kl-comedy results export` and "
             "`kl-comedy results table --run-ids` write tables that do"
         )
-    # A whole name before a short one, and of two columns with one short name the first.
-    columns = {short(str(column)): str(column) for column in reversed(runs.columns)}
-    columns.update({str(column): str(column) for column in runs})
+    # A table may have whole names or short ones. Reversed, so that of two columns with one short name the first counts;
+    # whole names last, so that they come before all short ones.
+    columns = {short(column): column for column in reversed(list(runs.columns))}
+    columns.update({column: column for column in runs.columns})
     runs = runs.set_index("run_id", drop=False)
     return [_verify_row(uri, runs, _TableRow.of(cells), columns) for cells in table.to_dict("records")]
 
@@ -192,7 +201,10 @@ class _TableRow:
     @staticmethod
     def of(cells: Mapping[Any, Any]) -> _TableRow:
         is_group = "run_ids" in cells
-        run_ids = str(cells["run_ids"]).split() if is_group else [str(cells["run_id"])]
+        if is_group:
+            run_ids = str(cells["run_ids"]).split()
+        else:
+            run_ids = [str(cells["run_id"])]
         return _TableRow(cells=cells, run_ids=run_ids, metric=str(cells.get("metric", "")), is_group=is_group)
 
     @property
@@ -220,6 +232,7 @@ def _verify_row(uri: str, runs: pd.DataFrame, row: _TableRow, columns: Mapping[s
 
     members = runs.loc[row.run_ids].reset_index(drop=True)
     stored = {name: list(members[columns[name]]) for name in row.results if name in columns}
+    # After the columns of the runs: "mean" of a group is its statistic, even if a run has a tag of that name.
     if row.is_group:
         stored |= _group_statistics(uri, members, row)
     lacking = [name for name in row.results if name not in stored]
@@ -239,6 +252,7 @@ def _verify_row(uri: str, runs: pd.DataFrame, row: _TableRow, columns: Mapping[s
 def _group_statistics(uri: str, members: pd.DataFrame, row: _TableRow) -> dict[str, list[Any]]:
     """What the store gives now for the statistics of a group's row."""
     column = f"metrics.{row.metric}"
+    # A table that does not say its rule is taken to have the default one.
     rule = str(row.cells.get("of") or "last")
     current = interval(by_seed(with_values(uri, members, [column], rule), column))
     statistics: dict[str, list[Any]] = {"n": [current.n], "mean": [current.mean]}

@@ -107,19 +107,26 @@ def _build_callback(requested: RequestedCallback) -> Callback:
 
 def sample_rows(rows: Sequence[Scored]) -> list[dict[str, Any]]:
     """The first completions as table rows, with their text unchanged."""
-    return [
-        {
-            "problem": row.rollout.prompt.problem.text,
-            "answer": row.rollout.prompt.problem.answer,
-            "completion": row.rollout.text,
-            "reward": row.reward.value,
-            "status": row.reward.status,
-            "tokens": len(row.rollout.completion_ids),
-            "stop_reason": row.rollout.stop_reason,
-            "version": row.rollout.versions[0] if row.rollout.versions else None,
-        }
-        for row in rows[:SAMPLE_ROWS]
-    ]
+    table = []
+    for row in rows[:SAMPLE_ROWS]:
+        rollout = row.rollout
+        version = None
+        if rollout.versions:
+            # That of the first token: with weights in flight later ones may have another.
+            version = rollout.versions[0]
+        table.append(
+            {
+                "problem": rollout.prompt.problem.text,
+                "answer": rollout.prompt.problem.answer,
+                "completion": rollout.text,
+                "reward": row.reward.value,
+                "status": row.reward.status,
+                "tokens": len(rollout.completion_ids),
+                "stop_reason": rollout.stop_reason,
+                "version": version,
+            }
+        )
+    return table
 
 
 class RecordRollouts(Callback):
@@ -228,7 +235,7 @@ class EvaluationCallback(Callback):
         rewards = [values[version] for values in self.history.values() if version in values]
         if not rewards:
             return None
-        # Of sets and not of problems: a large set should not decide alone which checkpoint is best.
+        # The mean is over sets and not over problems: a large set should not decide alone which checkpoint is best.
         return sum(rewards) / len(rewards)
 
     def state_dict(self) -> dict[str, Any]:
@@ -270,7 +277,10 @@ class CheckpointCallback(Checkpoint):
         received = {signal for signal in pl_module.ranks.gather(self._request.signal) if signal is not None}
         if received and version < self._train.steps:
             # An end outranks a pause, as in stop_signals.py.
-            self._request.signal = SIGTERM if SIGTERM in received else received.pop()
+            if SIGTERM in received:
+                self._request.signal = SIGTERM
+            else:
+                self._request.signal = received.pop()
             trainer.should_stop = True
             # Saved once, also where a regular checkpoint falls on this update.
             if not is_due:

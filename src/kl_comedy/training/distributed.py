@@ -122,13 +122,21 @@ class Ranks:
         for rank, reported in enumerate(self.gather(report)):
             if reported is not None:
                 kind, text = reported
-                raise kind(text if rank == 0 else f"{text} (on rank {rank})") from failure
+                if rank != 0:
+                    text = f"{text} (on rank {rank})"
+                raise kind(text) from failure
         done: T = result
         return done
 
     def on_rank_zero(self, action: Callable[[], T]) -> T | None:
         """Call ``action`` on rank 0 only, and raise on all ranks where it fails. None on the other ranks."""
-        return self.raise_on_all_ranks(lambda: action() if self.is_rank_zero else None)
+
+        def act() -> T | None:
+            if self.is_rank_zero:
+                return action()
+            return None
+
+        return self.raise_on_all_ranks(act)
 
 
 def _kind_of(error: BaseException) -> type[Exception]:

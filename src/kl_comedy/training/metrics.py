@@ -317,7 +317,7 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     status["failed"] = sum(failed(row.reward) for row in rows)  # these have the status refused, too
     return {
         "train/reward": float(rewards.mean()),
-        # Of the population, which exists for one row too.
+        # The population's standard deviation exists for one row too.
         "train/reward_std": float(rewards.std(correction=0)),
         "train/length": sum(len(row.rollout.completion_ids) for row in rows) / count,
         "train/truncated_share": sum(row.rollout.stop_reason == "length" for row in rows) / count,

@@ -112,7 +112,7 @@ def render_prompts(
     if problems.train:
         train, report = render(problems.train, config.data.prompt, loaded.tokenizer)
         counts |= _render_counts("train", report)
-        # Of the problems and not of the prompts: a template is part of the config, the data is not.
+        # The problems are hashed and not the prompts: a template is part of the config, the data is not.
         hashes["train"] = data_hash(problems.train)
 
     choice_sets: list[ChoiceSet] = []

@@ -62,9 +62,11 @@ def find_original(uri: str, run: str) -> OriginalRun:
 
     Raises :class:`UserError` where there is no such run, or where it did not finish.
     """
+    # By name or id, as every command names runs.
     row = verify.find_run(uri, run)
     run_id = str(row["run_id"])
     status = str(row["status"]).lower()
+    # A run that was killed has the metrics of whichever update came last.
     if status != "finished":
         raise UserError(f"run {run_id} is {status}; only finished runs have final metrics")
 
@@ -126,6 +128,7 @@ def load_plugins(stored: StoredPlugins, *, given: Sequence[Path]) -> list[str]:
 
     The files ``given`` with ``--plugin`` take the place of the stored files; load those before.
     """
+    # The user's own files are registered already, or the run had no plugins.
     if not stored.has_source:
         return []
     return load_stored_plugins(stored.folder, stored.record, files=not given)
@@ -152,6 +155,7 @@ def plan_reproduction(original: OriginalRun, folder: Path, output: Path, plugins
     overrides = [f"output={output}", "resume=never", "tracking.uri=none"]
     config = load_config(file, overrides)
 
+    # Made of the same parts as the config, so that the printed command is what runs.
     words = ["kl-comedy", "train", str(file), *overrides]
     for path in plugins:
         words += ["--plugin", str(path)]
@@ -223,11 +227,13 @@ class Comparison:
     @property
     def summary(self) -> str:
         """The number of metrics per verdict, as ``12 equal, 0 near, ...``."""
+        # Zeros are printed too: a reader sees at once that nothing is absent.
         counts = Counter(row["verdict"] for row in self.rows)
         return ", ".join(f"{counts[verdict]} {verdict}" for verdict in SUMMARY_ORDER)
 
 
 def compare(original: OriginalRun, run_folder: Path, tolerance: float | Mapping[str, float]) -> Comparison:
     """Compare the final metrics of the original with those of the run in ``run_folder``."""
+    # From the folder: the new run is in no store.
     metrics_now = verify.final_metrics(run_folder)
     return Comparison(rows=verify.compare_metrics(original.metrics, metrics_now, tolerance))

@@ -122,11 +122,16 @@ def make_trainer(config: Config, callbacks: Sequence[Callback]) -> lightning.Tra
     _quiet_lightning()
     train = config.train
     on_gpu = pick_device(config.model.device).type == "cuda"
+    accelerator = "cpu"
     if on_gpu:
+        accelerator = "gpu"
         Sampler.of(config).server_gpus(visible_gpus("cuda"))  # raises where a rank or a server has no GPU
+    precision = "32-true"
+    if train.precision == "bf16":
+        precision = "bf16-mixed"
     # The config keys that stand for these are in kl_comedy.training.build.TRAINER_ARGUMENTS.
     set_by_keys: dict[str, Any] = {
-        "accelerator": "gpu" if on_gpu else "cpu",
+        "accelerator": accelerator,
         "accumulate_grad_batches": 1,
         "callbacks": list(callbacks),
         "default_root_dir": config.output,
@@ -142,7 +147,7 @@ def make_trainer(config: Config, callbacks: Sequence[Callback]) -> lightning.Tra
         "min_steps": None,
         "num_nodes": train.nodes,
         "num_sanity_val_steps": 0,
-        "precision": "bf16-mixed" if train.precision == "bf16" else "32-true",
+        "precision": precision,
         "reload_dataloaders_every_n_epochs": 0,
         "strategy": strategy_for(config),
         "use_distributed_sampler": False,

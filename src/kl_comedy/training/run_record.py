@@ -18,7 +18,7 @@ from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.registry import plugin_line
 from kl_comedy.tracking import provenance_files, provenance_tags
-from kl_comedy.tracking.logger import NullLogger, RunLogger
+from kl_comedy.tracking.logger import NullLogger, ResumedFrom, RunLogger
 from kl_comedy.tracking.loggers import build_loggers
 from kl_comedy.tracking.store import param_texts
 from kl_comedy.training.checkpoint import newest_checkpoint
@@ -56,7 +56,9 @@ class OpenedRun:
     @property
     def step(self) -> int:
         """The update after which training begins."""
-        return 0 if self.checkpoint is None else step_of(self.checkpoint)
+        if self.checkpoint is None:
+            return 0
+        return step_of(self.checkpoint)
 
 
 def open_run(config: Config, ranks: Ranks, lock: contextlib.ExitStack) -> OpenedRun:
@@ -127,7 +129,10 @@ class RunRecord(Callback):
         hash_tags = {}
         for name, reference in module.references.items():
             if not reference.moving:
-                tag = "reference.hash" if name == "initial" else f"{name}.hash"
+                tag = f"{name}.hash"
+                if name == "initial":
+                    # Its tag is older than the other references, and stored runs are compared by it.
+                    tag = "reference.hash"
                 hash_tags[tag] = reference.hash  # on every rank: sharded weights are hashed by an exchange
         prompts: PromptSets = trainer.datamodule.prompts
         logger = self._ranks.on_rank_zero(lambda: self._start_logger(module, prompts, opened, hash_tags))
@@ -141,18 +146,25 @@ class RunRecord(Callback):
         """The run's own logger, with what a reader needs to repeat the run: tags, provenance, plugins."""
         config = self._config
         run = opened.run
+        resumed = None
+        if opened.is_resumed:
+            # Without a checkpoint everything that was logged is made again.
+            resume_step = None
+            if opened.checkpoint is not None:
+                resume_step = opened.step
+            resumed = ResumedFrom(step=resume_step)
         logger = RunLogger(
             config.tracking,
             run_dir=run.path,
-            run_name=run.path.name,
             params=flatten(to_plain(config)),
             tags=self._tags(run, prompts, module) | hash_tags,
-            resume=opened.is_resumed,
-            resume_step=None if opened.checkpoint is None else opened.step,
+            resumed=resumed,
             live=config.train.checkpoint_every == 0,
         )
-        # A resumed run may be on another machine or version; its provenance goes beside the first.
-        folder = f"provenance/resumed-at-{opened.step}" if opened.is_resumed else "provenance"
+        folder = "provenance"
+        if opened.is_resumed:
+            # It may be on another machine or version now; its provenance goes beside the first.
+            folder = f"provenance/resumed-at-{opened.step}"
         for file in provenance_files(run.path / folder):
             logger.log_artifact(file, folder=folder)
         if not opened.is_resumed and (run.path / PLUGINS).is_file():
@@ -235,7 +247,9 @@ class RunRecord(Callback):
             self._fail_with_batch(error, self.run, module)
         else:
             plugin = plugin_line(error)
-            origin = f" (plugin {plugin})" if plugin else ""
+            origin = ""
+            if plugin:
+                origin = f" (plugin {plugin})"
             self.end("FAILED", f"{type(error).__name__}: {error}{origin}")
 
     @property
@@ -244,12 +258,16 @@ class RunRecord(Callback):
 
     def _fail_by_interrupt(self, module: PolicyModule) -> None:
         received = self._request.signal
-        event = f"stopped by {received.name}" if received else "interrupted"
+        event = "interrupted"
+        if received:
+            event = f"stopped by {received.name}"
         reason = f"{event} at update {module.version}"
         self.end("KILLED", reason)
         # SIGUSR1 comes before a job's time limit: whoever sent it starts the job again.
-        kind = RunStopped if received is signal.SIGUSR1 else RunFailed
-        raise kind(f"{reason} of {self._config.train.steps}; {self._resume_advice}") from None
+        message = f"{reason} of {self._config.train.steps}; {self._resume_advice}"
+        if received is signal.SIGUSR1:
+            raise RunStopped(message) from None
+        raise RunFailed(message) from None
 
     def _fail_with_batch(self, error: RunFailed, run: RunDir, module: PolicyModule) -> None:
         reason = str(error)

@@ -124,6 +124,7 @@ class _SeveralProcesses(_FolderCheckpoints, ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
+        # ModelParallelStrategy has none where SLURM or torchrun has started every process.
         if self._launcher is not None:
             self._launcher = RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
@@ -208,6 +209,7 @@ def sum_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks, *, divisor: 
 def _sum_bucket(bucket: Sequence[Tensor], ranks: Ranks, divisor: int) -> None:
     """Sum gradients over the ranks in place, by one exchange."""
     sizes = [gradient.numel() for gradient in bucket]
+    # One exchange for many gradients: each has a latency of its own, however small it is.
     flat = ranks.sum(torch.cat([gradient.flatten() for gradient in bucket])) / divisor
     for gradient, summed in zip(bucket, flat.split_with_sizes(sizes), strict=True):
         gradient.copy_(summed.view_as(gradient))

@@ -148,7 +148,7 @@ def _claims_whole_ratio(ratio: Entry[Any], options: Mapping[str, Any]) -> bool:
 def reward_gradient(instance: Instance) -> Tensor:
     """The gradient ``[D]`` of ``-E_pi[R]``, by the chain rule over prefixes: no completion is enumerated."""
     theta_D = instance.theta_D.clone().requires_grad_(True)
-    # Of the loss that is minimized, so that it points as the gradients it is compared with.
+    # The sign is that of a loss, as in the gradients that it is compared with.
     negative_reward = -expected_reward(instance, instance.policy_logp(theta_D))
     return torch.autograd.grad(negative_reward, theta_D)[0]
 

@@ -273,7 +273,9 @@ def loss_of(
             policy_BT = policy_parts(micro, logp_BT, algorithm).loss_BT
             loss_BT = (policy_with_cost_BT - policy_BT) / item.unit + kl_parts(item.term, **arguments).pathwise_BT
         else:
-            baseline_BT = None if with_term is None else with_term.baselines.get(item.key)
+            baseline_BT = None
+            if with_term is not None:
+                baseline_BT = with_term.baselines.get(item.key)
             loss_BT = kl_surrogate(item.term, **arguments, baseline_BT=baseline_BT)
     # torch.where and not a product: outside the mask a ratio may be infinite, and 0 x inf is NaN.
     inside_BT = torch.where(micro.experience.mask_BT, loss_BT, 0.0)
@@ -288,7 +290,9 @@ def _term_arguments(term: KLTerm, micro: MicroBatch, passes: Mapping[str, TokenP
             "not keep; give the config a term that names it"
         )
     # The sampler is known by its log-probs only. Its terms are sampled ones, which the initial reference's pass serves.
-    pass_name = term.reference if term.reference != "sampler" else "initial"
+    pass_name = term.reference
+    if term.reference == "sampler":
+        pass_name = "initial"
     exact = passes[pass_name]
     arguments: dict[str, Any] = _log_probs(micro, term, passes["initial"].logp_BT)
     arguments["exact_kl_BT"] = exact_divergence(term, exact)

@@ -146,7 +146,9 @@ def _terms_of_recipe(name: str) -> list[AuditedTerm]:
     terms: tuple[KLTerm, ...] = RECIPES.get(name).fn()
     items = []
     for n, term in enumerate(terms):
-        title = name if len(terms) == 1 else f"{name} {n}"
+        title = name
+        if len(terms) > 1:
+            title = f"{name} {n}"
         beta = BetaState(term.beta).value
         items.append(_term_outside_config(title, f"{title}: {term.label()}", term, beta))
     return items
@@ -211,7 +213,9 @@ def check_beta(
 
     change = doubled - without
     scale = float(without.norm() + doubled.norm())
-    change_share = float(change.norm()) / scale if scale > 0 else 0.0
+    change_share = 0.0
+    if scale > 0:
+        change_share = float(change.norm()) / scale
     # Not exactly 0: two passes may add up in another order.
     inert = change_share <= ROUNDING
 
@@ -258,7 +262,7 @@ def audit_blocks(
     sketches = GradientSketch(layer_groups(module.policy), sketch)
     gradients, values = _differentiate_blocks(module, blocks, losses, sketches, progress)
 
-    # A block may be larger or smaller than an update, whose noise is what a run feels.
+    # A block may be larger or smaller than an update, whose noise is what counts for a run.
     scale = len(blocks[0]) / _completions_per_update(module.config, blocks[0])
     products = GradientProducts([loss.key for loss in losses], sketches.names, gradients, seed, scale)
     results = []
@@ -267,12 +271,10 @@ def audit_blocks(
         # A beta of the training step exists only for the config's terms.
         if check and item.position is not None:
             term_gradient = _summed_gradient(gradients[0], losses.index(item))
-            beta_check = check_beta(module, blocks[0], item, term_gradient, sketches)
-            result = dataclasses.replace(result, check=beta_check)
+            result = dataclasses.replace(result, check=check_beta(module, blocks[0], item, term_gradient, sketches))
         results.append(result)
 
     config_terms = [item for item in audited if item.position is not None]
-    bound = _clip_bound(module.config, gradients[0].weight)
     return AuditReport(
         name=module.config.name,
         version=module.version,
@@ -287,7 +289,7 @@ def audit_blocks(
         policy_silent_share=values[f"silent/{POLICY}"],
         clip_share=values.get("clipped"),
         total_kl_to_policy=products.kl_to_policy(config_terms),
-        kl_projection=products.kl_projection(config_terms, bound),
+        kl_projection=products.kl_projection(config_terms, _clip_bound(module.config, gradients[0].weight)),
         sketch=sketch,
         seconds=time.perf_counter() - started,
         terms=results,

@@ -171,6 +171,7 @@ def shape_of(config: ModelConfig) -> Shape:
     facts = _dense_facts(config)
     if facts is None or not set(config.lora.target_modules if config.lora else ()) <= set(facts.projections):
         return _built_shape(config)
+    # Keys and values are narrower than queries where groups of heads share them.
     hidden, width, adapter = facts.hidden_size, facts.num_key_value_heads * facts.head_dim, 0
     if config.lora is not None:
         adapter = sum(config.lora.rank * sum(facts.projections[name]) for name in config.lora.target_modules)
@@ -181,6 +182,7 @@ def shape_of(config: ModelConfig) -> Shape:
     embedding = facts.vocab_size * hidden
     # A tied head is the embedding, which was counted.
     head = 0 if facts.tie_word_embeddings else embedding
+    # The last term is the final norm.
     parameters = embedding + head + facts.num_hidden_layers * (layer + adapter) + hidden
     return Shape(
         source=config.source,

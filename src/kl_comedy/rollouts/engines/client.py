@@ -270,8 +270,10 @@ class Client:
             raise ServerTrouble(text)
         if answer.status_code >= 300:
             raise Refused(answer.status_code, text)
+        if not answer.content:
+            return {}
         try:
-            return answer.json() if answer.content else {}
+            return answer.json()
         except ValueError as error:
             # Another program listens there. It is not trouble that a restart could end.
             raise Refused(404, f"{path} answered something that is not JSON") from error

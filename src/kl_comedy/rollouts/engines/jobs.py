@@ -90,8 +90,9 @@ def job_server(config: Config, folder: Path, *, host: str, port: int) -> tuple[l
         torch.set_num_threads(config.train.threads)
     model = whole_model(config.model)
     # Not by pick_device, which would take memory of the server's GPU.
-    on_gpu = model.device != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = torch.device("cpu")
+    if model.device != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda")
     loaded = LoadedModel(model=skeleton(model), tokenizer=load_tokenizer(model), device=device, source=model.source)
 
     sampler = Sampler.of(config)

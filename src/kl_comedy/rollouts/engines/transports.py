@@ -169,7 +169,7 @@ class AdapterTransport(Transport):
     def _write_adapter(self, model: Any, factors: dict[str, Tensor], folder: Path) -> None:
         from safetensors.torch import save_file
 
-        # A copy: the trainer goes on computing with its own alpha.
+        # A copy: the trainer still computes with its own alpha.
         settings = copy.copy(model.peft_config["default"])
         self._rank = settings.r
         self._targets = sorted(settings.target_modules)
