@@ -480,5 +480,6 @@ def test_a_run_with_a_package_is_reproduced_without_it(from_export, site, tmp_pa
     site.new_process(installed=False)
     output, error = command("reproduce", run.name, "--uri", source, "--format", "json")
     assert {row["verdict"] for row in json.loads(output)} == {"equal"}
-    assert "my_parts is not installed" in error and "version.my_parts: 0.1 -> -" in error
+    assert "my_parts is not installed" in error
+    assert "version.my_parts: 0.1 -> -" in error
     assert "plugins: " not in error, "its source is what it was"

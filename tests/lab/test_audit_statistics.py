@@ -452,18 +452,18 @@ def test_a_bar_in_a_label_is_escaped_in_markdown(report_with_undefined_values):
     assert "a \\| b" in report_with_undefined_values.render("markdown")
 
 
+@pytest.mark.parametrize("rows", [16, 8, 2], ids="{} rows".format)
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean_token_mean", "sequence_sum"])
-def test_the_bound_of_clipping_does_not_depend_on_the_size_of_a_block(reduction):
+def test_the_bound_of_clipping_does_not_depend_on_the_size_of_a_block(reduction, rows):
     """A gradient of training is the weights' sum times the mean, whatever part of an update the mean is over."""
     config = Config()
     config.optimizer.clip_norm = 0.7
 
-    def bound_of_a_block(rows):
+    def weight_of(rows):
+        """The sum of the weights of so many completions of five tokens."""
         mask_BT = torch.ones(rows, 5, dtype=torch.bool)
-        weight = float(sequence_weights(reduction, mask_BT, constant=3.0).sum())
-        return measure._clip_bound(config, weight)
+        return float(sequence_weights(reduction, mask_BT, constant=3.0).sum())
 
-    # The gradient of an update of 16, which training clips at 0.7, is this sum of weights times the mean.
-    weight_of_an_update = float(sequence_weights(reduction, torch.ones(16, 5).bool(), constant=3.0).sum())
-    for rows in (16, 8, 2):
-        assert bound_of_a_block(rows) * weight_of_an_update == pytest.approx(0.7)
+    bound_of_a_block = measure._clip_bound(config, weight_of(rows))
+    # The gradient of an update of 16, which training clips at 0.7, is its sum of weights times the mean.
+    assert bound_of_a_block * weight_of(16) == pytest.approx(0.7)
