@@ -33,55 +33,94 @@ def write(tmp_path, text):
 def test_a_sparse_file_takes_overrides_that_reach_into_lists(tmp_path):
     file = write(tmp_path, "seed: 3\nkl: [{estimator: k1, beta: 0.1}]\nrewards: [{name: math_verify}]\n")
     config = load_config(file, ["kl.0.beta=0.2", "rewards.0.weight=2", "optimizer.lr=3e-4"])
-    assert (config.seed, config.rollout.temperature, config.optimizer.lr) == (3, 1.0, 3e-4)
-    assert config.kl == [{"estimator": "k1", "beta": 0.2}] and config.rewards[0].weight == 2.0
-    assert load_config(write(tmp_path, "kl: grpo\n"), ["kl.beta=0.5"]).kl == {"recipe": "grpo", "beta": 0.5}
+    assert config.seed == 3
+    assert config.rollout.temperature == 1.0, "the default"
+    assert config.optimizer.lr == 3e-4
+    assert config.kl == [{"estimator": "k1", "beta": 0.2}]
+    assert config.rewards[0].weight == 2.0
+
+
+def test_an_override_reaches_into_a_recipe(tmp_path):
+    file = write(tmp_path, "kl: grpo\n")
+    assert load_config(file, ["kl.beta=0.5"]).kl == {"recipe": "grpo", "beta": 0.5}
 
 
 def test_an_override_replaces_a_free_form_mapping_and_merges_one_with_a_schema(tmp_path):
     file = write(tmp_path, "model: {source: x, options: {preset: tiny}}\ndata: {eval: {a: {limit: 3}}}\n")
     config = load_config(file, ["model.options={}", "data.eval={b: {limit: 4}}", "data.eval.a={seed: 2}"])
-    assert config.model.options == {} and config.model.source == "x"
-    assert config.data.eval["a"].limit == 3 and config.data.eval["a"].seed == 2 and config.data.eval["b"].limit == 4
+    assert config.model.options == {}
+    assert config.model.source == "x"
+    assert config.data.eval["a"].limit == 3
+    assert config.data.eval["a"].seed == 2
+    assert config.data.eval["b"].limit == 4
 
 
-def test_a_file_extends_another_and_an_error_names_the_file_that_set_the_key(tmp_path):
-    (tmp_path / "base").mkdir()
-    base, middle = tmp_path / "base" / "a.yaml", tmp_path / "base" / "b.yaml"
+@pytest.fixture
+def extended(tmp_path):
+    """Three files, of which each extends the next one: the config, ``middle`` and ``base``."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    base = folder / "a.yaml"
+    middle = folder / "b.yaml"
+    base.write_text("optimizer: {lr: 0.1}\n")
+    middle.write_text("extends: a.yaml\n")
+    return write(tmp_path, "extends: base/b.yaml\noptimizer: {lr: 0.3}\n"), middle, base
+
+
+def test_a_file_extends_another(tmp_path, extended):
+    file, middle, base = extended
     base.write_text("optimizer: {lr: 0.1, clip_norm: 0.5}\nkl: grpo\ndata: {eval: {a: {limit: 3}, b: {limit: 4}}}\n")
     middle.write_text("extends: a.yaml\noptimizer: {lr: 0.2}\nrollout: {options: {loop: library}}\n")
-    file = write(
-        tmp_path, "extends: base/b.yaml\nkl: []\ndata: {eval: {a: {seed: 1}, b: null}}\nrollout: {options: {}}\n"
-    )
+    file.write_text("extends: base/b.yaml\nkl: []\ndata: {eval: {a: {seed: 1}, b: null}}\nrollout: {options: {}}\n")
     config = load_config(file)
-    assert (config.optimizer.lr, config.optimizer.clip_norm, config.kl, config.rollout.options) == (0.2, 0.5, [], {})
-    assert list(config.data.eval) == ["a"] and (config.data.eval["a"].limit, config.data.eval["a"].seed) == (3, 1)
+    assert config.optimizer.lr == 0.2, "of the middle file"
+    assert config.optimizer.clip_norm == 0.5, "of the base"
+    assert config.kl == []
+    assert config.rollout.options == {}, "a free-form mapping is replaced"
+    assert list(config.data.eval) == ["a"], "null removes a set"
+    assert config.data.eval["a"].limit == 3
+    assert config.data.eval["a"].seed == 1
     assert load_config(write(tmp_path / "base", standalone_text(file))) == config
-    base.write_text("optimizer: {lr: 0.1}\n")
-    file.write_text("extends: base/b.yaml\noptimizer: {lr: 0.3}\n")
+
+
+def test_an_error_names_the_file_that_set_the_key(extended):
+    file, middle, _ = extended
     middle.write_text("extends: a.yaml\noptimizer: {lrr: 0.2}\n")
     with pytest.raises(UserError, match=rf"^{middle}: optimizer.lrr: no such key"):
         load_config(file)
-    middle.write_text("extends: a.yaml\n")
+
+
+def test_an_error_in_a_value_names_the_file_or_the_override_that_set_it(extended):
+    file, _, base = extended
     base.write_text("optimizer: {lr: 0.1, clip_norm: -1}\n")
     with pytest.raises(UserError, match=rf"^{base}: optimizer.clip_norm: got -1"):
         load_config(file)
     with pytest.raises(UserError, match=r"^optimizer.clip_norm: got -2"):
         load_config(file, ["optimizer.clip_norm=-2"])
+
+
+def test_files_that_extend_each_other_are_refused(extended):
+    file, _, base = extended
     base.write_text("extends: ../a.yaml\n")
     with pytest.raises(UserError, match=r"a.yaml: extends: .*a.yaml <- .*b.yaml <- .*a.yaml: a config cannot extend"):
         load_config(file)
-    for text, message in (("x.yaml", "no such config file.*x.yaml"), ("[a.yaml]", "got .*the path of a config")):
-        base.write_text(f"extends: {text}\n")
-        with pytest.raises(UserError, match=rf"^{base}: extends: {message}"):
-            load_config(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("x.yaml", "no such config file.*x.yaml"), ("[a.yaml]", "got .*the path of a config")]
+)
+def test_what_cannot_be_extended_is_refused(extended, text, message):
+    file, _, base = extended
+    base.write_text(f"extends: {text}\n")
+    with pytest.raises(UserError, match=rf"^{base}: extends: {message}"):
+        load_config(file)
 
 
 def test_asynchronous_sampling_that_waits_for_every_update_is_warned_of(caplog):
-    for steps in (1, 0):
-        caplog.clear()
-        check_training(load_config(None, ["lag={mode: async}", f"lag.max_steps={steps}"]))
-        assert any("lag.max_steps is 0" in record.getMessage() for record in caplog.records) == (steps == 0)
+    check_training(load_config(None, ["lag={mode: async}", "lag.max_steps=1"]))
+    assert "lag.max_steps is 0" not in caplog.text
+    check_training(load_config(None, ["lag={mode: async}", "lag.max_steps=0"]))
+    assert "lag.max_steps is 0" in caplog.text
 
 
 WRONG_FILES = {
@@ -130,14 +169,24 @@ WRONG_OVERRIDES = {
 }
 
 
-@pytest.mark.parametrize("text", [*WRONG_FILES, *WRONG_OVERRIDES])
+@pytest.mark.parametrize("text", WRONG_FILES)
 def test_a_mistake_is_one_clear_error(tmp_path, text):
     with pytest.raises(UserError) as error:
-        load_config(None, [text]) if text in WRONG_OVERRIDES else load_config(write(tmp_path, text))
+        load_config(write(tmp_path, text))
     message = str(error.value)
     assert "\n" not in message
-    for words in (WRONG_FILES | WRONG_OVERRIDES)[text]:
-        assert words in message, message
+    for phrase in WRONG_FILES[text]:
+        assert phrase in message
+
+
+@pytest.mark.parametrize("override", WRONG_OVERRIDES)
+def test_a_mistake_in_an_override_is_one_clear_error(override):
+    with pytest.raises(UserError) as error:
+        load_config(None, [override])
+    message = str(error.value)
+    assert "\n" not in message
+    for phrase in WRONG_OVERRIDES[override]:
+        assert phrase in message
 
 
 @pytest.mark.parametrize("updates", [1, 2, 4])
@@ -148,11 +197,11 @@ def test_drop_needs_a_lag_of_a_batch_s_updates_and_no_more(updates):
         load_config(None, [*settings, f"lag.max_steps={updates - 1}"])
 
 
-def test_a_file_nested_too_deeply_is_one_line(tmp_path):
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", '{"a": '])
+def test_a_file_nested_too_deeply_is_one_line(tmp_path, opening):
     """The parser in C would end the process."""
-    for text in ("[" * 10**5, "{a: " * 10**5, "- " * 10**5, '{"a": ' * 10**5):
-        with pytest.raises(UserError, match=r"not valid YAML: .*nested more than 100 levels deep"):
-            load_config(write(tmp_path, text))
+    with pytest.raises(UserError, match=r"not valid YAML: .*nested more than 100 levels deep"):
+        load_config(write(tmp_path, opening * 10**5))
 
 
 def test_a_missing_file_names_the_nearest(tmp_path):
@@ -161,33 +210,60 @@ def test_a_missing_file_names_the_nearest(tmp_path):
         load_config(tmp_path / "b.yaml")
 
 
-def test_the_resolved_config_reads_back(tmp_path):
-    term = "[{estimator: k3, placement: loss, beta: 0.1}]"
-    for kl in (term, "grpo", "{recipe: grpo, beta: 0.1}", "[{recipe: grpo}]", "none", "[]"):
-        config = load_config(write(tmp_path, f"kl: {kl}\nseed: 5\n"))
-        assert load_config(None, [f"kl={kl}", "seed=5"]) == config
-        assert load_config(write(tmp_path, to_yaml(config))) == config
+@pytest.mark.parametrize(
+    "kl",
+    [
+        "[{estimator: k3, placement: loss, beta: 0.1}]",
+        "grpo",
+        "{recipe: grpo, beta: 0.1}",
+        "[{recipe: grpo}]",
+        "none",
+        "[]",
+    ],
+)
+def test_the_resolved_config_reads_back(tmp_path, kl):
+    config = load_config(write(tmp_path, f"kl: {kl}\nseed: 5\n"))
+    assert load_config(None, [f"kl={kl}", "seed=5"]) == config
+    assert load_config(write(tmp_path, to_yaml(config))) == config
 
 
-def test_the_hash_ignores_where_a_run_is_stored_and_nothing_else(monkeypatch):
-    base = load_config(None)
-    unchanged = config_hash(base)
+def test_the_hash_of_a_config_stays():
     quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
     assert config_hash(load_config(quickstart)) == "377bc25c679d", "runs of earlier versions resume"
-    for change in ("seed=1", "trainer={max_time: 1}", "kl=grpo", "rollout.group_size=4"):
-        assert config_hash(load_config(None, [change])) != config_hash(base), change
-    for same in (
+
+
+@pytest.mark.parametrize("change", ["seed=1", "trainer={max_time: 1}", "kl=grpo", "rollout.group_size=4"])
+def test_what_a_run_computes_is_part_of_the_hash(change):
+    assert config_hash(load_config(None, [change])) != config_hash(load_config(None))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
         "output=elsewhere",
         "resume=auto",
         "train.strategy_options={replica_gib: 4, bucket_mib: 64}",
         "callbacks=[]",
-    ):
-        assert config_hash(load_config(None, [same])) == config_hash(base), same
+    ],
+)
+def test_where_a_run_is_stored_is_not_part_of_the_hash(change):
+    assert config_hash(load_config(None, [change])) == config_hash(load_config(None))
+
+
+def test_the_content_of_plugins_is_part_of_the_hash(monkeypatch):
+    config = load_config(None)
+    without_plugin = config_hash(config)
     monkeypatch.setitem(PLUGIN_FILES, "my_parts.py", b"x = 1")
-    first = config_hash(base)
+    first = config_hash(config)
     monkeypatch.setitem(PLUGIN_FILES, "my_parts.py", b"x = 2")
-    assert len({unchanged, first, config_hash(base)}) == 3 and config_hash(base, without=("plugins",)) == unchanged
-    assert config_hash(load_config(None, ["seed=1"]), without=("seed",)) == config_hash(base, without=("seed",))
+    second = config_hash(config)
+    assert len({without_plugin, first, second}) == 3
+    assert config_hash(config, without=("plugins",)) == without_plugin
+
+
+def test_the_hash_without_the_seed():
+    other_seed = load_config(None, ["seed=1"])
+    assert config_hash(other_seed, without=("seed",)) == config_hash(load_config(None), without=("seed",))
 
 
 @settings(deadline=None, max_examples=50)
@@ -218,17 +294,24 @@ class Whole:
 def test_any_schema_is_parsed_with_types_defaults_and_full_keys():
     whole = parse_record(Whole, {"name": 3, "parts": [{"size": 2.0, "ratio": "1e-2"}, {}], "labels": ["a", 1]})
     assert whole == Whole(name="3", parts=[Part(2, 0.01), Part()], labels=("a", "1"))
-    for raw, message in (
-        ({}, "box.yaml: config: needs name"),
-        ({"name": "a", "parts": [{"size": 0}]}, "box.yaml: parts.0.size: got 0; allowed: at least 1"),
-        ({"name": "a", "parts": [{"siz": 1}]}, "box.yaml: parts.0.siz: no such key (given 1)"),
-        ({"name": "a", "parts": {}}, "box.yaml: parts: got {}; allowed: a list"),
-        ({"name": True}, "box.yaml: name: got True; allowed: text"),
-        ([], "box.yaml: config: got []; allowed: a mapping with the keys name, parts, labels"),
-    ):
-        with pytest.raises(UserError) as error:
-            parse_record(Whole, raw, origin="box.yaml")
-        assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({}, "config: needs name"),
+        ({"name": "a", "parts": [{"size": 0}]}, "parts.0.size: got 0; allowed: at least 1"),
+        ({"name": "a", "parts": [{"siz": 1}]}, "parts.0.siz: no such key (given 1)"),
+        ({"name": "a", "parts": {}}, "parts: got {}; allowed: a list"),
+        ({"name": True}, "name: got True; allowed: text"),
+        ([], "config: got []; allowed: a mapping with the keys name, parts, labels"),
+    ],
+    ids=["missing", "value", "key", "no list", "no text", "no mapping"],
+)
+def test_what_a_schema_does_not_allow_is_refused_by_its_full_key(raw, message):
+    with pytest.raises(UserError) as error:
+        parse_record(Whole, raw, origin="box.yaml")
+    assert str(error.value).startswith(f"box.yaml: {message}")
 
 
 def test_flatten_keeps_empty_containers_as_leaves():
@@ -247,18 +330,33 @@ def test_an_override_that_a_later_one_replaces_is_an_error_and_one_that_stays_is
     assert load_config(path, [whole, "kl.0.beta=0.5"]).kl[0]["beta"] == 0.5
     assert load_config(path, ["kl.0.beta=0.1", whole]).kl[0]["beta"] == 0.1, "the same value is not lost"
     lag = load_config(path, ["lag.in_flight=true", "lag={mode: async, max_steps: 2}"]).lag
-    assert lag.in_flight and lag.max_steps == 2, "a mapping with a schema is merged"
+    assert lag.in_flight, "a mapping with a schema is merged"
+    assert lag.max_steps == 2, "a mapping with a schema is merged"
 
 
 def chain(first, link):
-    """``tracking.tags`` in which each of 40 names the one before, and ``a0`` is ``first``."""
-    tags = [f"a0: {first}", *(f"a{n}: {link.replace('X', f'${{tracking.tags.a{n - 1}}}')}" for n in range(1, 40))]
-    return "tracking:\n  tags:\n    " + "\n    ".join(tags) + "\n"
+    """``tracking.tags`` in which each of 40 names the one before, and ``a0`` is ``first``.
+
+    ``link`` is the text of each of the others, with X for the one before.
+    """
+    lines = ["tracking:", "  tags:", f"    a0: {first}"]
+    for n in range(1, 40):
+        one_before = f"${{tracking.tags.a{n - 1}}}"
+        lines.append(f"    a{n}: {link.replace('X', one_before)}")
+    return "\n".join(lines) + "\n"
 
 
-MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n}\n  <<: [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+def merges():
+    """Ten mappings of which each merges the one before nine times: 9 to the power of 9 keys."""
+    lines = ["a0: &a0 {x: 1}"]
+    for n in range(1, 10):
+        aliases = ", ".join([f"*a{n - 1}"] * 9)
+        lines.append(f"a{n}: &a{n}\n  <<: [{aliases}]")
+    return "\n".join(lines) + "\n"
+
+
 LARGE = [  # each of these took more than twenty seconds, gigabytes, or a traceback
-    (MERGES, "with aliases and merge keys written out"),
+    (merges(), "with aliases and merge keys written out"),
     ("kl: [" + "1, " * 300_000 + "]", "more than 10,000 keys and values"),
     ("name: '" + "${seed}" * 100_000 + "'", "more than 10,000 keys and values"),
     ("seed: 1" + ":1" * 100_000, "a number of more than 100 characters .line 1"),
@@ -282,7 +380,8 @@ def test_a_config_over_a_limit_is_refused_in_one_line(tmp_path, text, message):
     """Within two seconds on an idle core; ten are allowed here."""
     with cpu_limit(10), pytest.raises(UserError, match=message) as error:
         load_config(write(tmp_path, text))
-    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize(
@@ -299,15 +398,22 @@ def test_a_config_over_a_limit_is_refused_in_one_line(tmp_path, text, message):
 def test_an_override_over_a_limit_is_refused_in_one_line(text, message):
     with cpu_limit(10), pytest.raises(UserError, match=message) as error:
         load_config(None, [text])
-    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
 
 
-def test_interpolations_within_the_limits_are_written_out(tmp_path):
+def test_many_interpolations_within_the_limits_are_written_out(tmp_path):
     tags = "".join(f"  t{n}: '${{name}}-${{seed}} ${{.base}}'\n" for n in range(300))
-    config = load_config(write(tmp_path, "seed: 3\nname: a\ntracking: {tags: {base: '${...name}'}}\n"))
-    assert config.tracking.tags["base"] == "a"
     config = load_config(write(tmp_path, f"seed: 3\nname: a\ntracking:\n tags:\n  base: b\n{tags}"))
     assert config.tracking.tags["t299"] == "a-3 b"
+
+
+def test_an_interpolation_leads_upwards(tmp_path):
+    config = load_config(write(tmp_path, "seed: 3\nname: a\ntracking: {tags: {base: '${...name}'}}\n"))
+    assert config.tracking.tags["base"] == "a"
+
+
+def test_an_interpolation_leads_into_a_list(tmp_path):
     text = "kl: [{estimator: k1, beta: 0.25}]\ntracking: {tags: {a: '${kl[0].beta}', b: '${kl.0.beta}'}}\n"
     assert set(load_config(write(tmp_path, text)).tracking.tags.values()) == {"0.25"}
 
@@ -336,16 +442,18 @@ def test_interpolations_within_the_limits_are_written_out(tmp_path):
 )
 def test_the_content_of_a_file_that_is_no_config_is_not_shown(tmp_path, content):
     """A config or a grid from elsewhere may name any file that its user can read."""
-    secret, grid = tmp_path / "secret", tmp_path / "grid.yaml"
+    secret = tmp_path / "secret"
     secret.write_text(content)
-    for file, text in ((tmp_path / "a.yaml", f"extends: {secret}\nkl: grpo\n"), (grid, f"base: {secret}\nseeds: 1\n")):
-        file.write_text(text)
-        with pytest.raises(UserError) as error:
-            if file == grid:
-                plan(read_grid(grid), directory=tmp_path)
-            else:
-                load_config(file)
-        assert "NEEDLE" not in str(error.value) and "\n" not in str(error.value)
+    config = write(tmp_path, f"extends: {secret}\nkl: grpo\n")
+    with pytest.raises(UserError) as config_error:
+        load_config(config)
+    grid = tmp_path / "grid.yaml"
+    grid.write_text(f"base: {secret}\nseeds: 1\n")
+    with pytest.raises(UserError) as grid_error:
+        plan(read_grid(grid), directory=tmp_path)
+    for error in (config_error, grid_error):
+        assert "NEEDLE" not in str(error.value)
+        assert "\n" not in str(error.value)
         assert str(secret) in str(error.value)
 
 
@@ -376,23 +484,25 @@ KINDS["suites"].register("of_package_suites", source="a test", kind_of_suite="ge
 
 
 def config_with(kind):
-    """A config that uses the package's part of one kind, and no other of its parts but through that one."""
-    name, config = f"of_package_{kind}", load_config(None)
+    """The sections of a config that uses the package's part of one kind, and its others only through that one."""
+    name = f"of_package_{kind}"
+    config = load_config(None)
     algorithm = config.algorithm
-    return {
-        "estimators": lambda: {"kl": [{"estimator": name, "beta": 0.1}]},
-        "corrections": lambda: {"kl": [{"estimator": "k1", "beta": 0.1, "correction": name}]},
-        "recipes": lambda: {"kl": ["grpo", {"recipe": name}]},
-        "advantages": lambda: {"algorithm": dataclasses.replace(algorithm, advantage=name)},
-        "policy_losses": lambda: {"algorithm": dataclasses.replace(algorithm, policy_loss=name)},
-        "policy_corrections": lambda: {"algorithm": dataclasses.replace(algorithm, correction={name: {}})},
-        "rewards": lambda: {"rewards": [RewardConfig(name="math_verify"), RewardConfig(name=name)]},
-        "rollouts": lambda: {"rollout": dataclasses.replace(config.rollout, backend=name)},
-        "datasets": lambda: {"data": dataclasses.replace(config.data, eval={"a": DatasetConfig(dataset=name)})},
-        "callbacks": lambda: {"callbacks": [CallbackConfig(name=name)]},
-        "loggers": lambda: {"tracking": dataclasses.replace(config.tracking, loggers=[LoggerConfig(name=name)])},
-        "suites": lambda: {"eval": dataclasses.replace(config.eval, suites=["gsm8k", name])},
-    }[kind]()
+    sections = {
+        "estimators": {"kl": [{"estimator": name, "beta": 0.1}]},
+        "corrections": {"kl": [{"estimator": "k1", "beta": 0.1, "correction": name}]},
+        "recipes": {"kl": ["grpo", {"recipe": name}]},
+        "advantages": {"algorithm": dataclasses.replace(algorithm, advantage=name)},
+        "policy_losses": {"algorithm": dataclasses.replace(algorithm, policy_loss=name)},
+        "policy_corrections": {"algorithm": dataclasses.replace(algorithm, correction={name: {}})},
+        "rewards": {"rewards": [RewardConfig(name="math_verify"), RewardConfig(name=name)]},
+        "rollouts": {"rollout": dataclasses.replace(config.rollout, backend=name)},
+        "datasets": {"data": dataclasses.replace(config.data, eval={"a": DatasetConfig(dataset=name)})},
+        "callbacks": {"callbacks": [CallbackConfig(name=name)]},
+        "loggers": {"tracking": dataclasses.replace(config.tracking, loggers=[LoggerConfig(name=name)])},
+        "suites": {"eval": dataclasses.replace(config.eval, suites=["gsm8k", name])},
+    }
+    return sections[kind]
 
 
 @pytest.fixture
@@ -409,29 +519,49 @@ def package_of_every_kind(tmp_path, monkeypatch):
     del sys.modules["every_kind"]
 
 
-def test_a_package_counts_where_the_config_uses_a_part_of_it_of_any_kind(package_of_every_kind):
-    base = load_config(None)
-    assert plugins_of(base).packages == () and config_hash(base) == config_hash(base, without=("plugins",))
-    for kind in KINDS:
-        config = dataclasses.replace(base, **config_with(kind))
-        assert [package.name for package in plugins_of(config).packages] == ["every_kind"], kind
-        assert config_hash(config) != config_hash(config, without=("plugins",)), kind
+def packages_of(config):
+    return [package.name for package in plugins_of(config).packages]
+
+
+def test_a_package_that_the_config_does_not_use_does_not_count(package_of_every_kind):
+    config = load_config(None)
+    assert packages_of(config) == []
+    assert config_hash(config) == config_hash(config, without=("plugins",))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_package_counts_where_the_config_uses_a_part_of_it(package_of_every_kind, kind):
+    config = dataclasses.replace(load_config(None), **config_with(kind))
+    assert packages_of(config) == ["every_kind"]
+    assert config_hash(config) != config_hash(config, without=("plugins",))
+
+
+def test_a_package_counts_where_the_file_of_a_suite_uses_a_part_of_it(package_of_every_kind):
     suite = package_of_every_kind / "own.yaml"
     suite.write_text("data: {dataset: of_package_datasets}\nreward: {name: math_verify}\n")
-    for part in ({"suites": [str(suite)]}, {"suites": []}):
-        config = dataclasses.replace(base, eval=dataclasses.replace(base.eval, **part))
-        assert len(plugins_of(config).packages) == len(part["suites"]), part
-    for every in (0, 1):
-        audit = dataclasses.replace(base.audit, every=every, terms=["own", "of_package_recipes"])
-        assert len(plugins_of(dataclasses.replace(base, audit=audit)).packages) == every
+    base = load_config(None)
+    with_suite = dataclasses.replace(base.eval, suites=[str(suite)])
+    without = dataclasses.replace(base.eval, suites=[])
+    assert packages_of(dataclasses.replace(base, eval=with_suite)) == ["every_kind"]
+    assert packages_of(dataclasses.replace(base, eval=without)) == []
+
+
+def test_a_package_counts_where_an_audit_uses_a_part_of_it(package_of_every_kind):
+    """An audit that is never made uses nothing."""
+    base = load_config(None)
+    made = dataclasses.replace(base.audit, every=1, terms=["own", "of_package_recipes"])
+    never_made = dataclasses.replace(made, every=0)
+    assert packages_of(dataclasses.replace(base, audit=made)) == ["every_kind"]
+    assert packages_of(dataclasses.replace(base, audit=never_made)) == []
 
 
 @pytest.mark.parametrize(
     "file", sorted((Path(__file__).parents[2] / "results").rglob("export.parquet")), ids=lambda file: file.parent.name
 )
 def test_the_hashes_of_stored_runs_stay(file, tmp_path):
-    """Of the runs that an export of this repository has, those whose settings mean what they meant."""
+    """About three runs of each export of this repository: the first, and those at equal distances."""
     runs = open_runs(file)
-    rows = runs.frame().iloc[:: max(len(runs.frame()) // 3, 1)]
-    for row in rows.to_dict("records"):
+    frame = runs.frame()
+    every = max(len(frame) // 3, 1)
+    for row in frame.iloc[::every].to_dict("records"):
         assert config_hash(load_config(runs.config(row["run_id"], tmp_path))) == row["tags.config.hash"]

@@ -171,7 +171,7 @@ def test_a_lora_policy_trains_with_a_critic(tmp_path):
 
 def test_value_settings_without_a_critic_are_refused_before_a_run_folder_exists(tmp_path):
     config = load_config(TINY, [f"output={tmp_path}", "algorithm.advantage_options.lam=0.5"])
-    with pytest.raises(UserError, match=r"algorithm\.value: rloo"):
+    with pytest.raises(UserError, match=r"algorithm\.advantage_options: rloo"):
         train(config, console=quiet(), command="")
     assert not list(tmp_path.iterdir())
 
