@@ -91,7 +91,8 @@ def start_ready(log, handler):
 
 def test_terminate_gives_the_time_to_save(tmp_path):
     log = tmp_path / "child.log"
-    child = start_ready(log, "print('saved', flush=True); sys.exit(7)")
+    # Half a second: without a wait it would be killed before it has saved.
+    child = start_ready(log, "time.sleep(0.5); print('saved', flush=True); sys.exit(7)")
     assert child.terminate(20.0) == 7
     assert "saved" in log.read_text()
 
