@@ -41,13 +41,15 @@ def shown(value: object) -> str:
     >>> shown("k33"), shown("x" * 1000)[-24:]
     ("'k33'", 'xx... (1,002 characters)')
     """
-    # The message about a mistake must not fail itself, whatever the value is.
+    # The message about a mistake must not fail itself, whatever a config or a plugin gave.
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4,300 digits
         return "a number of thousands of digits"
     except RecursionError:
         return f"a {type(value).__name__} nested too deeply"
+    except Exception:  # the __repr__ of a plugin's class
+        return f"a {type(value).__name__} that cannot be shown"
     return _cut(text)
 
 

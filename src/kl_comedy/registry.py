@@ -176,6 +176,7 @@ class Registry(Generic[T]):
         try:
             for package in self._packages:
                 importlib.import_module(package)
+            self._order_built_in_entries()
             for point in importlib.metadata.entry_points(group=f"kl_comedy.{self.kind}"):
                 place = f"entry point {point.name!r} of group kl_comedy.{self.kind} ({point.value})"
                 with _plugin_import(place, "failed to load"):
@@ -183,6 +184,18 @@ class Registry(Generic[T]):
         except BaseException:
             self._loaded = False  # a second lookup must fail too, instead of missing parts without saying so
             raise
+
+    def _order_built_in_entries(self) -> None:
+        """Put entries of the first package first, whichever of them a program has imported before the lookup."""
+
+        def position(entry: Entry[T]) -> int:
+            module = getattr(entry.fn, "__module__", None) or ""
+            for index, package in enumerate(self._packages):
+                if module == package or module.startswith(f"{package}."):
+                    return index
+            return len(self._packages)
+
+        self._entries = {entry.name: entry for entry in sorted(self._entries.values(), key=position)}
 
 
 @contextlib.contextmanager

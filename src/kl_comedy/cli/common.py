@@ -30,9 +30,9 @@ def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def choice_option(name: str, *allowed: str) -> Any:
-    """The typer option ``name``, which takes ``allowed`` values only.
+    """The typer option ``name`` within an ``Annotated`` type; it takes the two or more ``allowed`` values only.
 
-    Not an Enum of typer's, whose error message names no nearest value and would be another than that of a config.
+    Not an Enum of typer's: its error names no nearest value, and a wrong value would read otherwise than in a config.
     """
 
     def check(value: str) -> str:

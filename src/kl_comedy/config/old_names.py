@@ -136,31 +136,30 @@ def _move(plain: dict[str, Any], moved: Moved, name: str, value: Any) -> None:
 def in_layout_of_0_1(plain: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a whole plain config with every key where version 0.1 had it; the config hash is over this."""
     layout: dict[str, Any] = _copy(plain)
+    # A section of 0.1 that has no keys left; the others are still there.
+    layout["algorithm"]["value"] = {}
     for moved in MOVED:
-        parent_name, _, options_name = moved.options.rpartition(".")
-        parent = _section(layout, parent_name)
-        options = parent.get(options_name)
-        if not isinstance(options, dict):  # of a teacher that is not there
-            continue
-        if moved.section == "algorithm.value":
-            layout["algorithm"]["value"] = {}
-        section = _section(layout, moved.section)
+        options = _section(layout, moved.options)
         for name in moved.names:
-            section[name] = options.pop(name, moved.default(name))
+            value = options.pop(name, moved.default(name))
+            # Where a run has no teacher, this writes into a new mapping that is in no config.
+            _section(layout, moved.section)[name] = value
+    # Two entries of MOVED share a mapping, so that it is removed when both have been read.
     for moved in MOVED:
         if moved.is_new:
             parent_name, _, options_name = moved.options.rpartition(".")
             _section(layout, parent_name).pop(options_name, None)
-    for key, (default, _) in (REMOVED | FIXED).items():
+    for key, (default, _advice) in (REMOVED | FIXED).items():
         section_name, _, name = key.rpartition(".")
-        # At its default even where a file sets it, since the key has no effect any more. An adapter that is not there
-        # gets none: the section found is then a new mapping that nobody sees.
+        # The default even where a file sets another value, since the key has no effect any more. A run without an
+        # adapter gets no dropout of one: see above.
         _section(layout, section_name)[name] = default
     return layout
 
 
 def _section(plain: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The mapping at a dotted key of ``plain``; a new, empty one where there is none."""
+    """The mapping at a dotted key of ``plain``; where there is none (null, or not a mapping), a new one that is not
+    part of ``plain``."""
     section: Any = plain
     for part in key.split("."):
         section = section.get(part)

@@ -253,6 +253,7 @@ def reasoning_gym(config: DatasetConfig, *, key: str) -> list[Problem]:
 def _build(config: DatasetConfig, *, key: str) -> Any:
     """The task's dataset. Raises :class:`UserError` for an unknown task or option, or settings it rejects."""
     try:
+        # Whatever a library prints on import must not reach stdout, whose tables and JSON other programs read.
         with contextlib.redirect_stdout(sys.stderr):
             from reasoning_gym.factory import DATASETS as TASKS
     except ImportError as error:
@@ -269,6 +270,7 @@ def _build(config: DatasetConfig, *, key: str) -> Any:
         chosen.validate()
         return build(config=chosen)
     except Exception as error:
+        # Settings out of range show as errors of any class, also as bugs of a task; either way others must be chosen.
         reason = str(error) or type(error).__name__
         raise UserError(f"{key}.options: the task {config.name!r} rejects {settings}: {reason}") from error
 

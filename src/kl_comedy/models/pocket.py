@@ -106,7 +106,7 @@ def recipe_from_options(options: Mapping[str, Any]) -> PocketRecipe:
     that do not divide the hidden size into even parts.
     """
     preset = options.get("preset", "base")
-    if preset not in PRESETS:
+    if not isinstance(preset, str) or preset not in PRESETS:
         raise bad_value("model.options.preset", preset, PRESETS)
     overrides = {name: value for name, value in options.items() if name != "preset"}
     recipe = parse_record(PocketRecipe, {**PRESETS[preset], **overrides}, key="model.options")
@@ -115,7 +115,9 @@ def recipe_from_options(options: Mapping[str, Any]) -> PocketRecipe:
         why = "rotary positions rotate pairs of a head's dimensions"
         raise bad_value("model.options.heads", recipe.heads, allowed, why)
     if recipe.warmstart == "shipped" and not recipe.is_shipped:
-        raise bad_value("model.options.warmstart", "shipped", "auto or trained", "only the base recipe's are shipped")
+        raise bad_value(
+            "model.options.warmstart", "shipped", "auto or trained", "only the weights of the base recipe are shipped"
+        )
     return recipe
 
 

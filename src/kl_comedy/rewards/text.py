@@ -132,7 +132,7 @@ def exact_answer(
     """
     # Gold and completion alike: a minus sign of unicode in either must not decide.
     answer = plain_characters(answer)
-    if not _plain(answer):
+    if not _comparable(answer):
         raise BadGold(f"exact_answer has nothing to compare with in the gold answer {answer!r}")
     gold = number(plain_numbers(answer))
     segment, marked = final_segment(plain_characters(clean(tail(completion, max_chars))), markers)
@@ -140,8 +140,9 @@ def exact_answer(
         return _compared_as_text(segment, answer)
 
     segment = plain_numbers(segment)
-    # Calculations that are not carried out are no answers: "2 + 3 is 5" leaves " is 5".
+    # Calculations that are not carried out are no answers. "2 + 3 is 5" leaves " is 5", and "3/4" stays, a number.
     segment = _ARITHMETIC.sub(_only_fractions, segment)
+    # So are numbers times a root or a constant: "2 sqrt(3)" is not 2.
     segment = _UNEVALUATED.sub(" ", segment)
     numbers = numbers_in(segment)
     if not numbers:
@@ -152,10 +153,10 @@ def exact_answer(
 
 
 def _compared_as_text(segment: str, answer: str) -> Reward:
-    given = _plain(segment)
+    given = _comparable(segment)
     if not given:
         return Reward(value=0.0, status="unparseable")
-    return Reward(value=float(given == _plain(answer)))
+    return Reward(value=float(given == _comparable(answer)))
 
 
 def _only_fractions(match: re.Match[str]) -> str:
@@ -231,7 +232,7 @@ def numbers_in(text: str) -> list[Fraction]:
     return values
 
 
-def _plain(text: str) -> str:
+def _comparable(text: str) -> str:
     """``text`` as strings are compared: without case, outer punctuation and repeated spaces."""
     return " ".join(text.split()).strip(" .,;:!?\"'()[]{}*_`$").casefold()
 

@@ -166,15 +166,17 @@ class Sampler:
         return not rank_gpus.isdisjoint(",".join(server_gpus).split(","))
 
     def transport_on(self, gpus: Sequence[str]) -> str | None:
-        """How weights reach the servers of a run on a node with ``gpus``; None without servers of this package.
+        """How weights reach the servers of a run on a node with ``gpus``, by its name in :mod:`.engines.transports`.
 
-        Raises :class:`UserError` for a transport that cannot work there, and as :meth:`server_gpus`.
+        None for a run without servers, and for a plugin's, whose transport is not known here. Raises
+        :class:`UserError` for a transport that cannot work there, and where :meth:`server_gpus` does.
         """
         options = self.server_options
         if options is None:
             return None
         if gpus:
             server_gpus = self.server_gpus(gpus)
+            # None are named where the servers are elsewhere, or share the node's only GPU.
             if server_gpus:
                 # As the servers will see them, because the transport depends on which server shares rank 0's GPU.
                 options = replace(options, gpus=tuple(server_gpus))

@@ -386,20 +386,26 @@ class PolicyModule(lightning.LightningModule):
         )
 
     def passes(self, micro: MicroBatch, *, terms: Terms | None = None, measure: bool = False) -> dict[str, TokenPass]:
-        """The policy pass per reference: the initial one always, others where one of ``terms`` needs their exact KL.
+        """The policy pass per reference, by its name; without those that no term needs.
 
-        ``terms``: those of the run by default.
+        ``terms``: those of the run by default. ``measure`` adds exact KL and entropy for the metrics, which are those
+        against the initial policy.
         """
         if terms is None:
             terms = list(self.terms.values())
         inputs = model_inputs(micro.experience)
         passes: dict[str, TokenPass] = {}
         for name, reference in micro.references.items():
-            alike = [term for term in terms if term.reference == name]
+            terms_of_reference = [term for term in terms if term.reference == name]
             if name == "initial":
-                passes[name] = self.policy_pass(inputs, reference, alike, measure=measure)
-            elif any(term.reads != {"log_ratio"} for term in alike):
-                passes[name] = self.policy_pass(inputs, reference, alike)
+                # Always: the log-probs of the policy loss and of every log-ratio come from this pass.
+                passes[name] = self.policy_pass(inputs, reference, terms_of_reference, measure=measure)
+                continue
+            # A log-ratio is a difference of two passes that are there already; exact KLs and top tokens need both
+            # distributions at once.
+            needs_pass = any(term.reads != {"log_ratio"} for term in terms_of_reference)
+            if needs_pass:
+                passes[name] = self.policy_pass(inputs, reference, terms_of_reference)
         return passes
 
     def policy_pass(

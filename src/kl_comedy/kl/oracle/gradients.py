@@ -24,7 +24,7 @@ from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl.beta import first_value
 from kl_comedy.kl.claims import TARGETS, WEIGHTED, own_targets
 from kl_comedy.kl.estimators import certainty, jensen_shannon
-from kl_comedy.kl.oracle.enumeration import Completions, Instance, Loss, Rows, log_probs
+from kl_comedy.kl.oracle.enumeration import IMPOSSIBLE, Completions, Instance, Loss, Rows, log_probs
 from kl_comedy.kl.surrogate import batch_baseline, kl_parts, kl_surrogate, own_baseline
 from kl_comedy.kl.term import KLTerm
 
@@ -436,14 +436,19 @@ def sequence_kl(instance: Instance) -> float:
 
 
 def effective_sample_share(instance: Instance) -> float:
-    """``1 / E_mu[(pi / mu)^2]`` over completions: Kish's effective sample size over the number of samples."""
+    """``1 / E_mu[(pi / mu)^2]`` over completions: Kish's effective sample size over the number of samples.
+
+    The sampler ``mu`` must be able to draw what the policy ``pi`` can, or the ratios do not have mean 1.
+    """
     square = 0.0
     policy_NV = instance.policy_logp()
     for completions in instance.tree.chunks(CHUNK):
         drawn_B = log_probs(completions, instance.sampler_logp_NV).sum(-1)
         policy_B = log_probs(completions, policy_NV).sum(-1)
-        # E_mu[(pi / mu)^2] = sum pi^2 / mu, over what the sampler can draw; IMPOSSIBLE is far below this bound.
-        square += float(torch.where(drawn_B > -1e3, (2 * policy_B - drawn_B).exp(), 0.0).sum())
+        # A token that the sampler never draws has IMPOSSIBLE; what it can draw is far above half of that.
+        can_be_drawn_B = drawn_B > IMPOSSIBLE / 2
+        # E_mu[(pi / mu)^2] = sum pi^2 / mu
+        square += float(torch.where(can_be_drawn_B, (2 * policy_B - drawn_B).exp(), 0.0).sum())
     return 1.0 / square
 
 

@@ -312,13 +312,14 @@ def _differentiate_blocks(
     progress: Callable[[int], None],
 ) -> tuple[list[BlockGradients], dict[str, float]]:
     """The gradients of each block, and the metrics of all. Raises :class:`UserError` for an untrained policy."""
-    metrics = MetricAccumulator()
+    metrics = MetricAccumulator()  # filled by each block
     gradients: list[BlockGradients] = []
     for rows in blocks:
         gradients.append(block_gradients(module, rows, losses, sketches, metrics))
         progress(len(gradients))
+    # Over all ranks, so that all of them raise.
     values = metrics.merged(module.ranks).values()
-    # Exactly zero: the audit cannot tell a term that does nothing from one whose gradient is zero at the start.
+    # Without a tolerance: equal weights give exactly 0, and any other KL, however small, has a gradient to audit.
     if values["exact_kl_token"] == 0.0:
         raise UserError(
             "audit: the policy is still identical to its initial reference, so every KL gradient is zero; train it "
