@@ -223,23 +223,31 @@ def dropped_by_hand(name, delta_BT):
     return torch.zeros_like(delta_BT, dtype=torch.bool)
 
 
+@pytest.fixture(scope="module")
+def dropped_shares():
+    """The shares of all masks, of one call: no mask may get another's."""
+    where = setting(staleness=0.8)
+    losses = {}
+    for name, options in OPTIONS_OF_MASKS.items():
+        corrections = {name: options}
+        if name == "reinforce":
+            corrections = {}
+        losses[name] = reward_loss(PolicyTerm(corrections=corrections), where)
+    return silent_shares(where, losses)
+
+
 @pytest.mark.parametrize("name", OPTIONS_OF_MASKS)
-def test_the_dropped_share_is_that_of_tokens_without_gradient(name):
+def test_the_dropped_share_is_that_of_tokens_without_gradient(dropped_shares, name):
     """Against probabilities of completions and weights by hand; a bound that keeps the gradient drops nothing."""
     where = setting(staleness=0.8)
-    corrections = {name: OPTIONS_OF_MASKS[name]}
-    if name == "reinforce":
-        corrections = {}
-    shares = silent_shares(where, {name: reward_loss(PolicyTerm(corrections=corrections), where)})
-
     rows = where.rows(where.tree.all)
     delta_BT = torch.where(rows.mask_BT, rows.logp_BT - rows.behaviour_logp_BT, 0.0).detach()
     drawn_B = where.probability(where.tree.all)
     dropped_tokens = float(drawn_B @ (dropped_by_hand(name, delta_BT) & rows.mask_BT).sum(-1).double())
     all_tokens = float(drawn_B @ rows.mask_BT.sum(-1).double())
-    assert shares[name] == pytest.approx(dropped_tokens / all_tokens, abs=1e-12)
+    assert dropped_shares[name] == pytest.approx(dropped_tokens / all_tokens, abs=1e-12)
     # So that the comparison is not one of zeros.
-    assert (shares[name] > 0.05) == (name not in ("reinforce", "tis"))
+    assert (dropped_shares[name] > 0.05) == (name not in ("reinforce", "tis"))
 
 
 def test_a_certificate_and_its_row_have_the_dropped_share():
