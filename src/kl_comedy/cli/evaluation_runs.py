@@ -38,7 +38,6 @@ from kl_comedy.training.export import export_policy
 from kl_comedy.training.metrics import completion_metrics, load_eval_reference
 from kl_comedy.training.problems import eval_sampling, load_problem_sets, render_prompts
 from kl_comedy.training.run_folder import RunDir, step_of
-from kl_comedy.training.run_outcome import options_of_exported
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,7 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
 
 def _changes_for_exported(trained: Config) -> list[str]:
     """What a run's config needs to read its exported policy, which is whole: adapters are merged, options applied."""
-    changes = [options_of_exported(trained), "model.lora=null"]
+    changes = [trained.model.override_for_exported(), "model.lora=null"]
     if trained.rollout.backend == "replay":
         # Recorded rollouts cannot answer the prompts of an evaluation.
         changes += ["rollout.backend=hf", "rollout.options={}"]

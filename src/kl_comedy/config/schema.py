@@ -101,6 +101,12 @@ class ModelConfig:
         """Whether code that comes with the model may run, of :attr:`options`."""
         return _known_options(LoadingOptions, self.options).trust_remote_code
 
+    def override_for_exported(self) -> str:
+        """The override of :attr:`options` that loads the exported policy, whose files have the others applied."""
+        if self.trust_remote_code:
+            return "model.options={trust_remote_code: true}"
+        return "model.options={}"
+
     def with_options(self, **changes: Any) -> ModelConfig:
         """This model with some of its options changed; None removes an option."""
         options = {name: value for name, value in {**self.options, **changes}.items() if value is not None}

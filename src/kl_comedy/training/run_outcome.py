@@ -28,19 +28,12 @@ def evaluate_command(run: RunDir, config: Config) -> str:
     """The command that evaluates the policy of a finished run."""
     arguments = ["kl-comedy", "evaluate", str(run.path / "config.yaml"), f"model.source={run.policy}"]
     if config.model.options:
-        arguments.append(options_of_exported(config))
+        arguments.append(config.model.override_for_exported())
     if config.model.lora is not None:
         arguments.append("model.lora=null")  # RUN/policy is merged
     if config.eval.kl:
         arguments.append(f"eval.reference={run.path / 'config.yaml'}")
     return shlex.join(arguments)
-
-
-def options_of_exported(config: Config) -> str:
-    """The override of ``model.options`` for an exported policy, whose files have the other options applied."""
-    if config.model.trust_remote_code:
-        return "model.options={trust_remote_code: true}"
-    return "model.options={}"
 
 
 def run_summary(
