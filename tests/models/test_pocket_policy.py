@@ -150,6 +150,12 @@ def test_a_tokenizer_of_its_own_is_refused():
         load_model(ModelConfig(tokenizer="x", device="cpu"))
 
 
+@pytest.mark.parametrize("preset", ["tny", ["tiny"], {"tiny": 1}, 3], ids=["misspelled", "list", "mapping", "number"])
+def test_a_preset_that_is_none_is_refused(preset):
+    with pytest.raises(UserError, match=r"model\.options\.preset: got .*allowed: base, tiny"):
+        pocket.recipe_from_options({"preset": preset})
+
+
 @pytest.mark.parametrize("name", ["revision", "gguf_file"])
 def test_options_of_other_sources_are_refused(name):
     with pytest.raises(UserError, match=rf"model\.options\.{name}: no such key"):
