@@ -52,6 +52,7 @@ def _batches(config: Config) -> Iterator[Conflict]:
     prompts = config.rollout.prompts_per_batch
     group_size = config.rollout.group_size
     algorithm = config.algorithm
+    # A baseline compares the completions of one prompt, so that a group never spans two updates.
     if prompts % algorithm.updates_per_batch:
         allowed = f"a divisor of rollout.prompts_per_batch ({prompts})"
         why = "groups stay whole, and every update takes the same number of them"
@@ -81,6 +82,7 @@ def _lag(config: Config) -> Iterator[Conflict]:
     if lag.mode == "replayed" and lag.steps % per_batch:
         allowed = f"a multiple of the {per_batch} updates made from one batch"
         yield "lag.steps", lag.steps, allowed, "otherwise a batch cannot be exactly that many updates old"
+    # The batch that is drawn while one is learned from is per_batch updates old when its turn comes.
     if lag.policy == "drop" and lag.max_steps < per_batch:
         why = (
             f"{per_batch} updates are made from one batch, so all that is drawn meanwhile would be dropped; "

@@ -85,9 +85,11 @@ def config_reader(path: str | Path | None) -> Callable[[Sequence[str]], Config]:
                 origins[key] = file  # the last file that sets a key is the one whose value is used
 
     def read(overrides: Sequence[str]) -> Config:
+        # A copy, because overrides change it, and a sweep reads one file for a thousand cells.
         try:
             return _finish(copy.deepcopy(base), overrides)
         except UserError as error:
+            # Messages begin with their key. An override is on the command line, where the user looks first.
             key = str(error).partition(":")[0]
             for text in overrides:
                 overridden_key = text.partition("=")[0].strip()
@@ -167,9 +169,11 @@ def _finish(plain: dict[str, Any], overrides: Sequence[str]) -> Config:
     for text in overrides:
         override_values.append(_override(plain, text))
     _refuse_lost(plain, override_values)
+    # An interpolation may refer to a key that an override sets, so overrides come first.
     resolved = _resolve(plain)
     # After the interpolations, which may put a secret together from parts.
     refuse_secrets(resolved)
+    # Before the schema, which does not know the old names.
     read_old_names(resolved)
     config = parse_record(Config, resolved)
     check_combinations(config)
@@ -230,6 +234,7 @@ class _Expansions:
 
     def _value(self, name: str, key: str, start: str, chain: int) -> str:
         """What ``${name}`` in the value of ``key`` stands for; "" for a section, and where there is no such key."""
+        # OmegaConf reads a[0] as a.0, .a beside this key, and ..a in the section above.
         path = re.sub(r"\[([^\]]*)\]", r".\1", name)
         relative = len(path) - len(path.lstrip("."))
         if relative:
@@ -263,6 +268,7 @@ def _calls_resolver(text: str) -> bool:
     >>> _calls_resolver("${seed}: ${name}"), _calls_resolver("x-${oc.env:HOME}")
     (False, True)
     """
+    # A colon outside every ${...} is text, as in a name or an address.
     depth = 0
     for part in re.findall(r"\$\{|[}:]", text):
         if part == ":" and depth:
@@ -292,6 +298,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     >>> flatten({"a": {"b": 1}, "c": [2]})
     {'a.b': 1, 'c.0': 2}
     """
+    # An empty mapping or list is a leaf: without it, a key that is set to nothing would be in no table of params.
     if isinstance(value, Mapping) and value:
         items = [(str(name), item) for name, item in value.items()]
     elif isinstance(value, list | tuple) and value:
@@ -335,6 +342,7 @@ def plugins_of(config: Config, *records: Any) -> PluginSet:
     ``records``: further dataclasses whose parts count, as an evaluation suite.
     """
     names = dict.fromkeys([*_named_parts(config), *_names_in_fields(records)])
+    # A name that is registered nowhere is reported where it is used, with the nearest right one.
     entries = [KINDS[kind].get(name) for kind, name in names if name in KINDS[kind]]
     return plugins_with(module for entry in entries for module in entry.modules)
 
@@ -350,11 +358,13 @@ def _named_parts(config: Config) -> Iterator[tuple[str, str]]:
         yield "policy_corrections", name
     if config.kl:
         yield from _names_in_terms(config.kl)
+    # An audit that never happens uses no part.
     if config.audit.every:
         for terms in config.audit.terms:
             yield from _names_in_terms(terms)
     for name in config.eval.suites:
         yield "suites", name
+        # Built-in suites use built-in parts only; reading each of their files here would cost every start its time.
         is_file = name.endswith((".yaml", ".yml"))
         if is_file or (name in KINDS["suites"] and KINDS["suites"].get(name).modules):
             with contextlib.suppress(UserError):  # a missing file is reported where the suite is loaded
@@ -425,9 +435,11 @@ def _override(plain: dict[str, Any], text: str) -> tuple[str, Any]:
     if key.count(".") >= MAX_KEY_PARTS:
         raise UserError(f"{shown(key)}: no such key; a key has at most {MAX_KEY_PARTS} parts")
     try:
+        # As YAML, so that a value means the same on the command line and in a file.
         item = parse_yaml(value, lone_value=True)
     except ValueError as error:
         raise UserError(f"{key}: cannot read the value {shown(value)}: {error}") from None
+    # A copy: a later override may set a key within it, and _refuse_lost compares with what was given here.
     _set(plain, Config, key.split("."), copy.deepcopy(item), key)
     return key, item
 
@@ -445,8 +457,10 @@ def _set(node: Any, schema: Any, parts: Sequence[str], item: Any, key: str) -> N
         _merge(node, name, item, part_schema)
         return
     child = _item(node, name)
+    # `kl: grpo` with kl.beta=0.1 is the recipe at another beta.
     if isinstance(child, str) and key.startswith("kl."):
         child = {"recipe": child}
+    # Null, or a section that no file sets, as model.lora.
     if not isinstance(child, dict | list):
         child = {}
     node[name] = child

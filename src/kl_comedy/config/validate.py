@@ -20,6 +20,7 @@ from kl_comedy.registry import KINDS, OWN_PART
 
 T = TypeVar("T")
 
+# Resolving type hints compiles their texts, and a sweep checks the same schemas thousands of times.
 _FIELD_TYPES: dict[type, dict[str, Any]] = {}
 _SCALARS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
@@ -38,6 +39,7 @@ def option(default: Any, doc: str = "", **rules: Any) -> Any:
     metadata = {"doc": doc, **rules}
     if default is ...:
         return dataclasses.field(metadata=metadata)
+    # A list as a default would be shared by all instances, which dataclasses refuse.
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -96,6 +98,7 @@ def _record(schema: type[T], raw: Any, key: str) -> T:
     if not isinstance(raw, Mapping):
         raise bad_value(key or "config", raw, _describe(schema))
     values: dict[str, Any] = {}
+    # Unknown keys first: a misspelled one would else be reported as a required key that is missing.
     for name, item in raw.items():
         if name not in fields:
             raise unknown_key(_joined(key, name), item, fields)
@@ -131,6 +134,7 @@ def _missing_key(key: str, name: str, rules: Mapping[str, Any]) -> UserError:
 
 
 def _value(value: Any, hint: Any, key: str, rules: Mapping[str, Any]) -> Any:
+    # Its function decides about everything, types included.
     if "parse" in rules:
         return rules["parse"](value, key)
     inner, optional = without_none(hint)
@@ -156,6 +160,7 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
     """``value`` as ``hint``, which excludes None."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
+    # A record that was built in Python is as good as a mapping.
     if hint is Any or (isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(value, hint)):
         return value
     if dataclasses.is_dataclass(hint):
@@ -167,6 +172,7 @@ def _typed(value: Any, hint: Any, key: str) -> Any:
             raise bad_value(key, value, "a mapping")
         return {str(name): _value(item, args[1], f"{key}.{name}", {}) for name, item in value.items()}
     if origin in (list, tuple):
+        # A text is a sequence of letters to Python.
         if isinstance(value, str) or not isinstance(value, Sequence):
             raise bad_value(key, value, "a list")
         return origin(_value(item, args[0], f"{key}.{position}", {}) for position, item in enumerate(value))
@@ -180,12 +186,14 @@ def scalar(value: Any, hint: Any, key: str) -> Any:
             value = float(value)
         except ValueError:
             raise bad_value(key, value, _SCALARS[float]) from None
+    # 100.0 and 1.0e+3 are floats in YAML; as a number of steps they are whole.
     if hint is int and isinstance(value, float) and value.is_integer():
         return int(value)
     accepted = {float: int | float, str: str | int | float}.get(hint, hint)
     # Python's bool is an int, so `steps: true` would be read as 1.
     if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
         raise bad_value(key, value, _SCALARS.get(hint, str(hint)))
+    # No setting has a meaning at infinity, and NaN would pass every bound below.
     if hint is float and not math.isfinite(value):
         raise bad_value(key, value, "a finite number")
     if hint is bool:
