@@ -108,7 +108,7 @@ def test_options_change_the_fields_of_a_preset():
         ({"layers": 0}, ["model.options.layers", "0", "at least 1"]),
         ({"slip": 1.5}, ["model.options.slip", "1.5", "at most 1"]),
         ({"warmstart": "shiped"}, ["model.options.warmstart", "did you mean 'shipped'"]),
-        ({"warmstart": "shipped", "seed": 1}, ["model.options.warmstart", "only the base recipe"]),
+        ({"warmstart": "shipped", "seed": 1}, ["model.options.warmstart", "only the weights of the base recipe"]),
         ({"heads": 5}, ["model.options.heads", "5", "96"]),
     ],
     ids=["preset", "no such key", "text", "zero", "share", "warmstart", "shipped with a seed", "heads"],
