@@ -269,6 +269,8 @@ class FrameChannel:
                 if not data:
                     raise BrokenChannel("end of file")
                 self._incoming += data
+                # A short read has emptied the pipe. Without this return an end of file right behind the data would be
+                # raised before the caller has seen the last frame.
                 if len(data) < _CHUNK_BYTES:
                     return
         except BlockingIOError:

@@ -194,11 +194,23 @@ def scalar(value: Any, hint: Any, key: str) -> Any:
     if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
         raise bad_value(key, value, _SCALARS.get(hint, str(hint)))
     # No setting has a meaning at infinity, and NaN would pass every bound below.
-    if hint is float and not math.isfinite(value):
+    if hint is float and not is_finite(value):
         raise bad_value(key, value, "a finite number")
     if hint is bool:
         return value
     return hint(value)
+
+
+def is_finite(value: float) -> bool:
+    """Whether a number is neither NaN nor infinite; False for an integer above the largest float.
+
+    >>> is_finite(1e300), is_finite(10**400), is_finite(float("nan"))
+    (True, False, False)
+    """
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def check_rules(value: Any, rules: Mapping[str, Any], key: str) -> None:

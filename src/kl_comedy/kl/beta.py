@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kl_comedy.config.validate import check_record, option, parse_record
+from kl_comedy.config.validate import check_record, is_finite, option, parse_record
 from kl_comedy.errors import bad_value
 
 NEGATIVE = "below 0 the term pays for leaving the reference, and KL has no upper bound"
@@ -74,8 +74,8 @@ Beta = float | BetaSchedule | BetaTarget
 def parse_beta(value: Any, key: str, *, signed: bool = False) -> Beta:
     """Read ``beta`` from a config: a number, ``{start, end, steps, shape}`` or ``{target, ...}``.
 
-    ``signed`` allows numbers below 0. Raises :class:`UserError`, which names the key, for anything else and for a
-    number that is not finite.
+    ``signed`` allows a plain number below 0; schedules and controllers stay at or above 0. Raises :class:`UserError`,
+    which names the key, for anything else and for a number that is not finite.
     """
     if isinstance(value, BetaSchedule | BetaTarget):
         check_record(value, key)
@@ -90,7 +90,7 @@ def parse_beta(value: Any, key: str, *, signed: bool = False) -> Beta:
     if not is_number:
         raise bad_value(key, value, "a number, {start, end, steps} or {target: nats}")
     # NaN would make every loss NaN, and infinity would hide every reward.
-    if not math.isfinite(value):
+    if not is_finite(value):
         raise bad_value(key, value, "a finite number")
     if value < 0 and not signed:
         raise bad_value(key, value, "at least 0", NEGATIVE)

@@ -251,7 +251,7 @@ def kl_diagnostics(
 ) -> dict[str, float]:
     """What the options of a term did to this batch.
 
-    ``ratio_max``: the largest ratio without a cap; ``capped_share``: the share of ratios beyond the cap;
+    ``ratio_max``: the largest ratio, before the cap; ``capped_share``: the share of ratios beyond the cap;
     ``clamped_share``: the share of tokens whose estimate is clamped, so without gradient. Empty for a term without
     correction and clamps, and for a batch without tokens, where neither a maximum nor a share exists.
     """

@@ -253,7 +253,9 @@ class VariableLengths:
     def __init__(self, batch: PackedBatch) -> None:
         prompts = batch.prompts
         completions = batch.completions
-        nonempty_C = completions.real_BT.any(1)  # a completion of one token has none in the line
+        # The last token of a completion is predicted and never an input, so that a completion of one token has no
+        # query, and would be a sequence of length 0.
+        nonempty_C = completions.real_BT.any(1)
         prompt_of_C = batch.prompt_of_B[nonempty_C]
         index_CT = completions.index_BT[nonempty_C]
         real_CT = completions.real_BT[nonempty_C]

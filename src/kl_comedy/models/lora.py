@@ -62,7 +62,8 @@ def _peft_config(config: LoraConfig) -> Any:
 def initial_factor(name: str, shape: tuple[int, ...]) -> Tensor:
     """The initial value of a LoRA factor: ``B`` is zero, ``A`` Kaiming-uniform as in PEFT, seeded by its name.
 
-    An adapter therefore starts with the same numbers in every process, however the model is sharded.
+    ``name`` is that of the parameter in the PEFT model, and ``shape`` that of the whole factor. An adapter therefore
+    starts with the same numbers in every process, however the model is sharded.
     """
     # The seed is a hash of the name: stored runs begin with these numbers, so the bytes hashed must stay.
     factor = torch.zeros(shape)

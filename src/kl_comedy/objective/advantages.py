@@ -108,8 +108,8 @@ def reinforce_pp_baseline(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) 
 def token_rewards(returns_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """The reward of each token, ``[B, T]``, zero outside the mask: ``G_t - G_{t+1}``, and ``G_t`` at the last token.
 
-    This undoes the sum in a cost to go: a KL cost is again a cost of its own token (for an exact KL, of the token that
-    led to the prefix).
+    This undoes the sum in a cost to go, so that a KL cost is again a cost of its own token; that of an exact KL, which
+    belongs to a prefix, is a cost of the prefix's last token. Masks begin at the first token and have no gaps.
 
     >>> token_rewards(torch.tensor([[0.5, 0.7, 0.9]]), torch.tensor([[True, True, False]]))
     tensor([[-0.2000,  0.7000,  0.0000]])

@@ -94,7 +94,8 @@ def in_child(function: Callable[[], float]) -> float:
     if pid == 0:
         try:
             # Descriptors from 4 on are closed, the pipes of this worker among them: evaluated text that runs code must
-            # not write a verdict there.
+            # not write to the trainer. It can still write its own score to descriptor 3, which is why such text is
+            # parsed by an allow-list first. A child that does not answer is ended with its worker, at the time limit.
             os.dup2(write_fd, 3)
             os.closerange(4, 4096)
             os.write(3, _outcome(function))

@@ -272,7 +272,10 @@ class Producer:
         return numbered, metrics
 
     def _wait_for_groups(self, version: int) -> list[Group]:
-        """A batch of groups, once the buffer has one. The lock is held. Raises what ended a thread."""
+        """A batch of groups, once the buffer has one. Raises what ended a thread.
+
+        The lock is held by the caller, who also tells the producer about the room in the buffer.
+        """
         while self._error is None:
             groups = self.buffer.take(version)
             if groups is not None:

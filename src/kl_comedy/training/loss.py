@@ -273,8 +273,8 @@ def _own_baselines(
 def update_returns(
     costs: Mapping[str, TermParts], plan: Preparation, betas: Mapping[str, float], update: UpdateTensors
 ) -> Tensor:
-    """Reward minus the costs of the terms with ``baseline: before``, ``[B, T]``."""
-    # The coefficient enters here and nowhere else for these terms; micro_loss adds their path-wise part only.
+    """The weighted reward minus the KL costs that are subtracted before the baseline, as returns to go ``[B, T]``."""
+    # The cost's coefficient enters here; micro_loss, which multiplies the path-wise part by it, leaves the cost out.
     weighted_costs = []
     for name, parts in costs.items():
         if plan.terms[name].baseline == "before":
