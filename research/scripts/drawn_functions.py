@@ -27,7 +27,7 @@ def last_commit() -> str:
 
 def functions() -> list[tuple[str, str]]:
     """The place and the source of every function of at least :data:`SHORTEST` lines, in a fixed order."""
-    found = []
+    candidates = []
     for file in sorted((ROOT / "src").rglob("*.py")):
         text = file.read_text()
         for node in ast.walk(ast.parse(text)):
@@ -37,8 +37,8 @@ def functions() -> list[tuple[str, str]]:
             if node.end_lineno - node.lineno + 1 >= SHORTEST:
                 place = f"{file.relative_to(ROOT)}:{node.lineno}"
                 lines = text.splitlines()[node.lineno - 1 : node.end_lineno]
-                found.append((place, "\n".join(lines)))
-    return sorted(found)
+                candidates.append((place, "\n".join(lines)))
+    return sorted(candidates)
 
 
 def main() -> None:
