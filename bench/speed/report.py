@@ -125,7 +125,7 @@ def work_table(repetitions: Sequence[Mapping[str, Any]]) -> str:
 # The text of the page is that of the stored pages: `kl-comedy results verify` compares their tables with the data.
 def page(results: Mapping[str, Any]) -> str:
     """The whole page. ``results``: the content of speed.json."""
-    parts = ["# Speed and memory against TRL and TorchRL", _machine(results["machine"])]
+    parts = ["# Speed and memory against TRL and TorchRL", machine_line(results["machine"])]
     for task, result in results["tasks"].items():
         parts += _task(task, result)
     parts += ["## Variants", _bullets(f"`{name}`: {note}" for name, note in results["variants"].items())]
@@ -143,7 +143,7 @@ def _task(task: str, result: Mapping[str, Any]) -> list[str]:
     if repetitions:
         parts.append(main_table(repetitions))
         parts.append(ratio_table(repetitions) or "No ratios: kl_comedy or the peers were not run.")
-        parts.append(_work_verdict(repetitions))
+        parts.append(work_verdict(repetitions))
         parts += ["Time per phase (medians):", phase_table(repetitions), work_table(repetitions)]
     if result["failures"]:
         failures = _bullets(f"`{name}`: {reason}" for name, reason in result["failures"].items())
@@ -151,7 +151,7 @@ def _task(task: str, result: Mapping[str, Any]) -> list[str]:
     return parts
 
 
-def _work_verdict(repetitions: Sequence[Mapping[str, Any]]) -> str:
+def work_verdict(repetitions: Sequence[Mapping[str, Any]]) -> str:
     """Whether the compared variants did the same work: without it the ratios mean nothing."""
     differences = unequal_work(repetitions)
     if differences:
@@ -162,7 +162,8 @@ def _work_verdict(repetitions: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _machine(machine: Mapping[str, Any]) -> str:
+def machine_line(machine: Mapping[str, Any]) -> str:
+    """Hardware, versions and commit. ``machine``: the result of :func:`speed.machine.describe`."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB; {machine['threads']} threads; "

@@ -126,6 +126,18 @@ def speed_redesign() -> str:
     return page(read_json("speed/redesign/speed.json"))
 
 
+def speed_one_thread() -> str:
+    from speed.report import page
+
+    return page(read_json("speed/one_thread/speed.json"))
+
+
+def speed_before_after() -> str:
+    from speed.before_after import page
+
+    return page(read_json("speed/before_after.json"))
+
+
 def audit_cost() -> str:
     from audit_cost import page
 
@@ -288,6 +300,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "policy_corrections": policy_corrections,
     "speed": speed,
     "speed_redesign": speed_redesign,
+    "speed_one_thread": speed_one_thread,
+    "speed_before_after": speed_before_after,
     "audit_cost": audit_cost,
     "growth": growth,
     "peers": peers,
