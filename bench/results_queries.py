@@ -35,7 +35,7 @@ def make_store(folder: Path, runs: int) -> str:
     uri = f"sqlite:///{folder / 'mlflow.db'}"
     config = load_config(ROOT / "configs/study/base/pocket.yaml", ["kl={recipe: comedy/k1_in_reward, beta: 0.1}"])
     logger = RunLogger(
-        SimpleNamespace(uri=uri, experiment="bench", flush_every=10, tags={}),
+        SimpleNamespace(uri=uri, experiment="bench", tags={}),
         run_dir=folder / "run",
         params=flatten(to_plain(config)),
         tags={**provenance_tags(), "kl.label": "0.1 k1_reverse_token in reward total before baseline"},

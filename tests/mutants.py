@@ -656,8 +656,8 @@ BLIND = (
     ),
     Mutant(
         "policy drop refuses the smallest lag that works",
-        '$lag.policy == "drop" and $lag.max_steps < $updates',
-        '$lag.policy == "drop" and $lag.max_steps <= $updates',
+        '$lag.sampling.policy == "drop" and $lag.max_steps < $updates',
+        '$lag.sampling.policy == "drop" and $lag.max_steps <= $updates',
     ),
     Mutant(
         "optimizer.betas may be 1",

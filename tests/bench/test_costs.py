@@ -280,9 +280,9 @@ class Alive(TorchDispatchMode):
 
 
 def test_the_count_of_storages_counts():
-    kept = []
+    arrays = []
     with Alive(400) as alive:
         for _ in range(3):
-            kept.append(torch.zeros(100).view(10, 10))
+            arrays.append(torch.zeros(100).view(10, 10))
             torch.ones(100)  # freed at once
-    assert alive.most == 4, "three that are kept and one that is not"
+    assert alive.most == 4, "three in the list and one that is freed"

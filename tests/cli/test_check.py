@@ -28,7 +28,9 @@ def test_the_default_sampler_is_in_the_trainers_process():
 
 
 def test_an_asynchronous_run_over_ranks_starts_a_server_beside_them():
-    rows = starts("train.strategy=fsdp", "train.devices=2", "lag.mode=async", "lag.max_steps=3", "lag.in_flight=true")
+    rows = starts(
+        "train.strategy=fsdp", "train.devices=2", "lag.mode=async", "lag.max_steps=3", "lag.options.in_flight=true"
+    )
     assert rows["processes"] == "fsdp, 2 on 1 node"
     assert rows["sampler"].startswith("hf_server beside the trainer: 1, started by the run")
     assert rows["samples"].endswith("at most 3 updates old, wait, weights in flight")

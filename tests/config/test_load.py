@@ -191,7 +191,7 @@ def test_a_mistake_in_an_override_is_one_clear_error(override):
 
 @pytest.mark.parametrize("updates", [1, 2, 4])
 def test_drop_needs_a_lag_of_a_batch_s_updates_and_no_more(updates):
-    settings = ["lag.mode=async", "lag.policy=drop", f"algorithm.updates_per_batch={updates}"]
+    settings = ["lag.mode=async", "lag.options.policy=drop", f"algorithm.updates_per_batch={updates}"]
     assert load_config(None, [*settings, f"lag.max_steps={updates}"]).lag.max_steps == updates
     with pytest.raises(UserError, match=rf"lag\.max_steps.*at least {updates}"):
         load_config(None, [*settings, f"lag.max_steps={updates - 1}"])
@@ -243,7 +243,6 @@ def test_what_a_run_computes_is_part_of_the_hash(change):
         "output=elsewhere",
         "resume=auto",
         "train.strategy_options={replica_gib: 4, bucket_mib: 64}",
-        "callbacks=[]",
     ],
 )
 def test_where_a_run_is_stored_is_not_part_of_the_hash(change):
@@ -329,8 +328,8 @@ def test_an_override_that_a_later_one_replaces_is_an_error_and_one_that_stays_is
         load_config(path, [lost, whole])
     assert load_config(path, [whole, "kl.0.beta=0.5"]).kl[0]["beta"] == 0.5
     assert load_config(path, ["kl.0.beta=0.1", whole]).kl[0]["beta"] == 0.1, "the same value is not lost"
-    lag = load_config(path, ["lag.in_flight=true", "lag={mode: async, max_steps: 2}"]).lag
-    assert lag.in_flight, "a mapping with a schema is merged"
+    lag = load_config(path, ["lag.options.in_flight=true", "lag={mode: async, max_steps: 2}"]).lag
+    assert lag.sampling.in_flight, "a mapping with a schema is merged"
     assert lag.max_steps == 2, "a mapping with a schema is merged"
 
 

@@ -30,8 +30,8 @@ ALGORITHMS = {
         "train.steps=4",
     ],
     "exact KL, adaptive beta": ["kl=[{estimator: exact, placement: loss, beta: {target: 0.5}}]", "train.steps=3"],
-    "audit": [*MIXED, "audit.every=1", "audit.blocks=3", "audit.terms=[own,grpo]", "model.gradient_checkpointing=true"],
-    "audit of an adapter": ["audit.every=1", "audit.blocks=3", "model.lora={rank: 4}", "train.precision=bf16"],
+    "audit": [*MIXED, "audit.every=1", "audit.terms=[own,grpo]", "model.gradient_checkpointing=true"],
+    "audit of an adapter": ["audit.every=1", "model.lora={rank: 4}", "train.precision=bf16"],
     "DPO": ["algorithm.dpo={}", "kl=[]"],
     "exact KL to a teacher": [*TEACHER, "kl=opd/reverse"],
     "k1 to a teacher in reward": [*TEACHER, "kl=opd/sampled"],
@@ -50,8 +50,8 @@ SAMPLERS = {
 """Samples are equal in one process and in two."""
 FREE = {
     "async, one step off": ["lag.mode=async", "lag.max_steps=1"],
-    "async, drop": ["lag.mode=async", "lag.max_steps=2", "lag.policy=drop"],
-    "async, in flight": ["lag.mode=async", "lag.max_steps=2", "lag.in_flight=true"],
+    "async, drop": ["lag.mode=async", "lag.max_steps=2", "lag.options.policy=drop"],
+    "async, in flight": ["lag.mode=async", "lag.max_steps=2", "lag.options.in_flight=true"],
 }
 """Samples depend on who is faster."""
 

@@ -51,6 +51,21 @@ OLD_AND_NEW = {
         ],
         "07ff3d5a777a",
     ),
+    "teacher's adapter": (
+        ["reference.teacher={source: a, adapter: b, options: {subfolder: c}}"],
+        ["reference.teacher={source: a, options: {subfolder: c, adapter: b}}"],
+        "0209383b502f",
+    ),
+    "moving reference": (
+        ["reference.ema_decay=0.9", "reference.period=null", "reference.max_kl=0.05"],
+        ["reference.options={ema_decay: 0.9, period: null, max_kl: 0.05}"],
+        "89cd5285b0ed",
+    ),
+    "asynchronous sampling": (
+        ["lag.mode=async", "lag.max_steps=2", "lag.policy=drop", "lag.in_flight=true"],
+        ["lag.mode=async", "lag.max_steps=2", "lag.options={policy: drop, in_flight: true}"],
+        "56f47140fe13",
+    ),
     "shards": (
         SHARDS,
         [*SHARDS[:3], "train.strategy_options={shards: node, replica_gib: 4}"],

@@ -56,7 +56,7 @@ def test_the_notebook_shows_what_its_code_gives(monkeypatch):
 
 def test_the_notebook_reads_a_store(tmp_path, monkeypatch):
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    tracking = SimpleNamespace(uri=uri, experiment="trial", flush_every=10, tags={})
+    tracking = SimpleNamespace(uri=uri, experiment="trial", tags={})
     for seed, reward in enumerate((0.5, 0.6, 0.7)):
         logger = RunLogger(
             tracking,

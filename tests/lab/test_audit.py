@@ -299,8 +299,9 @@ def test_an_audit_in_a_run_logs_every_term(run_with_audit, key):
         (["audit.terms=[k3]"], r"audit\.terms: got 'k3'; allowed: own, panel"),
         (["rollout.prompts_per_batch=2"], r"audit\.every: got 1; allowed: 0 where .* fewer than 3 groups"),
         (["audit.samples=8"], r"audit\.every: .*leave 2"),
+        (["callbacks=[{name: audit, options: {every: 1, blocks: 2}}]"], r"blocks: got 2; allowed: at least 3"),
     ],
-    ids=["an unknown term", "too few groups in a batch", "too few samples"],
+    ids=["an unknown term", "too few groups in a batch", "too few samples", "too few blocks"],
 )
 def test_an_audit_that_cannot_run_is_refused_before_training(tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):

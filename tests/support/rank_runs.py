@@ -14,7 +14,7 @@ MIXED = [
     "{estimator: k3, placement: loss, beta: 0.02, reference: ema}, {estimator: k1, placement: reward, beta: 0.01, "
     "level: sequence, baseline: own}]",
     "algorithm.advantage=reinforce_pp_baseline",
-    "reference.ema_decay=0.5",
+    "reference.options.ema_decay=0.5",
 ]
 COMMON = [
     "train.microbatch_tokens=96",

@@ -24,7 +24,7 @@ def track(folder, uri, family, beta, seed, reward, kl, **tags):
         label = family
     name = f"{family[:2]}-{beta}-{seed}".replace(" ", "")
     logger = RunLogger(
-        SimpleNamespace(uri=uri, experiment="study", flush_every=50, tags={}),
+        SimpleNamespace(uri=uri, experiment="study", tags={}),
         run_dir=folder / name,
         params={"name": "study", "seed": seed, "kl": label},
         tags={

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from kl_comedy.errors import UserError
+from kl_comedy.tracking import logger as logger_module
 from kl_comedy.tracking import mark_dead_runs, provenance, store, sync
 from kl_comedy.tracking.logger import ResumedFrom, RunLogger
 from kl_comedy.tracking.runs import history, runs_frame
@@ -41,11 +42,12 @@ def uri(tmp_path, empty_store):
 
 
 @pytest.fixture
-def start(tmp_path, uri):
+def start(tmp_path, uri, monkeypatch):
     """Starts a run in a folder of this test."""
 
     def start(folder="run", *, to=uri, flush_every=2, params=None, tags=None, **options):
-        config = SimpleNamespace(uri=to, experiment="trial", flush_every=flush_every, tags={"team": "a"})
+        monkeypatch.setattr(logger_module, "FLUSH_EVERY", flush_every)
+        config = SimpleNamespace(uri=to, experiment="trial", tags={"team": "a"})
         return RunLogger(
             config,
             run_dir=tmp_path / folder,
@@ -428,7 +430,7 @@ def check_usable(uri, tmp_path):
     """A run can be logged and read; in a process of its own, which has no database open."""
 
     def use():
-        config = SimpleNamespace(uri=uri, experiment="trial", flush_every=1, tags={})
+        config = SimpleNamespace(uri=uri, experiment="trial", tags={})
         logger = RunLogger(config, run_dir=tmp_path / "a run", params={}, tags={})
         logger.log_metrics({"x": 1.0}, 1)
         logger.finish()

@@ -35,7 +35,7 @@ def store(tmp_path_factory):
     runs.append((0.003, 2, 0.9))  # a seed for the second time
     for number, (rate, seed, reward) in enumerate(runs):
         logger = RunLogger(
-            SimpleNamespace(uri=uri, experiment="numbers", flush_every=50, tags={"sweep": "rates"}),
+            SimpleNamespace(uri=uri, experiment="numbers", tags={"sweep": "rates"}),
             run_dir=folder / str(number),
             params={"name": f"run{number}", "seed": seed, "optimizer.lr": rate, "train.devices": number},
             tags={"kl.label": LABEL, "git.commit": "a" * 40, "code.package": "b" * 12, "plugins": "my_parts.py abc"},

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.errors import UserError
+from kl_comedy.tracking import logger as logger_module
 from kl_comedy.tracking.logger import NullLogger, ResumedFrom, RunLogger
 from kl_comedy.tracking.spool import Spool, json_safe, unreadable_lines
 
@@ -138,8 +139,16 @@ def test_truncation_drops_later_steps_with_their_tables_and_nothing_else(tmp_pat
     assert (unchanged_bytes == len(before)) == nothing_dropped
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frequent_flushes():
+    # For the module: Hypothesis refuses fixtures that are made anew for each function.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logger_module, "FLUSH_EVERY", 2)
+        yield
+
+
 def files_only(tmp_path, uri="none", **options):
-    config = SimpleNamespace(uri=uri, experiment="e", flush_every=2, tags={})
+    config = SimpleNamespace(uri=uri, experiment="e", tags={})
     arguments = {"run_dir": tmp_path / "run", "params": {"seed": 0}, "tags": {}, **options}
     return RunLogger(config, **arguments)
 

@@ -53,7 +53,7 @@ def write_runs(uri, folder):
     create_stores(manifest(folder, (uri, "many")))  # a second time changes nothing
 
     def write(name):
-        config = SimpleNamespace(uri=uri, experiment="many", flush_every=5, tags={"sweep": "many"})
+        config = SimpleNamespace(uri=uri, experiment="many", tags={"sweep": "many"})
         logger = RunLogger(config, run_dir=folder / name, params={"seed": name}, tags={})
         for step in range(1, STEPS + 1):
             logger.log_metrics({f"train/m{n}": float(step * n) for n in range(METRICS)}, step)

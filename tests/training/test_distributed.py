@@ -218,7 +218,7 @@ def test_any_number_of_processes(tmp_path, devices):
 @pytest.mark.slow
 def test_copies_on_two_nodes_each_in_two_shards_train_what_one_process_trains(tmp_path):
     """HSDP, 2 x 2; audits too, whose gradients come from shards of which there are copies."""
-    settings = [*MIXED, "train.steps=3", "audit.every=1", "audit.blocks=3", "audit.terms=[own,grpo]"]
+    settings = [*MIXED, "train.steps=3", "audit.every=1", "audit.terms=[own,grpo]"]
     alone = go(tmp_path / "alone", *COMMON, *settings).run
     run = over(tmp_path / "four", "fsdp", *settings, "train.strategy_options.shards=node", nodes=2)
     assert writers(run)[3] == 4

@@ -21,6 +21,7 @@ import training_runs
 from commands import Command, assert_resumed
 from kl_comedy.errors import RunFailed
 from kl_comedy.processes import free_port
+from kl_comedy.tracking import logger as logger_module
 from kl_comedy.training.callbacks import CheckpointCallback
 from training_runs import metrics_of
 
@@ -262,8 +263,9 @@ def test_a_killed_mlflow_server_costs_no_update_and_no_point(tmp_path, monkeypat
         save(self, trainer, version)
 
     monkeypatch.setattr(CheckpointCallback, "save", killed_at_four)
+    monkeypatch.setattr(logger_module, "FLUSH_EVERY", 1)
     try:
-        done = go(tmp_path, f"tracking.uri={server.uri}", "tracking.flush_every=1")
+        done = go(tmp_path, f"tracking.uri={server.uri}")
         monkeypatch.undo()
         assert_undisturbed(done, undisturbed)
         warnings = [record for record in caplog.records if "results sync" in record.getMessage()]

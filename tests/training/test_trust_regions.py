@@ -70,7 +70,12 @@ def test_the_step_is_scaled_by_the_effective_sample_size(tmp_path):
 def test_a_reference_is_replaced_once_the_kl_to_it_exceeds_its_bound_and_beta_aims_at_that_kl(tmp_path):
     """The copy is taken after the update, so the next one measures zero."""
     terms = "kl=[{estimator: exact, placement: loss, reference: periodic, beta: {target: 0.01}}]"
-    settings = ["reference.period=null", "reference.max_kl=1.0e-9", "train.steps=4", "optimizer.lr=1.0e-2"]
+    settings = [
+        "reference.options.period=null",
+        "reference.options.max_kl=1.0e-9",
+        "train.steps=4",
+        "optimizer.lr=1.0e-2",
+    ]
     logged = metrics_of(go(tmp_path, *SHORT, terms, *settings).run)
     steps = (1, 2, 3, 4)
     exceeds = [logged[step, "reference/periodic/exact_reverse_token"] > 1e-9 for step in steps]
@@ -105,9 +110,9 @@ PERIODIC = "kl.0.reference=periodic"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["reference.max_kl=0.1"], r"^reference\.max_kl: no KL term has reference: periodic"),
-        ([PERIODIC, "reference.period=null"], r"^reference\.period: got None.*never move"),
-        ([PERIODIC, "reference.max_kl=0"], r"^reference\.max_kl: got 0"),
+        (["reference.options.max_kl=0.1"], r"^reference\.options\.max_kl: no KL term has reference: periodic"),
+        ([PERIODIC, "reference.options.period=null"], r"^reference\.options\.period: got None.*never move"),
+        ([PERIODIC, "reference.options.max_kl=0"], r"^reference\.options\.max_kl: got 0"),
         (["optimizer.ess_scaling=root"], r"^optimizer\.ess_scaling: got 'root'"),
         (["algorithm.dpo={}", "kl=[]", "optimizer.ess_scaling=sqrt"], r"^optimizer\.ess_scaling.*importance weights"),
     ],

@@ -152,8 +152,8 @@ def _samples(config: Config) -> str:
     elif lag.mode == "replayed":
         age = f"exactly {lag.steps} updates old"
     else:
-        age = f"at most {lag.max_steps} updates old, {lag.policy}"
-        if lag.in_flight:
+        age = f"at most {lag.max_steps} updates old, {lag.sampling.policy}"
+        if lag.sampling.in_flight:
             age += ", weights in flight"
     updates = updates_from_a_batch(config)
     per_batch = f"{config.rollout.prompts_per_batch} prompts x {config.rollout.group_size} completions per batch"

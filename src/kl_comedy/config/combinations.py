@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kl_comedy.config.schema import SHARDED, Config, LagConfig
+from kl_comedy.config.schema import SHARDED, AsyncOptions, Config
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.io import MAX_NAME
 
@@ -74,23 +74,25 @@ def _lag(config: Config) -> Iterator[Conflict]:
     if lag.mode == "async" and lag.steps:
         yield "lag.steps", lag.steps, "0 with lag.mode async", "did you mean lag.max_steps?"
     if lag.mode != "async":
-        for name in ("max_steps", "policy", "in_flight"):
-            value = getattr(lag, name)
-            default = getattr(LagConfig(), name)
+        belongs_to_async = "it belongs to lag.mode=async"
+        if lag.max_steps:
+            yield "lag.max_steps", lag.max_steps, f"0 with lag.mode {lag.mode}", belongs_to_async
+        for name, value in lag.options.items():
+            default = getattr(AsyncOptions(), name)
             if value != default:
-                yield f"lag.{name}", value, f"{default} with lag.mode {lag.mode}", "it belongs to lag.mode=async"
+                yield f"lag.options.{name}", value, f"{default} with lag.mode {lag.mode}", belongs_to_async
     if lag.mode == "replayed" and lag.steps % per_batch:
         allowed = f"a multiple of the {per_batch} updates made from one batch"
         yield "lag.steps", lag.steps, allowed, "otherwise a batch cannot be exactly that many updates old"
     # The batch that is drawn while one is learned from is per_batch updates old when its turn comes.
-    if lag.policy == "drop" and lag.max_steps < per_batch:
+    if lag.sampling.policy == "drop" and lag.max_steps < per_batch:
         why = (
             f"{per_batch} updates are made from one batch, so all that is drawn meanwhile would be dropped; "
-            "lag.policy=wait takes any bound"
+            "lag.options.policy=wait takes any bound"
         )
-        yield "lag.max_steps", lag.max_steps, f"at least {per_batch} with lag.policy drop", why
-    if lag.in_flight and lag.max_steps == 0:
-        yield "lag.in_flight", True, "false with lag.max_steps 0", "nothing is sampled while weights change"
+        yield "lag.max_steps", lag.max_steps, f"at least {per_batch} with lag.options.policy drop", why
+    if lag.sampling.in_flight and lag.max_steps == 0:
+        yield "lag.options.in_flight", True, "false with lag.max_steps 0", "nothing is sampled while weights change"
 
 
 def _sampler(config: Config) -> Iterator[Conflict]:

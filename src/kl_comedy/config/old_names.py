@@ -14,8 +14,11 @@ from typing import Any
 
 from kl_comedy.config.schema import (
     AdamWOptions,
+    AsyncOptions,
     FsdpOptions,
     LoadingOptions,
+    MovingReferenceOptions,
+    TeacherAdapterOptions,
     TeacherServerOptions,
     ValueOptions,
 )
@@ -44,12 +47,16 @@ class Moved:
 
 
 _LOADING = tuple(field_types(LoadingOptions))
+_TEACHER_ADAPTER = tuple(field_types(TeacherAdapterOptions))
 _TEACHER_SERVER = tuple(field_types(TeacherServerOptions))
 
 MOVED = (
     Moved("model", _LOADING, "model.options", LoadingOptions, is_new=False),
     Moved("reference.teacher", _LOADING, "reference.teacher.options", LoadingOptions, is_new=False),
+    Moved("reference.teacher", _TEACHER_ADAPTER, "reference.teacher.options", TeacherAdapterOptions, is_new=False),
     Moved("reference.teacher", _TEACHER_SERVER, "reference.teacher.options", TeacherServerOptions, is_new=False),
+    Moved("reference", tuple(field_types(MovingReferenceOptions)), "reference.options", MovingReferenceOptions),
+    Moved("lag", tuple(field_types(AsyncOptions)), "lag.options", AsyncOptions),
     Moved("algorithm.value", tuple(field_types(ValueOptions)), "algorithm.advantage_options", ValueOptions),
     Moved("optimizer", tuple(field_types(AdamWOptions)), "optimizer.options", AdamWOptions),
     Moved("train", ("shards",), "train.strategy_options", FsdpOptions),
@@ -60,6 +67,8 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "lag.silence_limit_s": (60.0, "see rollout.options.request_timeout_s"),
     "lag.answer_limit_s": (3600.0, "see rollout.options.request_timeout_s"),
     "audit.sketch": (65536, "`kl-comedy audit --sketch` has it for a finished run"),
+    "audit.blocks": (8, "`kl-comedy audit --blocks` has it for a finished run"),
+    "tracking.flush_every": (10, "metrics are written to the store every 10 steps"),
 }
 """Keys without effect: their defaults, and what a user who set another value is told."""
 

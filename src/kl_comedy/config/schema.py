@@ -253,7 +253,14 @@ class TeacherServerOptions:
 
 
 @dataclass
-class TeacherOptions(LoadingOptions, TeacherServerOptions):
+class TeacherAdapterOptions:
+    """Options of a teacher that this process loads."""
+
+    adapter: str | None = option(None, "Folder of a LoRA adapter (PEFT) on `source`, as a LoRA run exports it.")
+
+
+@dataclass
+class TeacherOptions(LoadingOptions, TeacherAdapterOptions, TeacherServerOptions):
     """What the project reads of a teacher's options."""
 
 
@@ -268,9 +275,8 @@ class TeacherConfig:
     dtype: str | None = option(
         None, "Type of the weights; `null`: `model.dtype`.", choices=("float32", "bfloat16", "float16")
     )
-    adapter: str | None = option(None, "Folder of a LoRA adapter (PEFT) on `source`, as a LoRA run exports it.")
     options: dict[str, Any] = option(
-        dict, "As `model.options`; with `url`: of the server.", some_options=TeacherOptions
+        dict, "As `model.options`, and `adapter`; with `url`: of the server.", some_options=TeacherOptions
     )
     url: str | None = option(
         None,
@@ -283,14 +289,19 @@ class TeacherConfig:
             check_address(self.url, "reference.teacher.url")
 
     @property
+    def adapter(self) -> str | None:
+        """The folder of the adapter, of :attr:`options`."""
+        return _known_options(TeacherAdapterOptions, self.options).adapter
+
+    @property
     def server(self) -> TeacherServerOptions:
         """The options of the server at :attr:`url`."""
         return _known_options(TeacherServerOptions, self.options)
 
     def model(self, policy: ModelConfig) -> ModelConfig:
         """The teacher as a model to load, with everything else as the policy has it."""
-        server_names = field_types(TeacherServerOptions)
-        loading_options = {name: value for name, value in self.options.items() if name not in server_names}
+        not_of_the_model = field_types(TeacherServerOptions) | field_types(TeacherAdapterOptions)
+        loading_options = {name: value for name, value in self.options.items() if name not in not_of_the_model}
         return replace(
             policy,
             source=self.source,
@@ -303,8 +314,8 @@ class TeacherConfig:
 
 
 @dataclass
-class ReferenceConfig:
-    """References other than the initial policy, used by KL terms that name them."""
+class MovingReferenceOptions:
+    """When a reference that moves takes the policy's weights."""
 
     ema_decay: float = option(0.99, "Decay per update of `reference: ema`.", minimum=0, maximum=1)
     period: int | None = option(
@@ -313,7 +324,29 @@ class ReferenceConfig:
     max_kl: float | None = option(
         None, "`reference: periodic` is copied too after an update with more KL to it, in nats per token.", above=0
     )
+
+
+@dataclass
+class ReferenceConfig:
+    """References other than the initial policy, used by KL terms that name them."""
+
+    options: dict[str, Any] = option(
+        dict, "Options of `reference: ema` and `periodic`.", options=MovingReferenceOptions
+    )
     teacher: TeacherConfig | None = option(None, "The model of `reference: teacher` ([distillation](distillation.md)).")
+
+    @property
+    def moving(self) -> MovingReferenceOptions:
+        """:attr:`options` with their defaults."""
+        return MovingReferenceOptions(**self.options)
+
+
+@dataclass
+class AsyncOptions:
+    """How engines sample beside the trainer."""
+
+    policy: str = option("wait", "At the largest age: pause sampling, or drop old batches.", choices=("wait", "drop"))
+    in_flight: bool = option(False, "New weights take effect within completions.")
 
 
 @dataclass
@@ -327,10 +360,12 @@ class LagConfig:
     )
     steps: int = option(0, "`replayed`: age in updates; a multiple of the updates per batch.", minimum=0)
     max_steps: int = option(0, "`async`: largest age of a batch at its first update, in updates.", minimum=0)
-    policy: str = option(
-        "wait", "`async`, at the largest age: pause sampling, or drop old batches.", choices=("wait", "drop")
-    )
-    in_flight: bool = option(False, "`async`: new weights take effect within completions.")
+    options: dict[str, Any] = option(dict, "Options of `async`, as `in_flight`.", options=AsyncOptions)
+
+    @property
+    def sampling(self) -> AsyncOptions:
+        """:attr:`options` with their defaults."""
+        return AsyncOptions(**self.options)
 
 
 @dataclass
@@ -447,10 +482,9 @@ class EvalConfig:
 class AuditConfig:
     """The gradient audit during a run. It changes nothing in training."""
 
-    every: int = option(0, "Updates between [gradient audits](audit.md); 0: none.", minimum=0)
+    every: int = option(0, "Updates between [gradient audits](audit.md), which need 3 groups; 0: none.", minimum=0)
     terms: list[str] = option(lambda: ["own"], "`own` (the terms of `kl`), `panel`, or names of recipes.")
     samples: int | None = option(None, "Maximum completions, in whole groups; `null`: half of the update.", minimum=1)
-    blocks: int = option(8, "Blocks of whole groups; an update needs 3 groups.", minimum=3)
 
 
 @dataclass
@@ -475,7 +509,6 @@ class TrackingConfig:
 
     uri: str = option("sqlite:///mlflow.db", "MLflow store or server; `none`: only files in the run folder.")
     experiment: str = option("kl_comedy", "The MLflow experiment.")
-    flush_every: int = option(10, "Steps between writes to the store.", minimum=1)
     tags: dict[str, str] = option(dict, "Further tags of the run.")
     loggers: list[LoggerConfig] = option(list, "Lightning loggers beside MLflow.")
 

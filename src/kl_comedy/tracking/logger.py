@@ -3,9 +3,10 @@
     log_metrics -> Spool (spool.jsonl) -> Uploader (up to the last checkpoint) -> MLflow
 
 Metric points reach MLflow when a checkpoint has made them final (:meth:`RunLogger.commit`) or when the run has
-finished; with ``live`` every ``flush_every`` steps. When a run ends early, what came after its last checkpoint stays in
-the spool, because a resumed run computes it again. So a resumed run continues its MLflow run with exactly one point per
-step (see :mod:`kl_comedy.tracking.upload`). A store or a disk that fails is one warning, never an error in training.
+finished; with ``live`` every :data:`FLUSH_EVERY` steps. When a run ends early, what came after its last checkpoint
+stays in the spool, because a resumed run computes it again. So a resumed run continues its MLflow run with exactly one
+point per step (see :mod:`kl_comedy.tracking.upload`). A store or a disk that fails is one warning, never an error in
+training.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ log = logging.getLogger("kl_comedy.tracking")
 
 STATUSES = ("FINISHED", "FAILED", "KILLED")
 """MLflow's words for how a run ended; it refuses others."""
+
+FLUSH_EVERY = 10
+"""Steps between writes to disk and store: a power failure loses the points since the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +134,7 @@ class RunLogger(Logger):
         if values:
             self._append("metrics", values, step)
         self._steps_since_flush.add(step)
-        if len(self._steps_since_flush) >= self._config.flush_every:
+        if len(self._steps_since_flush) >= FLUSH_EVERY:
             self._flush()
 
     def log_hyperparams(self, params: Mapping[str, Any] | argparse.Namespace, *args: Any, **kwargs: Any) -> None:

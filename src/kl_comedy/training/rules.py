@@ -34,9 +34,6 @@ UNUSED_BY_DPO = (
 )
 """Fields of ``algorithm`` that have no meaning beside ``algorithm.dpo``."""
 
-UNUSED_BY_A_SERVER = ("adapter", "dtype")
-"""Fields of ``reference.teacher`` that say how a model is loaded, which the server at ``url`` has already done."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
@@ -98,20 +95,25 @@ def value_settings_without_critic(settings: TrainingSettings) -> UserError | Non
 
 def max_kl_without_periodic_term(settings: TrainingSettings) -> UserError | None:
     # A setting without effect is refused: whoever reads the config would think that it acts.
-    if settings.config.reference.max_kl is None:
+    if settings.config.reference.moving.max_kl is None:
         return None
     if any(term.reference == "periodic" for term in settings.terms):
         return None
-    return UserError("reference.max_kl: no KL term has reference: periodic, so this would do nothing; remove it")
+    return UserError(
+        "reference.options.max_kl: no KL term has reference: periodic, so this would do nothing; remove it"
+    )
 
 
 def periodic_reference_that_never_moves(settings: TrainingSettings) -> UserError | None:
-    reference = settings.config.reference
+    reference = settings.config.reference.moving
     if reference.period is not None or reference.max_kl is not None:
         return None
-    allowed = "a number of updates, or null with reference.max_kl"
+    allowed = "a number of updates, or null with reference.options.max_kl"
     return bad_value(
-        "reference.period", None, allowed, "the periodic reference would never move, which is reference: initial"
+        "reference.options.period",
+        None,
+        allowed,
+        "the periodic reference would never move, which is reference: initial",
     )
 
 
@@ -137,18 +139,13 @@ def loading_options_of_a_served_teacher(settings: TrainingSettings) -> UserError
     teacher = settings.served_teacher
     if teacher is None:
         return None
-    unused = TeacherConfig()
-    for name in UNUSED_BY_A_SERVER:
-        value = getattr(teacher, name)
-        default = getattr(unused, name)
-        if value != default:
-            reason = "the server at reference.teacher.url has loaded its model"
-            return bad_value(f"reference.teacher.{name}", value, str(default), reason)
+    reason = "the server at reference.teacher.url has loaded its model"
+    if teacher.dtype is not None:
+        return bad_value("reference.teacher.dtype", teacher.dtype, "null", reason)
     # The tokenizer is loaded here, at this revision.
     allowed = [*field_types(TeacherServerOptions), "revision"]
     for name, value in teacher.options.items():
         if name not in allowed:
-            reason = "the server at reference.teacher.url has loaded its model"
             return bad_value(f"reference.teacher.options.{name}", value, f"only {', '.join(allowed)}", reason)
     return None
 
@@ -199,7 +196,7 @@ def adapter_of_a_sharded_teacher(settings: TrainingSettings) -> UserError | None
     if teacher is None or teacher.adapter is None or strategy not in SHARDED:
         return None
     reason = "a teacher in shards is read from its files; name the merged policy of the LoRA run in source"
-    return bad_value("reference.teacher.adapter", teacher.adapter, f"null with {strategy}", reason)
+    return bad_value("reference.teacher.options.adapter", teacher.adapter, f"null with {strategy}", reason)
 
 
 # --- terms and advantage --------------------------------------------------------------------------------------------

@@ -23,5 +23,5 @@ def audit(every: int, terms: tuple[str, ...] = ("own",), samples: int | None = N
     from kl_comedy.config import AuditConfig
     from kl_comedy.lab.audit.run import AuditCallback
 
-    settings = AuditConfig(every=every, terms=list(terms), samples=samples, blocks=blocks)
-    return AuditCallback(settings)
+    settings = AuditConfig(every=every, terms=list(terms), samples=samples)
+    return AuditCallback(settings, blocks=blocks)

@@ -184,11 +184,15 @@ class AuditCallback(Callback):
 
     An audit runs before an update, on the update's completions, and does not change the run. There is none before the
     first update, where the KL is zero. The first audit of a process checks beta, and warns about a term that fails the
-    check. With several processes, each audits its micro-batches.
+    check. With several processes, each audits its micro-batches. An audit splits its groups into at most ``blocks``
+    blocks, of whose products its intervals are made.
     """
 
-    def __init__(self, config: AuditConfig) -> None:
+    def __init__(self, config: AuditConfig, *, blocks: int = 8) -> None:
+        if blocks < MINIMUM_BLOCKS:
+            raise bad_value("blocks", blocks, f"at least {MINIMUM_BLOCKS}")
         self._config = config
+        self._blocks = blocks
         self._metrics: dict[str, float] = {}
         self._checked_beta = False
 
@@ -239,7 +243,7 @@ class AuditCallback(Callback):
         audited_rows = rows[: self._groups * module.config.rollout.group_size]
         return audit_blocks(
             module,
-            equal_blocks(audited_rows, config.blocks),
+            equal_blocks(audited_rows, self._blocks),
             select_terms(config.terms, module.config, key="audit.terms", betas=betas),
             sketch=SKETCH,
             seed=module.version,

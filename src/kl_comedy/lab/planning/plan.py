@@ -356,7 +356,7 @@ class Plan:
         learned = learning_parts(self.shape, self._rates, learning)
         transfer = self._transfer(self.transport)
         # An engine that takes weights between batches only loads once for all updates of a batch.
-        loads = 1 / updates if config.lag.mode == "async" and not config.lag.in_flight else 1
+        loads = 1 / updates if config.lag.mode == "async" and not config.lag.sampling.in_flight else 1
         publish, load_s = transfer["publish weights"], transfer["load weights"] * loads
         engine = {**{name: seconds / updates for name, seconds in drawn.items()}, "load weights": load_s}
         rank = {**learned, "publish weights": publish}
@@ -403,7 +403,7 @@ class Plan:
         # On a shared GPU two sides at once take as long as one after the other.
         if lag.mode != "async" or (self.device.kind == "cuda" and not self.apart):
             return 0.0
-        return 1.0 if lag.policy == "drop" else min(1.0, lag.max_steps / updates_from_a_batch(self.config))
+        return 1.0 if lag.sampling.policy == "drop" else min(1.0, lag.max_steps / updates_from_a_batch(self.config))
 
     @property
     def _rates(self) -> Rates:
