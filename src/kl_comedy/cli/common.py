@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
@@ -18,6 +20,8 @@ from kl_comedy.redaction import printable, redact_command, redact_source, refuse
 
 if TYPE_CHECKING:
     from kl_comedy.config import Config
+
+Options = TypeVar("Options")
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 """Where launchers write a process's rank. RANK first: torchrun under srun sets both, and SLURM's is then the node's."""
@@ -158,3 +162,40 @@ def progress_bar(description: str, total: int) -> Iterator[Callable[[], None]]:
 def stderr_console() -> Console:
     """A console on stderr that is quiet on all ranks but rank 0."""
     return Console(stderr=True, quiet=process_rank() != 0)
+
+
+def with_options(function: Callable[[Options], Any], record: type[Options]) -> Callable[..., Any]:
+    """``function`` as typer reads it: with the fields of ``record`` as parameters, the command's own ones first.
+
+    Typer knows parameters of functions only. As a record, the options of a command are passed on as one thing, and
+    several commands share those that they have in common.
+    """
+
+    def call(**options: Any) -> Any:
+        return function(record(**options))
+
+    types = get_type_hints(record, include_extras=True)
+    own_names = inspect.get_annotations(record)
+    fields = list(dataclasses.fields(record))  # type: ignore[arg-type]
+    # Stable, so that both parts keep the order in which they were written.
+    fields.sort(key=lambda field: field.name not in own_names)
+    parameters = []
+    for field in fields:
+        parameter = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=types[field.name])
+        # dataclasses and inspect have each their own mark for "no default".
+        if field.default is not dataclasses.MISSING:
+            parameter = parameter.replace(default=field.default)
+        parameters.append(parameter)
+    vars(call)["__signature__"] = inspect.Signature(parameters)
+    call.__doc__ = function.__doc__
+    call.__name__ = function.__name__
+    # Typer asks for type hints beside the signature.
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def options_in_a_record(function: Callable[[Options], Any]) -> Callable[..., Any]:
+    """Decorate a command: the fields of its only parameter, a record, become its options."""
+    # By its type and not by its name: a command may call its options as it likes.
+    (record,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
+    return with_options(function, record)

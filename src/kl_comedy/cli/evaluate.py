@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kl_comedy.cli.common import Plugins, choice_option, load_plugins, load_run_plugins, stderr_console
+from kl_comedy.cli.common import (
+    Plugins,
+    choice_option,
+    load_plugins,
+    load_run_plugins,
+    options_in_a_record,
+    stderr_console,
+)
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.statistics import CLUSTER_METHODS
 
@@ -46,22 +53,28 @@ Out = Annotated[Path, typer.Option(help="Folder of records; the same call resume
 Format = Annotated[str, choice_option("--format", "table", "json", "csv", "markdown")]
 
 
-def evaluate(
-    target: TargetArgument,
-    overrides: Overrides = None,
-    suite: Suites = None,
-    k: Ks = None,
-    limit: Limit = None,
-    data_root: DataRoot = None,
-    data: Data = None,
-    template: Template = "auto",
-    interval: IntervalOption = "auto",
-    shard: ShardOption = None,
-    chunk: Chunk = 32,
-    out: Out = Path("evaluations"),
-    plugin: Plugins = None,
-    format: Format = "table",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Options of ``kl-comedy evaluate``."""
+
+    target: TargetArgument
+    overrides: Overrides = None
+    suite: Suites = None
+    k: Ks = None
+    limit: Limit = None
+    data_root: DataRoot = None
+    data: Data = None
+    template: Template = "auto"
+    interval: IntervalOption = "auto"
+    shard: ShardOption = None
+    chunk: Chunk = 32
+    out: Out = Path("evaluations")
+    plugin: Plugins = None
+    format: Format = "table"
+
+
+@options_in_a_record
+def evaluate(wanted: EvaluateOptions) -> None:
     """Evaluate TARGET on suites, or without `--suite` on its config's `data.eval` sets and `eval.suites`.
 
     Examples: `kl-comedy evaluate runs/RUN --suite gsm8k,math500 --data-root data eval.samples=8 eval.temperature=0.7`,
@@ -70,33 +83,33 @@ def evaluate(
     from kl_comedy.cli.evaluation_runs import EvaluationRequest, resolve_target
     from kl_comedy.evaluation.suites import get_suite, parse_data_files
 
-    _check_one_process(shard)
-    load_plugins(plugin)
-    load_run_plugins(target, given=plugin)
+    _check_one_process(wanted.shard)
+    load_plugins(wanted.plugin)
+    load_run_plugins(wanted.target, given=wanted.plugin)
     # Everything that needs no model is checked before one is loaded.
-    ks = _parse_ks(k)
+    overrides = wanted.overrides or []
     request = EvaluationRequest(
-        suites=_suite_names(suite or []),
-        out=out,
-        ks=ks,
-        limit=limit,
-        root=data_root,
-        files=parse_data_files(data or []),
-        template=template,
-        interval=interval,
-        chunk=chunk,
+        suites=_suite_names(wanted.suite or []),
+        out=wanted.out,
+        ks=_parse_ks(wanted.k),
+        limit=wanted.limit,
+        root=wanted.data_root,
+        files=parse_data_files(wanted.data or []),
+        template=wanted.template,
+        interval=wanted.interval,
+        chunk=wanted.chunk,
     )
     for name in request.suites:
         get_suite(name)  # a misspelled suite is refused before data.eval is evaluated
-    _load_plugins_of_reference(overrides or [], plugin)
-    with resolve_target(target, overrides or []) as resolved:
+    _load_plugins_of_reference(overrides, wanted.plugin)
+    with resolve_target(wanted.target, overrides) as resolved:
         config = resolved.config
         if not request.suites and not config.eval.suites:
             if not config.data.eval:
                 nothing = "data.eval: names no set to evaluate on"
                 raise UserError(f"{nothing}; name suites with --suite (kl-comedy list suites)")
-            _refuse_options_of_suites({"--k": k, "--limit": limit, "--data": data})
-        _evaluate(resolved, request, format)
+            _refuse_options_of_suites({"--k": wanted.k, "--limit": wanted.limit, "--data": wanted.data})
+        _evaluate(resolved, request, wanted.format)
 
 
 def _check_one_process(shard: str | None) -> None:
