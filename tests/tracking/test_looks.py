@@ -144,8 +144,8 @@ def test_axes_and_legends_are_words_and_say_what_was_done_to_the_values():
     text = " ".join(words(figure))
     for phrase in (
         "held-out exact KL(π‖ref)",
-        "per completion (nats, log",
-        "mean of last 2 points",
+        "per completion (nats)",
+        "(log axis, mean of last 2 points)",
         "learning rate 0.0004",
     ):
         assert phrase in text
@@ -186,6 +186,20 @@ def test_one_family_alone_differs_in_line_style_and_marker():
     assert {style.colour for style in looks.values()} == {WITHOUT_KL["color"]}
     assert len({style.marker for style in looks.values()}) == 8
     assert next(iter(looks.values())).marker == WITHOUT_KL["marker"], "the first one is that of every figure"
+
+
+@pytest.mark.parametrize("number_of_rates", [3, 4])
+def test_more_values_than_fills_differ_in_the_shape_of_the_marks(number_of_rates):
+    rates = [f"{number / 10}" for number in range(number_of_rates)]
+    lines = {Line(f"{family} {rate}", family): {LR: rate} for family in (K1_LOSS, K3_LOSS) for rate in rates}
+    looks = line_looks(lines)
+    for family in (K1_LOSS, K3_LOSS):
+        styles = [style for line, style in looks.items() if line.family == family]
+        assert {style.colour for style in styles} == {family_look(family).colour}
+        assert styles[0].marker == family_look(family).marker
+        assert len({(style.dash, style.fill, style.marker) for style in styles}) == number_of_rates
+        shapes = {style.marker for style in styles}
+        assert len(shapes) == (1 if number_of_rates == 3 else number_of_rates)
 
 
 def test_a_name_that_repeats_other_keys_is_no_second_key():

@@ -52,7 +52,7 @@ DASHES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 """Line styles of a second key's values. None is dotted: dots are runs without KL, and collapse in a frontier."""
 FILLS = ("full", "none", "left")
 EDGES = ("white", "black", "0.6")
-"""Fill and edge of the marks of a second key's values. With four dashes, twelve values differ."""
+"""Fill and edge of the marks of a second key's values: three of them. More values have marks of other shapes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +154,8 @@ def line_looks(lines: Mapping[Line, Mapping[str, str]]) -> dict[Line, LineLook]:
     """The look of each line of a figure. ``lines`` maps a line to the values of the keys that name it.
 
     Colour and marker are the family's. Lines of one family differ in line style and in the fill and edge of their
-    marks, by the value of the keys that tell them apart; where a figure has a single family, in the marker's shape too.
+    marks, by the value of the keys that tell them apart. Where a figure has a single family, or more values than fills,
+    they differ in the shape of the marks instead, and the first value has the family's marker.
     """
     if not any(line.family for line in lines):
         # Without a family there is nothing to look like.
@@ -165,18 +166,18 @@ def line_looks(lines: Mapping[Line, Mapping[str, str]]) -> dict[Line, LineLook]:
     if not any(numbers.values()):
         return {line: looks[family_of_line[line]] for line in lines}
 
-    has_one_family = len(looks) == 1
-    return {line: _variant(looks[family_of_line[line]], numbers[line], has_one_family) for line in lines}
+    by_shape = len(looks) == 1 or max(numbers.values()) >= len(FILLS)
+    return {line: _variant(looks[family_of_line[line]], numbers[line], by_shape=by_shape) for line in lines}
 
 
-def _variant(family: LineLook, number: int, has_one_family: bool) -> LineLook:
+def _variant(family: LineLook, number: int, *, by_shape: bool) -> LineLook:
     """The look of variant ``number`` of a family in a figure that has several variants of any family."""
     dash = DASHES[number % len(DASHES)]
-    if not has_one_family:
+    if not by_shape:
         fill = FILLS[number % len(FILLS)]
         edge = EDGES[number % len(EDGES)]
         return replace(family, dash=dash, fill=fill, edge=edge, shows_dash=True)
-    # The family's own marker first; no other line needs the shapes.
+    # The family's own marker first. Other families may have the other shapes, but in another colour.
     shapes = [family.marker, *(marker for marker in MARKERS if marker != family.marker)]
     return replace(family, dash=dash, marker=shapes[number % len(shapes)], shows_dash=True)
 

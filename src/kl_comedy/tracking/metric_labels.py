@@ -223,19 +223,27 @@ def axis_label(metric: str, width: int = 34, notes: Sequence[str] = ()) -> str:
     """
     words, unit = metric_label(metric)
     denominator, measure = _in_words(unit)
-    remarks = [text for text in (measure, *notes) if text]
-    last_line = denominator
-    if remarks:
-        last_line = f"{denominator} ({', '.join(remarks)})".strip()
     # A metric's name in one piece is longer than the axis sometimes, but can still be searched for.
     lines = textwrap.wrap(words, width, break_long_words=False)
+    last_line = _bracketed(denominator, [measure, *notes])
     if not last_line:
         return "\n".join(lines)
     one_line = f"{words} {last_line}"
     if len(lines) == 1 and len(one_line) <= width:
         return one_line
-    # The unit in one piece, on lines of its own.
-    return "\n".join([*lines, *textwrap.wrap(last_line, width)])
+    # The unit in one piece on a line of its own, and so the notes where there is not room for both.
+    if len(last_line) <= width:
+        return "\n".join([*lines, last_line])
+    own_lines = [_bracketed(denominator, [measure]), _bracketed("", notes)]
+    return "\n".join([*lines, *(line for line in own_lines if line)])
+
+
+def _bracketed(text: str, remarks: Sequence[str]) -> str:
+    """``text`` with those remarks that are not empty in brackets behind it."""
+    known = [remark for remark in remarks if remark]
+    if not known:
+        return text
+    return f"{text} ({', '.join(known)})".strip()
 
 
 def column_head(metric: str) -> str:
