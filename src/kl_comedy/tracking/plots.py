@@ -648,7 +648,7 @@ def _draw_line(axes: Axes, line: Line, spots: Sequence[_Spot], style: LineLook, 
             mark["markeredgecolor"] = style.colour
             mark["markeredgewidth"] = 0.8
         if spot.seeds:
-            small = mark | {"markersize": 2.0, "alpha": 0.5, "zorder": 2.0, "fillstyle": "full", "markeredgewidth": 0}
+            small = mark | {"markersize": 2.6, "alpha": 0.55, "zorder": 2.0, "fillstyle": "full", "markeredgewidth": 0}
             axes.plot(*zip(*spot.seeds, strict=True), gid=_gid(axes, f"runs{place}", 0, name), **small)
         mark |= {"markersize": size, "zorder": MARK_LAYERS[spot.fill]}
         axes.plot([spot.x], [spot.y], gid=_gid(axes, f"mark-{spot.fill}", place, name), **mark)

@@ -166,7 +166,7 @@ class Study:
             )
         details = []
         for keys, members in configurations:
-            label = line_label(self.groups, keys)
+            label = plain_words(line_label(self.groups, keys))
             details.append({"id": links[keys], "label": label, **self.configuration(members)})
         return render_page(
             title=title,
