@@ -289,7 +289,14 @@ def _mean_cell(values: list[float]) -> str:
     return f"{number(mean.mean)} [{number(mean.low)}, {number(mean.high)}]"
 
 
+def forms() -> str:
+    from readme_figure import tables
+
+    return tables()
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "forms": forms,
     "values": values,
     "open_problem": open_problem,
     "discount": discount,
