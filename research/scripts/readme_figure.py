@@ -169,9 +169,9 @@ def main() -> None:
     page = (
         "# Held-out reward by KL configuration, on fresh and on stale samples\n\n"
         "<!-- python research/scripts/stored_tables.py forms -->\n\n"
-        "The runs of `forms.svg`, from results/evidence/export.parquet: `python research/scripts/readme_figure.py`. The "
-        "good rate is the one at which training without KL ends with the highest reward; beta is 0.1 on fresh samples "
-        "and 0.05 on stale ones. A range is that of the seeds.\n\n"
+        "The runs of `forms.svg`, from results/evidence/export.parquet: `python research/scripts/readme_figure.py`. "
+        "The good rate is the one at which training without KL ends with the highest reward; beta is 0.1 on fresh "
+        "samples and 0.05 on stale ones. A range is that of the seeds.\n\n"
     )
     page += tables() + "\n"
     (out.with_suffix(".md")).write_text(page, encoding="utf-8")
