@@ -58,7 +58,8 @@ LINES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
 """Eight colours, eleven markers, five line styles: no two of 88 looks share colour and marker."""
 
 Look = dict[str, Any]
-WITHOUT_KL: Look = {"color": "0.3", "linestyle": ":", "marker": "p"}
+WITHOUT_KL: Look = {"color": "0.45", "linestyle": ":", "marker": "p"}
+"""Grey in every figure, and nothing else is."""
 
 
 def look(number: int) -> Look:
