@@ -470,7 +470,7 @@ def what_to_use(terms: Sequence[KLTerm], regimes: Sequence[str] = tuple(REGIME_O
     nor where no advice has the reference of these terms.
 
     >>> print(what_to_use(resolve_terms("comedy/k1_in_loss"))[0].partition(".")[0])
-    fresh samples: never. On fresh samples its gradient is zero-mean noise
+    fresh samples: never
     """
     if not terms:
         return []
