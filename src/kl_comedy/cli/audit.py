@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,8 +16,10 @@ from kl_comedy.cli.common import (
     load_plugins,
     load_run_plugins,
     message,
+    stderr_console,
 )
 from kl_comedy.errors import RunFailed
+from kl_comedy.progress import stages
 
 if TYPE_CHECKING:
     from kl_comedy.lab.audit.report import AuditReport
@@ -60,7 +60,7 @@ def audit(
 
     # Empty parts are dropped: a trailing comma names no term.
     names = [name.strip() for name in terms.split(",") if name.strip()]
-    with _progress() as show_progress:
+    with stages(stderr_console()) as show_progress:
         report = run_audit(
             source, names, updates=updates, samples=samples, blocks=blocks, sketch=sketch, progress=show_progress
         )
@@ -76,27 +76,6 @@ def audit(
     # After the report, which shows what failed.
     if report.failures:
         raise RunFailed("; ".join(report.failures))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr per stage; a line where stderr is not a terminal. Yields a function of stage, done, total."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-
-        def show_progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-                if not console.is_terminal:
-                    console.print(stage)
-            bar.update(tasks[stage], completed=done)
-
-        yield show_progress
 
 
 def _save(report: AuditReport, source: AuditSource, folder: Path) -> Path:
