@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,8 +18,10 @@ from kl_comedy.cli.common import (
     load_run_plugins,
     message,
     options_in_a_record,
+    stderr_console,
 )
 from kl_comedy.errors import RunFailed
+from kl_comedy.progress import stages
 
 if TYPE_CHECKING:
     from kl_comedy.lab.audit.report import AuditReport
@@ -68,7 +68,7 @@ def audit(wanted: AuditOptions) -> None:
 
     # Empty parts are dropped: a trailing comma names no term.
     names = [name.strip() for name in wanted.terms.split(",") if name.strip()]
-    with _progress() as show_progress:
+    with stages(stderr_console()) as show_progress:
         report = run_audit(
             source,
             names,
@@ -90,27 +90,6 @@ def audit(wanted: AuditOptions) -> None:
     # After the report, which shows what failed.
     if report.failures:
         raise RunFailed("; ".join(report.failures))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr per stage; a line where stderr is not a terminal. Yields a function of stage, done, total."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-
-        def show_progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-                if not console.is_terminal:
-                    console.print(stage)
-            bar.update(tasks[stage], completed=done)
-
-        yield show_progress
 
 
 def _save(report: AuditReport, source: AuditSource, folder: Path) -> Path:

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from kl_comedy.cli.common import (
@@ -24,6 +22,7 @@ from kl_comedy.cli.common import (
     load_run_plugins,
     options_in_a_record,
     stderr_console,
+    stdout_console,
 )
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.statistics import CLUSTER_METHODS
@@ -196,10 +195,10 @@ def show_sets(rows: Sequence[Mapping[str, Any]], format: str) -> None:
         return
     # A config without a reference measures no KL: rows without numbers are left out.
     measured = [name for name in MEASURED if any(name in row for row in rows)]
-    table = Table("set", *(escape(row["set"]) for row in rows))
+    table = Table("set", *(row["set"] for row in rows))
 
     def add_score(heading: str, cells: Sequence[str]) -> None:
-        table.add_row(escape(heading), *map(escape, cells))
+        table.add_row(heading, *cells)
 
     add_score("problems", [str(row["problems"]) for row in rows])
     add_score("samples", [str(row["samples"]) for row in rows])
@@ -208,7 +207,7 @@ def show_sets(rows: Sequence[Mapping[str, Any]], format: str) -> None:
     add_score("truncated", [f"{row['truncated_share']:.1%}" for row in rows])
     for name in measured:
         add_score(MEASURED[name], [f"{row[name]:.4f}" for row in rows])
-    Console().print(table)
+    stdout_console().print(table)
 
 
 def show_suites(rows: Sequence[Mapping[str, Any]], format: str) -> None:
@@ -235,10 +234,10 @@ def show_suites(rows: Sequence[Mapping[str, Any]], format: str) -> None:
         # Name and size stand in the first row of a suite only.
         first_cells = [row["suite"], _size(row)]
         for name, value in _scores(row).items():
-            table.add_row(*first_cells, name, escape(value))
+            table.add_row(*first_cells, name, value)
             first_cells = ["", ""]
         table.add_section()
-    Console().print(table)
+    stdout_console().print(table)
 
 
 def _all_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:

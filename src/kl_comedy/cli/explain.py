@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kl_comedy.cli.certify_output import cosine_text
-from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins
+from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins, stdout_console
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
 from kl_comedy.redaction import printable
 
@@ -176,7 +175,7 @@ def _explain_recipe(name: str, format: str) -> None:
         plain = {"recipe": name, "terms": rows, "certificates": [c.row() for c in certificates], "what_to_use": lines}
         print(json.dumps(plain, indent=1))
         return
-    console = Console()
+    console = stdout_console()
     if not terms:
         console.print(f"{name}: no KL term")
         return
@@ -250,7 +249,7 @@ def _show(reading: Reading, known: Sequence[str] = ()) -> None:
     else:
         print("It is: " + " + ".join(f"{term.label()}, beta {term.beta:g}" for term in reading.terms))
         certificates = list(reading.certificates().values())
-        Console().print(_numbers(certificates))
+        stdout_console().print(_numbers(certificates))
         for certificate in certificates:
             print(f"{_dashed(certificate.regime)}: {certificate.verdict}")
         # A framework may treat stale samples in a way that no term of ours has, and yet be one of ours on-policy.

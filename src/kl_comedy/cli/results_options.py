@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from kl_comedy.cli.common import Options, check_choice, choice_option, message, with_options
+from kl_comedy.cli.common import Options, check_choice, choice_option, message, print_frame, with_options
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import atomic_write
 from kl_comedy.redaction import redact_command
@@ -199,7 +199,7 @@ def write_table(made: ResultTable, format: str, out: Path | None, uri: str | Non
     if out is None:
         # A reader of the terminal saw them on stderr; who copies Markdown or LaTeX needs them in the text.
         notes_below = () if format in ("text", "table") else made.notes
-        typer.echo(render(frame, format, notes_below))
+        print_frame(frame, format, notes_below)
         return
 
     if format == "parquet":
