@@ -1,24 +1,22 @@
 """The hooks and the extension of the site, on planted pages; without mkdocs, except in the slow tests."""
 
-import importlib.util
+import importlib
 import inspect
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from built_site import IS_INSTALLED, WITHOUT, build, whole_site
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "research" / "scripts"))
 import api_pages  # noqa: E402
 import mkdocs_hooks as hooks  # noqa: E402
 
-needs_mkdocs = pytest.mark.skipif(
-    importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed (the extra docs)"
-)
+needs_mkdocs = pytest.mark.skipif(not IS_INSTALLED, reason=WITHOUT)
 
 
 @pytest.fixture
@@ -214,14 +212,7 @@ def test_an_unknown_rule_of_a_field_adds_nothing():
     assert api_pages.field_text("A text.", {"parse": None}) == "A text."
 
 
-# --- the whole site -----------------------------------------------------------------------------------------------
-def build(folder, config, destination):
-    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", config]
-    words += ["--site-dir", destination]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
-
-
+# --- a site ---------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def small_site(repository):
     shutil.copy(ROOT / "research" / "scripts" / "mkdocs_hooks.py", repository)
@@ -231,7 +222,7 @@ def small_site(repository):
 
 @needs_mkdocs
 def test_a_small_site_is_built_with_its_results(small_site, tmp_path):
-    done = build(small_site, "mkdocs.yml", tmp_path / "site")
+    done = build(small_site, tmp_path / "site")
     assert done.returncode == 0, done.stdout + done.stderr
     html = (tmp_path / "site" / "index.html").read_text()
     assert 'href="evidence/study/#two"' in html
@@ -244,21 +235,18 @@ def test_a_small_site_is_built_with_its_results(small_site, tmp_path):
 @pytest.mark.parametrize("dead", ["[lags](../results/lags.md)", "[lags] (lags.md)", "(results/lags.md)"])
 def test_a_dead_link_ends_the_build(small_site, tmp_path, dead):
     write(small_site, "docs/index.md", f"# Start\n\nSee {dead}.\n")
-    done = build(small_site, "mkdocs.yml", tmp_path / "site")
+    done = build(small_site, tmp_path / "site")
     assert done.returncode != 0
     assert "index.md" in done.stdout + done.stderr
     assert "lags.md" in done.stdout + done.stderr
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The site of this repository."""
-    if importlib.util.find_spec("mkdocstrings") is None:
-        pytest.skip("mkdocstrings is not installed (the extra docs)")
-    folder = tmp_path_factory.mktemp("site")
-    done = build(ROOT, "mkdocs.yml", folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+# --- the site of this repository -------------------------------------------------------------------------------------
+@pytest.fixture
+def site():
+    if not IS_INSTALLED:
+        pytest.skip(WITHOUT)
+    return whole_site()
 
 
 def api_html(site):
@@ -291,21 +279,29 @@ def test_no_role_and_no_naked_doctest_is_left(site):
         assert "<blockquote>" not in text, page
 
 
+def object_at(path):
+    """What the dotted path names; None where nothing has that name."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            value = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[length:]:
+            value = getattr(value, name, None)
+        return value
+    return None
+
+
 @pytest.mark.slow
 def test_nothing_is_documented_twice(site):
     """A class or function that a package exports has one place on the site, that of its own module."""
     places = {}
     for html in api_html(site).values():
         for path in re.findall(r'<h\d id="(kl_comedy\.[\w.]+)" class="doc', html):
-            module = inspect.importlib.import_module("kl_comedy")
-            found = module
-            for name in path.split(".")[1:]:
-                if not hasattr(found, name):
-                    found = None
-                    break
-                found = getattr(found, name)
-            if inspect.isclass(found) or inspect.isfunction(found) or inspect.ismodule(found):
-                places.setdefault(id(found), []).append(path)
+            documented = object_at(path)
+            if inspect.isclass(documented) or inspect.isfunction(documented) or inspect.ismodule(documented):
+                places.setdefault(id(documented), []).append(path)
     assert len(places) > 100
     assert [paths for paths in places.values() if len(paths) > 1] == []
 
