@@ -23,7 +23,8 @@ sys.path.insert(0, str(ROOT / "research" / "scripts"))
 import generate_docs  # noqa: E402
 from doc_tables import kl_terms  # noqa: E402
 
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+OTHER_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "results/findings/README.md")
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / page for page in OTHER_PAGES)]
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
 DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", METRICS, flags=re.MULTILINE)
 
