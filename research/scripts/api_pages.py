@@ -17,6 +17,9 @@ ROLE = re.compile(r":(?:func|class|mod|meth|data|attr|exc|obj):`(?P<short>~?)(?P
 RELATIVE_LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?![a-z]+://)[^)\s]+\)")
 """A link of a configuration page, whose target is relative to that page."""
 
+PAGE = re.compile(r"(?<![`\w/])docs/([\w/]+)\.md\b(?:#[\w-]+)?")
+"""A page of ours that a docstring names by its path."""
+
 BOUNDS = {"minimum": "at least", "above": "above", "maximum": "at most"}
 """Rules of ``option`` about numbers, in words."""
 
@@ -39,6 +42,15 @@ def with_links(text: str, path_of: Callable[[str], str | None]) -> str:
         return f'<autoref identifier="{html.escape(path)}" optional><code>{html.escape(shown)}</code></autoref>'
 
     return ROLE.sub(link, text)
+
+
+def with_page_links(text: str) -> str:
+    """Make a link of every page that the text names by its path; from a page of docs/api/.
+
+    >>> with_page_links("as docs/metrics.md says")
+    'as <a href="../../metrics/">docs/metrics.md</a> says'
+    """
+    return PAGE.sub(r'<a href="../../\1/">\g<0></a>', text)
 
 
 def with_fenced_doctests(text: str) -> str:
@@ -164,7 +176,8 @@ def _rewrite(item: Any) -> None:
         return f"{path}{dot}{rest}" if path.startswith("kl_comedy") else None
 
     if item.docstring is not None:
-        item.docstring.value = with_fenced_doctests(with_links(item.docstring.value, path_of))
+        text = with_page_links(with_links(item.docstring.value, path_of))
+        item.docstring.value = with_fenced_doctests(text)
     for member in list(item.members.values()):
         if not member.is_alias:
             _rewrite(member)

@@ -56,7 +56,8 @@ YAML_KEY = re.compile(r"[\w.]+:(?:\s|$)")
 INDENT = "    "
 """Of a code block without fences."""
 
-CODE_ON_A_PAGE = re.compile(r"<(pre|code|script|style)\b.*?</\1>", re.DOTALL)
+CODE_OR_LINK_ON_A_PAGE = re.compile(r"<(pre|code|script|style|a)\b.*?</\1>", re.DOTALL)
+"""What a reader sees as code, or as a link."""
 TAG = re.compile(r"<[^>]+>")
 DEAD_TEXT = re.compile(
     r"\]\([^)\s]*\)?"
@@ -245,7 +246,7 @@ def _fenced(block: list[str]) -> list[str]:
 
 def dead_texts(html: str) -> Iterator[str]:
     """What a reader would see of links that Markdown did not take for links."""
-    text = TAG.sub("", CODE_ON_A_PAGE.sub("code", html))
+    text = TAG.sub("", CODE_OR_LINK_ON_A_PAGE.sub("code", html))
     for match in DEAD_TEXT.finditer(text):
         yield match[0]
 

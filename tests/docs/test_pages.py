@@ -120,7 +120,7 @@ def test_links_lead_somewhere(page):
     assert [target for target in targets if is_broken(target, page, anchors)] == []
 
 
-OF_A_RUN = {"base.yaml", "grid.yaml", "config.yaml", "mine.yaml", "my_parts.py", "my_estimator.py"}
+OF_A_RUN = {"base.yaml", "grid.yaml", "config.yaml", "mine.yaml", "my_parts.py", "my_estimator.py", "my_reward.py"}
 """Files of a run folder or of the reader, not of the repository."""
 PACKAGE = ROOT / "src" / "kl_comedy"
 
