@@ -19,6 +19,7 @@ from kl_comedy.cli.common import (
     load_run_plugins,
     message,
 )
+from kl_comedy.config.shipped import find_config
 from kl_comedy.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def audit(
-    config: Annotated[Path, typer.Argument(help="A YAML config, or the folder of a run (its newest checkpoint)")],
+    config: Annotated[str, typer.Argument(help="A YAML config or its name, or a run's folder (its newest checkpoint)")],
     overrides: Overrides = None,
     terms: Annotated[str, typer.Option(help="own, panel or recipes, comma-separated")] = "own,panel",
     updates: Annotated[int, typer.Option(min=1, help="Train this many updates before the audit (configs only)")] = 20,
@@ -51,10 +52,11 @@ def audit(
     Example: `kl-comedy audit runs/RUN --terms own,grpo,rb/per_decision --format json`
     """
     load_plugins(plugin)
-    load_run_plugins(config, given=plugin)
+    target = find_config(config)
+    load_run_plugins(target, given=plugin)
     from kl_comedy.lab.audit.source import AuditSource
 
-    source = AuditSource.read(config, overrides or [])
+    source = AuditSource.read(target, overrides or [])
     # Imports Lightning, which takes seconds: a mistake in the config is reported before it.
     from kl_comedy.lab.audit.run import run_audit
 
@@ -67,9 +69,9 @@ def audit(
     folder = Path(source.config.output)
     if out is not None:
         folder = out
-    elif config.is_dir():
+    elif target.is_dir():
         # The audit of a run belongs beside its checkpoints.
-        folder = config
+        folder = target
     path = _save(report, source, folder)
     message(f"wrote {path}")
     print(report.render(format))

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kl_comedy.cli.common import Plugins, TableOrJson, check_choice, load_plugins
+from kl_comedy.config.shipped import shipped_files
 
 PACKAGES = {
     "torch": "everything",
@@ -26,24 +27,34 @@ PACKAGES = {
     "reasoning-gym": "dataset and reward reasoning_gym (extra gym)",
 }
 
+OTHER_KINDS = ("peers", "configs")
+"""What `list` prints beside the registered parts."""
+
 
 def list_parts(
-    kind: Annotated[str, typer.Argument(help="estimators, corrections, recipes, rewards, ..., or peers")],
+    kind: Annotated[str, typer.Argument(help="estimators, corrections, recipes, rewards, ..., peers or configs")],
     format: TableOrJson = "table",
     plugin: Plugins = None,
 ) -> None:
-    """List the registered parts of KIND with their claims and sources; peers: the systems and flags `explain` reads.
+    """List the registered parts of KIND with their claims and sources.
+
+    KIND `peers`: the systems and flags that `explain` reads. KIND `configs`: the configs, grids and SLURM profiles
+    that come with the package.
 
     Example: `kl-comedy list estimators --format json`
+
+    Example: `kl-comedy list configs`
     """
     from kl_comedy.registry import KINDS
 
     # Before plugins are imported, which runs their code.
-    check_choice("KIND", kind, (*KINDS, "peers"))
+    check_choice("KIND", kind, (*KINDS, *OTHER_KINDS))
     load_plugins(plugin)
     rows: list[dict[str, Any]]
     if kind == "peers":
         rows = _peer_rows()
+    elif kind == "configs":
+        rows = [file.row() for file in shipped_files()]
     else:
         rows = [entry.row() for entry in KINDS[kind]]
     if format == "json":
@@ -56,6 +67,10 @@ def list_parts(
         for row in rows:
             system = f"{row['system']} {row['version']}"
             table.add_row(system, *(str(row[column]) for column in ("flag", "allowed", "default", "meaning")))
+    elif kind == "configs":
+        table = Table("name", "kind", "summary", title=kind)
+        for row in rows:
+            table.add_row(row["name"], row["kind"], escape(row["summary"]))
     else:
         table = Table("name", "summary", "claims", "source", title=kind)
         for row in rows:
