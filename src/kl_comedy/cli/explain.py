@@ -155,7 +155,7 @@ def _traps(reading: Reading) -> list[str]:
 
 
 def _explain_recipe(name: str, format: str) -> None:
-    """Print the terms of a recipe, what each has for a gradient, and their certificates together."""
+    """Print the gradient of each term of a recipe in words, and the certificate of all its terms in each regime."""
     from kl_comedy.kl import verdict
     from kl_comedy.kl.oracle.certificate import certify
     from kl_comedy.registry import OWN_PART, RECIPES

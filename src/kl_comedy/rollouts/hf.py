@@ -243,13 +243,17 @@ def check_request(
 
 @contextlib.contextmanager
 def _ready_to_sample(loaded: LoadedModel) -> Iterator[Any]:
-    """The causal LM inside its wrappers, in eval mode and with neutral generation defaults; both are restored."""
+    """Yield the model without the wrappers of LoRA, in eval mode and with neutral generation settings.
+
+    Neutral, because a ``top_p`` that a model ships with would sample from another distribution than the one that is
+    trained. Mode and settings are restored at the end.
+    """
     model = loaded.model
     causal = loaded.causal
     # By module: a caller may have a part of the model in another mode than the rest.
     modes = [(module, module.training) for module in model.modules()]
     shipped = causal.generation_config
-    # The end tokens stay: `end_tokens` reads them, and they are no change of the distribution.
+    # The end tokens stay: `end_tokens` reads them, and they do not change the distribution of a token.
     causal.generation_config = generation_config(eos_token_id=shipped.eos_token_id)
     model.eval()
     try:
