@@ -120,8 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
     repetitions = measure(options, {older: options.older.resolve(), newer: ROOT})
     results = {
         # Without the path of the older checkout, which is this machine's.
-        "command": f"python bench/speed/before_after.py OLDER --repetitions {options.repetitions} "
-        f"--updates {options.updates}",
+        "command": f"python bench/speed/before_after.py OLDER --variants {' '.join(options.variants)} "
+        f"--repetitions {options.repetitions} --updates {options.updates}",
         "older": older,
         "newer": newer,
         "machine": describe(options.threads),

@@ -64,23 +64,54 @@ def main_table(repetitions: Sequence[Mapping[str, Any]]) -> str:
 
 def ratio_table(repetitions: Sequence[Mapping[str, Any]]) -> str | None:
     """Ours over each peer, at its defaults and at its fastest measured setting; None if either side is missing."""
-    summary = summarize(repetitions)
     rows = []
+    for variant, peer_variant, note in compared_pairs(repetitions):
+        cells = []
+        for metric in COLUMNS:
+            ratio = ratios(repetitions, variant, peer_variant, metric)
+            cells.append(median_and_range(ratio))
+        rows.append([f"{variant} / {peer_variant}{note}", *cells])
+    if not rows:
+        return None
+    labels = [METRICS[name].label for name in COLUMNS]
+    return table(["ours / peer", *labels], rows)
+
+
+def compared_pairs(repetitions: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Our variant, a peer's, and a note on the peer's: the rows of the table of ratios."""
+    summary = summarize(repetitions)
+    pairs = []
     for variant in summary:
         system, algorithm, _ = variant.split("-")
         if system != "ours":
             continue
         # Algorithms differ in cost, so that only equal ones are compared.
         for peer_variant, note in peer_variants(summary, algorithm).items():
-            cells = []
-            for metric in COLUMNS:
-                ratio = ratios(repetitions, variant, peer_variant, metric)
-                cells.append(median_and_range(ratio))
-            rows.append([f"{variant} / {peer_variant}{note}", *cells])
-    if not rows:
+            pairs.append((variant, peer_variant, note))
+    return pairs
+
+
+def range_over_trl(tasks: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """One sentence: the least and the largest of our throughputs over TRL's; None without such a pair.
+
+    The least and the largest ratio of any task, setting and repetition, because a single ratio is that of one hour of
+    one machine.
+    """
+    lows = []
+    highs = []
+    for task in tasks.values():
+        repetitions = task["repetitions"]
+        for variant, peer_variant, _ in compared_pairs(repetitions):
+            if peer_variant.startswith("trl-"):
+                ratio = ratios(repetitions, variant, peer_variant, "tokens_per_second")
+                lows.append(ratio.low)
+                highs.append(ratio.high)
+    if not lows:
         return None
-    labels = [METRICS[name].label for name in COLUMNS]
-    return table(["ours / peer", *labels], rows)
+    return (
+        f"**kl_comedy trains {min(lows):.1f} to {max(highs):.1f} times as many tokens per second as TRL**: the range "
+        "over all tasks, settings and repetitions below, each against TRL's defaults and its fastest setting."
+    )
 
 
 def peer_variants(summary: Mapping[str, Mapping[str, Spread]], algorithm: str) -> dict[str, str]:
@@ -125,7 +156,11 @@ def work_table(repetitions: Sequence[Mapping[str, Any]]) -> str:
 # The text of the page is that of the stored pages: `kl-comedy results verify` compares their tables with the data.
 def page(results: Mapping[str, Any]) -> str:
     """The whole page. ``results``: the content of speed.json."""
-    parts = ["# Speed and memory against TRL and TorchRL", machine_line(results["machine"])]
+    parts = ["# Speed and memory against TRL and TorchRL"]
+    headline = range_over_trl(results["tasks"])
+    if headline is not None:
+        parts.append(headline)
+    parts.append(machine_line(results["machine"]))
     for task, result in results["tasks"].items():
         parts += _task(task, result)
     parts += ["## Variants", _bullets(f"`{name}`: {note}" for name, note in results["variants"].items())]
@@ -164,9 +199,12 @@ def work_verdict(repetitions: Sequence[Mapping[str, Any]]) -> str:
 
 def machine_line(machine: Mapping[str, Any]) -> str:
     """Hardware, versions and commit. ``machine``: the result of :func:`speed.machine.describe`."""
+    threads = f"{machine['threads']} threads"
+    if machine["threads"] == 1:
+        threads = "1 thread"
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     return (
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB; {machine['threads']} threads; "
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB; {threads}; "
         f"Python {machine['python']}; {versions}; commit {machine['commit']}."
     )
 

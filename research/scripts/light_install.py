@@ -2,10 +2,11 @@
 
     python research/scripts/light_install.py [--python PYTHON ...]
 
-Builds the wheel, makes a virtual environment in a temporary folder for each PYTHON (default: the one that runs this),
-installs the wheel under install/constraints.txt, and runs ``certify``, ``explain``, the example of the
-Python API and the example of docs/conformance.md. Fails where one of them fails, and where a package of the extra
-``train`` is installed or imported. Prints the wheel's size, the installed packages and the imported ones.
+Builds the wheel, makes a virtual environment in a temporary folder for each PYTHON (default: the one that runs this,
+and the newest that is found here and that torch has a wheel for), installs the wheel under install/constraints.txt,
+and runs ``certify``, ``explain``, the example of the Python API and the example of docs/conformance.md. Fails where
+one of them fails, and where a package of the extra ``train`` is installed or imported. Prints the wheel's size, the
+installed packages and the imported ones.
 
 The environment of the caller decides where pip finds packages (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS). On Linux set
 PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, or pip takes torch's CUDA build.
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = ("lightning", "pytorch-lightning", "transformers", "mlflow", "datasets", "peft", "accelerate")
 """Distributions that only the extra ``train`` may bring."""
+
+NEWEST_MINOR = 14
+"""torch 2.13 has wheels for Python 3.14 at most."""
 
 COMMANDS = (
     ("certify", "grpo", "rb/per_decision"),
@@ -159,15 +164,38 @@ def run_examples(python: Path, folder: Path) -> set[str]:
     return imported
 
 
+def newest_python() -> str | None:
+    """The newest Python here that is newer than this one and at most :data:`NEWEST_MINOR`; None without one."""
+    for minor in range(NEWEST_MINOR, sys.version_info.minor, -1):
+        candidates = [shutil.which(f"python3.{minor}")]
+        # pyenv puts a python3.N on the path that runs only where this version is selected.
+        pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+        candidates += [str(path) for path in sorted(pyenv.glob(f"versions/3.{minor}.*/bin/python"))]
+        for python in candidates:
+            if python is None:
+                continue
+            started = subprocess.run([python, "-c", ""], capture_output=True)
+            if started.returncode == 0:
+                return python
+    return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters to try")
-    arguments = parser.parse_args()
+    parser.add_argument("--python", nargs="+", help="interpreters to try; default: this one and the newest here")
+    pythons = parser.parse_args().python
+    if pythons is None:
+        pythons = [sys.executable]
+        newest = newest_python()
+        if newest is None:
+            print("no newer Python is here: only this one is tried")
+        else:
+            pythons.append(newest)
     with tempfile.TemporaryDirectory(prefix="kl_comedy_light_") as temporary:
         folder = Path(temporary)
         wheel = build_wheel(folder)
         print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.2f} MiB")
-        for number, python in enumerate(arguments.python):
+        for number, python in enumerate(pythons):
             folder_of_python = folder / str(number)
             folder_of_python.mkdir()
             check(python, wheel, folder_of_python)

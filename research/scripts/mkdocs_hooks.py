@@ -1,9 +1,9 @@
-"""Replace links from docs/ to files outside it (README, configs, source) by paths, because the site has only docs/."""
+"""Replace links and figures outside docs/ (README, results, source) by paths, because the site has only docs/."""
 
 import re
 
-LINK_OUTSIDE = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#]*)[^)]*\)")
-"""A Markdown link whose path begins with ``../``: its text, and the path without an anchor."""
+LINK_OUTSIDE = re.compile(r"!?\[([^\]]+)\]\((?:\.\./)+([^)#]*)[^)]*\)")
+"""A Markdown link or figure whose path begins with ``../``: its text, and the path without an anchor."""
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

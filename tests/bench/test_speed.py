@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 from speed import before_after, setup
 from speed.phase_timer import PHASES
-from speed.report import format_number, main_table, page, ratio_table
+from speed.report import format_number, main_table, page, range_over_trl, ratio_table
 from speed.run import run_repetition
 from speed.setup import PEERS, pins
 from speed.summary import fastest, figures, ratios, spread, summarize, unequal_work
@@ -123,6 +123,20 @@ def test_the_page_has_every_variant_the_command_and_failures(page_text, text):
 def test_the_tables_have_the_ratio_and_the_variants():
     assert "0.333" in ratio_table(RUNS)
     assert TRL in main_table(RUNS)
+
+
+def test_the_page_leads_with_the_range_over_trl(page_text):
+    # 30/12 and 40/10 seconds for the same tokens.
+    assert "**kl_comedy trains 2.5 to 4.0 times as many tokens per second as TRL**" in page_text
+    assert page_text.index("**kl_comedy trains") < page_text.index("| variant |")
+
+
+def test_the_range_is_over_all_tasks_settings_and_repetitions():
+    faster = repetition("trl-grpo-whole", 0, 20.0)
+    slower = [repetition(OURS, 0, 10.0), repetition(TRL, 0, 50.0)]
+    tasks = {"gsm8k": {"repetitions": [*RUNS, faster]}, "chain_sum": {"repetitions": slower}}
+    assert "2.0 to 5.0 times" in range_over_trl(tasks)
+    assert range_over_trl({"gsm8k": {"repetitions": RUNS[:3]}}) is None
 
 
 def test_a_number_has_its_digits_also_where_it_is_zero():

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -327,6 +328,24 @@ def result_of(**changes):
 
 INERT = BetaCheck(change=0.1, disagreement=0.0, inert=True, wrong=False)
 WRONG = BetaCheck(change=0.1, disagreement=0.0, inert=False, wrong=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_inert", "is_wrong"),
+    [(1.0, False, False), (0.0, True, False), (3.0, False, True), (math.nan, False, True), (math.inf, False, True)],
+)
+def test_a_beta_without_effect_is_inert_and_one_with_another_effect_is_wrong(monkeypatch, change, is_inert, is_wrong):
+    """Training's gradient is (1, beta * change), and that of the term alone (0, 1)."""
+    config = load_config(None, ["kl=[{estimator: k2, placement: loss, beta: 0.5}]"])
+    (item,) = select_terms(["own"], config, key="audit.terms")
+
+    def gradient(module, rows, betas, sketch):
+        return torch.tensor([1.0, betas[item.key] * change])
+
+    monkeypatch.setattr(measure, "training_gradient", gradient)
+    module = SimpleNamespace(beta_values={item.key: 0.5})
+    check = measure.check_beta(module, [], item, torch.tensor([0.0, 1.0]), None)
+    assert (check.inert, check.wrong) == (is_inert, is_wrong)
 
 
 @pytest.mark.parametrize(

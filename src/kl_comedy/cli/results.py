@@ -11,12 +11,13 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kl_comedy.cli.common import check_choice, choice_option, command_line, message, print_rows
+from kl_comedy.cli.common import check_choice, choice_option, command_line, message, print_rows, stderr_console
 from kl_comedy.cli.results_options import (
     DEFAULT_URI,
     EXPORT_FORMATS,
@@ -40,6 +41,7 @@ from kl_comedy.cli.results_options import (
 )
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.io import atomic_write, existing_file
+from kl_comedy.progress import stages
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -578,7 +580,9 @@ def _verify_pages(pages: Path, format: str) -> None:
     """Compare the tables of Markdown pages with what their commands print now."""
     from kl_comedy.tracking.pages import summary, verify_pages
 
-    verdicts = verify_pages(pages, recompute)
+    # Some tables take minutes: their scripts compute everything again.
+    with stages(stderr_console(), transient=True) as show:
+        verdicts = verify_pages(pages, recompute, progress=partial(show, "verifying tables"))
     # Data has every table; a reader gets what needs attention.
     shown = verdicts
     if format not in ("csv", "json"):

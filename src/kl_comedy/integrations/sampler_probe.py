@@ -123,11 +123,17 @@ def policy_logps(model: Any, token_ids: Sequence[Sequence[int]]) -> Tensor:
 
 
 def vllm_logps(llm: Any) -> EngineLogps:
-    """The engine of a ``vllm.LLM``, such as ``trainer.vllm_generation.llm`` of TRL with ``vllm_mode="colocate"``."""
+    """A function that gives the log-probs that a ``vllm.LLM`` has for given tokens: per sequence, of all but the first.
+
+    ``llm`` may be ``trainer.vllm_generation.llm`` of TRL with ``vllm_mode="colocate"``. The log-probs are at
+    temperature 1, whatever a request samples with.
+    """
 
     def engine(token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         from vllm import SamplingParams
 
+        # 0: of the prompt's own tokens, without further likely ones; None would be no log-probs. A request must draw at
+        # least one token, which is not used.
         settings = SamplingParams(max_tokens=1, prompt_logprobs=0)
         prompts = [{"prompt_token_ids": list(ids)} for ids in token_ids]
         outputs = llm.generate(prompts, settings, use_tqdm=False)

@@ -40,11 +40,13 @@ def score(
 ) -> list[Reward]:
     """Judge each completion against its answer by the registered reward ``name``, in order.
 
-    ``options`` are the reward's own; isolated rewards also take ``timeout_s``, the CPU seconds an item
-    may cost. Works from any thread. Raises :class:`UserError` for unknown names or options and for
-    lists that do not pair up.
+    ``metas`` are the other columns of the problems. ``options`` are those of the reward; a reward that runs in a
+    process of its own also takes ``timeout_s``, the CPU seconds that an item may cost, and an item that fails or takes
+    longer has the status of that in its :class:`Reward`. May be called from any thread. Raises :class:`UserError` for
+    unknown names or options and for lists that do not pair up.
     """
-    part = _Part(name, 1.0, *check_options(name, options, key=f"score({name!r})"))
+    entry, checked_options = check_options(name, options, key=f"score({name!r})")
+    part = _Part(name, 1.0, entry, checked_options)
     if metas is None:
         metas = [{}] * len(completions)
     for key, texts in (("completions", completions), ("answers", answers)):
@@ -54,8 +56,7 @@ def score(
         for index, text in enumerate(texts):
             if not isinstance(text, str):
                 raise bad_value(f"{key}[{index}]", text, "a string")
-    pair_up = len(completions) == len(answers) == len(metas)
-    if not pair_up:
+    if not len(completions) == len(answers) == len(metas):
         raise UserError(
             f"score: {len(completions)} completions, {len(answers)} answers and {len(metas)} metas do not pair up"
         )

@@ -231,16 +231,21 @@ def _stale_metrics(frame: pd.DataFrame) -> list[dict[str, int]]:
 
 
 def _values(points: pd.DataFrame, of: str) -> pd.Series:
-    """Value by run id; ``points`` has columns run_id, step, value, steps ascending within a run."""
+    """The value of each run under the rule ``of``, by run id.
+
+    ``points`` has the columns run_id, step and value, steps ascending within a run; those of an export also
+    ``recorded``, the number of points that the run's curve had before it was thinned.
+    """
     if of == "first":
         return points.groupby("run_id")["value"].first()
     finite = points[points["value"].abs() < math.inf]
     by_run = finite.groupby("run_id")["value"]
-    last_values = 0
+    averaged_points = 0
     if of.startswith("mean:"):
-        last_values = int(of.removeprefix("mean:"))
-    # An export's curves are thinned, except their last points: a rule that reads all would silently change.
-    needs_all_points = of == "area" or last_values > NEVER_THINNED
+        averaged_points = int(of.removeprefix("mean:"))
+    # An export's curves are thinned, except for the first, lowest, highest and last points. What reads more would
+    # silently have another value.
+    needs_all_points = of == "area" or averaged_points > NEVER_THINNED
     if needs_all_points and "recorded" in points:
         lengths = points.groupby("run_id")["recorded"].agg(["size", "max"])
         if (lengths["size"] < lengths["max"]).any():
@@ -248,10 +253,11 @@ def _values(points: pd.DataFrame, of: str) -> pd.Series:
             raise bad_value("--of", of, f"mean:{NEVER_THINNED} at most, or another rule", reason)
     if of == "area":
         return finite.groupby("run_id")[["step", "value"]].apply(_mean_over_updates)
-    if last_values:
-        return by_run.apply(lambda values: values.tail(last_values).mean())
+    if averaged_points:
+        return by_run.apply(lambda values: values.tail(averaged_points).mean())
     if of == "best":
         return by_run.max()
+    assert of == "lowest", of
     return by_run.min()
 
 

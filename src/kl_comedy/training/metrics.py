@@ -451,9 +451,10 @@ def completion_metrics(
 
 
 def load_eval_reference(config: Config, loaded: LoadedModel) -> Reference | None:
-    """The model that ``eval.reference`` names, or None.
+    """The model that ``eval.reference`` names, to which evaluations measure the KL of ``loaded``.
 
-    Raises :class:`UserError` where it cannot be loaded, or where its tokens are not those of ``loaded``.
+    None where it names none, or where ``eval.kl`` is off. Raises :class:`UserError` where it cannot be loaded, or where
+    its tokens or the rows of its head are not those of ``loaded``.
     """
     named = config.eval.reference
     if named is None or not config.eval.kl:
@@ -463,10 +464,14 @@ def load_eval_reference(config: Config, loaded: LoadedModel) -> Reference | None
     except UserError as error:
         raise UserError(f"eval.reference: {error}") from error
     check_tokens(other, loaded, "eval.reference", named)
-    other_rows = head_weights(other.model)[0].shape[0]
-    rows = head_weights(loaded.model)[0].shape[0]
+    # Models with the same tokens may pad their heads to different sizes.
+    other_head_VH, _ = head_weights(other.model)
+    head_VH, _ = head_weights(loaded.model)
+    other_rows = other_head_VH.shape[0]
+    rows = head_VH.shape[0]
     if other_rows != rows:
         raise bad_value("eval.reference", named, f"a model with a head of {rows} rows", f"it has {other_rows}")
+    # "teacher" is the kind of reference that is a model of its own, whether or not it teaches.
     return build_reference("teacher", loaded, config, teacher=other)
 
 

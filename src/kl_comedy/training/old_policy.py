@@ -27,10 +27,13 @@ def record_old_policy(
     policy_pass: PolicyPass,
     value_head: ValueHead | None,
 ) -> list[OldPolicyRow] | None:
-    """What the policy of this moment says about each row; None where the algorithm needs neither. All ranks call.
+    """The policy's log-probs and values of each row's completion, in the order of ``rows``.
 
-    With the option ``bootstrap_truncated`` of ``gae`` a completion cut at the limit gets the value after its last
-    token; every other's is 0.
+    None where the algorithm has no value head and does not clip against recomputed log-probs. Every rank must call this
+    at the same time, because a pass over a sharded model gathers its weights from all ranks.
+
+    With the option ``bootstrap_truncated`` of ``gae``, ``last`` of a completion that was cut at the limit is the value
+    after its last token. Otherwise ``last`` is 0, the value after the end of a completion.
     """
     if value_head is None and algorithm.proximal != "recomputed":
         return None
@@ -40,7 +43,8 @@ def record_old_policy(
         inputs = model_inputs(packed)
         if bootstrap:
             # The value head gives the value before a token. With one token more at the end (any id will do), the
-            # value before it is the one after the last real token.
+            # value before it is the one after the last real token. Completions are padded on the right, so that a true
+            # put in front of a row of the mask makes its run of trues one longer.
             inputs["mask_BT"] = nn.functional.pad(inputs["mask_BT"], (1, 0), value=True)
             inputs["ids_BT"] = nn.functional.pad(inputs["ids_BT"], (0, 1), value=packer.pad_id)
         policy = policy_pass(inputs, None, ())
@@ -49,7 +53,9 @@ def record_old_policy(
         if value_head is not None:
             assert policy.hidden_NH is not None
             value_BT = value_head(policy.hidden_NH, inputs["mask_BT"]).cpu()
-        if packed.empty:  # another rank records these rows
+        # The micro-batch repeats rows of another rank, which records them. This rank made the pass all the same: a
+        # rank that leaves a pass out makes the others wait for ever.
+        if packed.empty:
             continue
         for index, position in enumerate(packed.positions):
             rollout = rows[position].rollout

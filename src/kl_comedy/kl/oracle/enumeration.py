@@ -153,7 +153,7 @@ class Tree:
         return self.vocabulary
 
     @property
-    def ended(self) -> int:
+    def ended_completions(self) -> int:
         """How many completions end with an end token: one for each prefix, or none."""
         if self.ends:
             return self.prefixes
@@ -174,7 +174,7 @@ class Tree:
     @property
     def completions(self) -> int:
         """How many there are: ended ones of each length, then truncated ones."""
-        return self.ended + self.width(self.length)
+        return self.ended_completions + self.width(self.length)
 
     @cached_property
     def depth_N(self) -> Tensor:
@@ -184,32 +184,39 @@ class Tree:
     def take(self, number_B: Tensor) -> Completions:
         """The completions with these numbers ``[B]``.
 
-        An ended completion has the number of its last prefix; the truncated ones follow, in the order of their digits.
+        An ended completion has the number of its last prefix. The completions of full length follow, in the order of
+        their tokens.
         """
-        # This order is frozen: sums of floats depend on it in their last bit.
-        truncated_B = number_B >= self.ended
-        # The number of a truncated completion is no prefix; 0 is looked up instead and not used.
-        last_prefix_B = torch.where(truncated_B, 0, number_B)
+        # This order is frozen: sums of floats depend on it in their last bit, and so do the stored certificates.
+        full_B = number_B >= self.ended_completions
+        # The number of a completion of full length is no prefix; 0 is looked up instead and not used.
+        last_prefix_B = torch.where(full_B, 0, number_B)
         depth_B = torch.full_like(number_B, self.length)
         if self.ends:
-            depth_B = torch.where(truncated_B, depth_B, self.depth_N[last_prefix_B])
+            depth_B = torch.where(full_B, depth_B, self.depth_N[last_prefix_B])
         firsts = torch.tensor([self.first(depth) for depth in range(self.length + 1)])
-        # The digits of a completion in base K, as one number: its position among the prefixes of its depth.
-        digits_B = torch.where(truncated_B, number_B - self.ended, last_prefix_B - firsts[depth_B])
-        lowest_token = self.vocabulary - self.branching  # token 0 leads nowhere where it ends a completion
+        # The tokens of a completion before its end are the digits of this number in base `branching`; it is also the
+        # completion's position among the prefixes of its depth.
+        digits_B = torch.where(full_B, number_B - self.ended_completions, last_prefix_B - firsts[depth_B])
+        # Digits count the tokens that lead on: from 1 where token 0 is the end token, else from 0.
+        lowest_token = self.vocabulary - self.branching
 
         steps = []
         for t in range(self.length):
-            # Digits come most significant first. A completion that ends has token 0 after them, at step depth_B.
-            digits_before_B = torch.div(digits_B, self.branching ** (depth_B - t).clamp(min=0), rounding_mode="floor")
-            digits_with_B = torch.div(digits_B, self.branching ** (depth_B - t - 1).clamp(min=0), rounding_mode="floor")
-            token_B = digits_with_B % self.branching + lowest_token
+            # Digits come most significant first: the number without its last (depth - t) digits is the tokens before
+            # step t. A completion that ends has token 0 after its digits, at step depth_B. Beyond its end the powers
+            # are clamped, and what comes of them is not used.
+            power_before_B = self.branching ** (depth_B - t).clamp(min=0)
+            power_up_to_B = self.branching ** (depth_B - t - 1).clamp(min=0)
+            digits_before_B = torch.div(digits_B, power_before_B, rounding_mode="floor")
+            digits_up_to_B = torch.div(digits_B, power_up_to_B, rounding_mode="floor")
+            token_B = digits_up_to_B % self.branching + lowest_token
             inside_B = depth_B >= t
             ends_here_B = depth_B == t
             prefix_B = torch.where(inside_B, firsts[t] + digits_before_B, 0)
             steps.append((prefix_B, torch.where(inside_B & ~ends_here_B, token_B, 0), inside_B))
-        if not self.ends:
-            truncated_B = torch.zeros_like(truncated_B)  # without an end token nothing is cut off
+        # Without an end token a completion of full length is complete.
+        truncated_B = full_B & self.ends
         return Completions.stack(steps, truncated_B)
 
     def chunks(self, size: int) -> Iterator[Completions]:

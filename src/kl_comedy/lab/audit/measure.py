@@ -200,21 +200,25 @@ def check_beta(
 ) -> BetaCheck:
     """What the beta of one term of the config does to the training gradient on ``rows``.
 
-    ``term_gradient`` is the gradient of the term alone on the same rows, at beta = 1, summed and sketched. With
-    ``G(beta)`` for the training gradient, ``(G(2 beta) - G(0)) / (2 beta)`` must equal it.
+    ``term_gradient`` is the gradient of the term alone on the same rows, at beta = 1, summed over them and projected by
+    ``sketch``, which is linear. With ``G(beta)`` for the training gradient, ``(G(2 beta) - G(0)) / (2 beta)`` must
+    equal it. A beta without effect is ``inert``, which is reported apart from ``wrong``; a gradient that is not finite
+    is wrong.
     """
     assert item.term is not None
-    # A beta of 0 (a warm-up, or a target that is met) is checked at 1: the term's effect is what is asked.
+    # Twice the beta: the larger the difference, the less of it is rounding. In place of a beta of 0 (a warm-up, or a KL
+    # at its target) 1 is taken, because the question is what the term would do.
     high_beta = 2.0 * item.beta or 1.0
     betas = module.beta_values
     # By a difference and not by the term alone: that is the way by which a beta acts in training.
     without = training_gradient(module, rows, {**betas, item.key: 0.0}, sketch)
-    doubled = training_gradient(module, rows, {**betas, item.key: high_beta}, sketch)
+    with_high_beta = training_gradient(module, rows, {**betas, item.key: high_beta}, sketch)
 
-    change = doubled - without
-    scale = float(without.norm() + doubled.norm())
+    change = with_high_beta - without
+    scale = float(without.norm() + with_high_beta.norm())
     change_share = 0.0
-    if scale > 0:
+    # NaN is not 0: then the share is NaN, which is not inert.
+    if scale != 0.0:
         change_share = float(change.norm()) / scale
     # Not exactly 0: two passes may add up in another order.
     inert = change_share <= ROUNDING
@@ -227,7 +231,8 @@ def check_beta(
     # the smaller the term's own part is.
     tolerance = DISAGREEMENT + ROUNDING * scale / max(high_beta * size, 1e-300)
     agrees = disagreement <= tolerance  # False for NaN: a term without a gradient must not change training's
-    # Advantages are not linear in a cost before the baseline, so its difference quotient is another number.
+    # Advantages may be divided by their deviation, which a cost before the baseline is part of. The gradient is then
+    # not linear in beta, and the quotient above is not the gradient at beta = 1.
     is_linear = item.term.baseline != "before"
     wrong = is_linear and not inert and not agrees
     return BetaCheck(change=change_share, disagreement=disagreement, inert=inert, wrong=wrong)
