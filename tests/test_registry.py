@@ -49,7 +49,7 @@ def test_a_taken_name_raises_and_names_the_owner():
 
 
 def test_an_entry_must_say_what_it_is():
-    with pytest.raises(UserError, match="docstring"):
+    with pytest.raises(UserError, match=r"'a' needs a docstring or a summary \(.*test_registry.py:[0-9]+\)"):
         Registry("things").register("a", source="x")(lambda x: x)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from doc_tables import advice, kl_terms, matrix, peers, plans, policy_terms, suites
+from doc_tables import advice, kl_terms, matrix, peers, plans, policy_terms, suites, terminal
 from doc_tables.common import ROOT, built_in, code_span, format_default, options_of, table
 
 from kl_comedy.config.schema import Config
@@ -309,6 +309,7 @@ def prefix_ratios() -> str:
 
 
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "index.md": terminal.PARTS,
     "architecture.md": {"packages": packages},
     "configuration.md": {
         "keys": configuration_keys,

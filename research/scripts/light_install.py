@@ -34,7 +34,8 @@ NEWEST_MINOR = 14
 
 COMMANDS = (
     ("certify", "grpo", "rb/per_decision"),
-    ("certify", str(ROOT / "configs" / "quickstart.yaml")),
+    ("certify", "quickstart"),
+    ("list", "configs"),
     ("explain", "grpo"),
     ("explain", "verl:use_kl_loss=true,kl_loss_type=low_var_kl"),
 )
@@ -75,8 +76,9 @@ def build_wheel(folder: Path) -> Path:
     """Build the wheel of this checkout, with its uncommitted changes, in ``folder``."""
     # A copy, because setuptools writes build/ beside the sources.
     copy = folder / "source"
-    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "src", cwd=ROOT)
-    names = ["pyproject.toml", "README.md", "LICENSE"]
+    folders = ("src", "configs", "slurm/profiles")
+    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders, cwd=ROOT)
+    names = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"]
     names += listed.rstrip("\0").split("\0")
     for name in names:
         source = ROOT / name

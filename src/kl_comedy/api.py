@@ -230,7 +230,7 @@ def train(config: str | Path, *overrides: str, plugins: Iterable[str | Path] = (
     """Train as a config says, like ``kl-comedy train``, and return the run as one row; needs the extra ``train``.
 
     Args:
-        config: the path of a YAML config.
+        config: the path of a YAML config, or a name of ``kl-comedy list configs``.
         overrides: ``key=value`` words, as ``kl.0.beta=0.05`` or ``resume=auto``.
         plugins: Python files that register parts which the config names.
 
@@ -257,6 +257,7 @@ def train(config: str | Path, *overrides: str, plugins: Iterable[str | Path] = (
     ('FINISHED', '0.03 k1_reverse_token in reward to_go')
     """
     from kl_comedy.config import load_config
+    from kl_comedy.config.shipped import find_config
     from kl_comedy.redaction import redact_command, refuse_secrets
     from kl_comedy.registry import load_plugin_file
 
@@ -268,7 +269,7 @@ def train(config: str | Path, *overrides: str, plugins: Iterable[str | Path] = (
             refuse_secrets({"plugins": str(file)})
             load_plugin_file(file)
             words += ["--plugin", str(file)]
-        loaded = load_config(config, list(overrides))
+        loaded = load_config(find_config(config), list(overrides))
 
         # Imported after the config is read: a mistake in it is reported at once, and training takes seconds to import.
         from rich.console import Console

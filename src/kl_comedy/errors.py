@@ -66,16 +66,22 @@ def nearest(given: str, allowed: Iterable[str]) -> str | None:
     >>> nearest("k33", ["k1", "k3", "abs"])
     'k3'
     """
-    if len(str(given)) > COMPARED:
+    names = nearest_names(given, allowed, 1)
+    if not names:
         return None
+    return names[0]
+
+
+def nearest_names(given: str, allowed: Iterable[str], count: int) -> list[str]:
+    """At most ``count`` allowed names that are close to ``given``, the closest first."""
+    if len(str(given)) > COMPARED:
+        return []
     names = list(allowed)[:CANDIDATES]
     # Compared without case, which is a common mistake, but suggested as it is written.
     name_of_lowered = {name.lower(): name for name in names}
     # With difflib's default of 0.6, k4 would have no suggestion: half of its letters are right, which counts as 0.5.
-    matches = difflib.get_close_matches(str(given).lower(), list(name_of_lowered), n=1, cutoff=0.5)
-    if not matches:
-        return None
-    return name_of_lowered[matches[0]]
+    matches = difflib.get_close_matches(str(given).lower(), list(name_of_lowered), n=count, cutoff=0.5)
+    return [name_of_lowered[match] for match in matches]
 
 
 def _hint(given: object, names: Iterable[str]) -> str:

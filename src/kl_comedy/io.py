@@ -13,7 +13,7 @@ import shutil
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -566,15 +566,16 @@ def parse_yaml(text: str, *, lone_value: bool = False) -> Any:
     return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
-def read_yaml(path: Path, kind: str = "config") -> dict[str, Any]:
+def read_yaml(path: Path, kind: str = "config", *, apart_from: Sequence[Path] = ()) -> dict[str, Any]:
     """The mapping in a YAML file, interpolations unresolved.
 
-    Raises :class:`UserError` where the file is missing (with the nearest name), is not YAML, or holds no mapping.
+    Raises :class:`UserError` where the file is missing (with the nearest name, but none of ``apart_from``), is not
+    YAML, or holds no mapping.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder; a {kind} is a file")
     if not path.is_file():
-        raise UserError(f"no such {kind} file: {path}{_yaml_hint(path)}")
+        raise UserError(f"no such {kind} file: {path}{_yaml_hint(path, apart_from)}")
     try:
         text = read_text(path)
         if check_yaml(text) == "value":
@@ -589,10 +590,11 @@ def read_yaml(path: Path, kind: str = "config") -> dict[str, Any]:
     return {str(key): item for key, item in content.items()}
 
 
-def _yaml_hint(path: Path) -> str:
+def _yaml_hint(path: Path, apart_from: Sequence[Path]) -> str:
     """The end of a message about a missing YAML file: the nearest name, or all names, beside it or in ``configs``."""
     folder = path.parent if path.parent.is_dir() else Path("configs")
-    names = [str(file) for file in sorted(folder.glob("*.y*ml"))]
+    excluded = [file.resolve() for file in apart_from]
+    names = [str(file) for file in sorted(folder.glob("*.y*ml")) if file.resolve() not in excluded]
     near = nearest(str(path), names)
     if near:
         return f"; did you mean {near}?"

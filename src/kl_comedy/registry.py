@@ -118,7 +118,9 @@ class Registry(Generic[T]):
         line. Raises :class:`UserError` when the name is taken.
         """
         # Here and not in `add`: the caller of `add` is whoever applies the decorator, which may be a helper of ours.
-        registering = _registering_module(sys._getframe(1))
+        caller = sys._getframe(1)
+        registering = _registering_module(caller)
+        called_at = f"{caller.f_code.co_filename}:{caller.f_lineno}"
 
         def add(fn: T) -> T:
             if name in self._entries:
@@ -126,7 +128,12 @@ class Registry(Generic[T]):
                 raise UserError(f"{self.kind}: {taken}; choose another name")
             line = summary or (fn.__doc__ or "").strip().split("\n")[0]
             if not line:
-                raise UserError(f"{self.kind}: {name!r} needs a docstring or a summary")
+                # A class has no code: it is found where its decorator is called.
+                code = getattr(fn, "__code__", None)
+                place = called_at
+                if code is not None:
+                    place = f"{code.co_filename}:{code.co_firstlineno}"
+                raise UserError(f"{self.kind}: {name!r} needs a docstring or a summary ({place})")
             origin = getattr(fn, "__module__", None) or "?"
             modules = _outside_modules(registering, origin)
             self._entries[name] = Entry(

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kl_comedy.cli.check import what_starts
 from kl_comedy.cli.main import app
-from kl_comedy.config import load_config
+from kl_comedy.config import flatten, load_config, to_plain
 from kl_comedy.errors import UserError
 from kl_comedy.records import Capabilities
 from kl_comedy.registry import ROLLOUTS
@@ -149,3 +149,70 @@ CONFIGS = [path for path in sorted((ROOT / "configs").glob("**/*.yaml")) if has_
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
 def test_the_engines_of_every_config_are_the_ones_that_its_settings_name(path):
     assert what_starts(load_config(path), gpus=0)["sampler"]
+
+
+# --- --resolved -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def resolved(tmp_path, monkeypatch):
+    """The rows of ``check --resolved`` of a config that extends two others, under overrides, by their keys."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "first.yaml").write_text(
+        "optimizer: {lr: 0.1, clip_norm: 0.5}\nrewards: [{name: exact_answer, weight: 2}]\n"
+        "data: {eval: {a: {limit: 3}, b: {limit: 4}}}\n"
+    )
+    (tmp_path / "second.yaml").write_text("optimizer: {lr: 0.2}\nrewards: [{name: exact_answer}]\n")
+    (tmp_path / "run.yaml").write_text(
+        "extends: [first.yaml, second.yaml]\nname: run-${seed}\nlag: {mode: async, max_steps: 1, in_flight: true}\n"
+        "kl: [{estimator: k1, beta: 0.1}]\ndata: {eval: {b: null}}\n"
+    )
+
+    def rows(*overrides):
+        words = ["check", "run.yaml", *overrides, "--resolved", "--format", "json"]
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, result.output
+        return {row["key"]: (row["value"], row["origin"]) for row in json.loads(result.stdout)}
+
+    return rows
+
+
+def test_each_value_says_where_it_comes_from(resolved):
+    rows = resolved("seed=3", "kl.0.beta=0.2", "model.lora.rank=2")
+    assert rows["optimizer.lr"] == (0.2, "second.yaml")
+    assert rows["optimizer.clip_norm"] == (0.5, "first.yaml")
+    assert rows["kl.0.estimator"] == ("k1", "run.yaml")
+    assert rows["kl.0.beta"] == (0.2, "command line")
+    assert rows["model.lora.rank"] == (2, "command line")
+    assert rows["model.lora.alpha"] == (16.0, "default")
+    assert rows["train.steps"] == (100, "default")
+    assert rows["data.eval.a.limit"] == (3, "first.yaml")
+    assert "data.eval.b.limit" not in rows
+
+
+def test_an_interpolation_and_an_old_name_say_so(resolved):
+    rows = resolved("seed=3")
+    assert rows["name"] == ("run-3", "run.yaml, run-${seed}")
+    assert rows["lag.options.in_flight"] == (True, "run.yaml, as lag.in_flight, its old name")
+
+
+def test_an_item_of_a_list_that_was_replaced_is_not_named_as_an_origin(resolved):
+    assert resolved()["rewards.0.weight"] == (1.0, "default")
+
+
+def test_the_resolved_config_is_read_back_to_the_same_config(tmp_path):
+    overrides = ["kl=grpo", f"data.prompt.system='a long text: # with a hash, {'and more words ' * 9}'"]
+    result = CliRunner().invoke(app, ["check", str(TINY), *overrides, "--resolved"])
+    assert result.exit_code == 0, result.output
+    (tmp_path / "resolved.yaml").write_text(result.stdout)
+    assert load_config(tmp_path / "resolved.yaml") == load_config(TINY, overrides)
+    comments = [line.rpartition("  # ")[2] for line in result.stdout.splitlines() if "  # " in line]
+    assert len(comments) == len(flatten(to_plain(load_config(TINY, overrides))))
+    assert set(comments) == {"default", "command line", str(TINY)}
+    assert comments.count("command line") == 2
+
+
+def test_the_values_of_a_config_that_cannot_run_are_printed_before_it_is_refused():
+    result = CliRunner().invoke(app, ["check", str(TINY), "rewards.0.options={nothing: 3}", "--resolved"])
+    assert "nothing: 3" in result.stdout
+    assert isinstance(result.exception, UserError)

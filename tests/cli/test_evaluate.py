@@ -225,3 +225,43 @@ def test_a_mistake_is_one_sentence_and_exit_2(kl_comedy, sums, tmp_path, argumen
     assert message in " ".join(err.split())
     assert "Traceback" not in err
     assert not list(Path("evaluations").glob("*/*/items.jsonl"))
+
+
+# --- targets that are not there ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["runs/NOPE", "./NOPE", "/nowhere/NOPE", "a/b/NOPE", "RUN/checkpoints/step-1.ckpt"])
+def test_a_run_that_is_not_there_is_not_taken_for_a_model_of_the_hub(kl_comedy, tmp_path, monkeypatch, target):
+    monkeypatch.chdir(tmp_path)
+    code, _, error = kl_comedy("evaluate", target)
+    assert code == 2
+    assert error.strip() == f"error: no such run, checkpoint or model: {target}"
+
+
+def test_the_nearest_run_is_suggested(kl_comedy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trained/tiny-1").mkdir(parents=True)
+    (tmp_path / "trained/tiny-1/config.yaml").write_text("name: tiny\n")
+    _, _, error = kl_comedy("evaluate", "trained/tiny-2")
+    assert error.strip().endswith("no such run, checkpoint or model: trained/tiny-2; did you mean trained/tiny-1?")
+
+
+def test_an_id_of_the_hub_still_is_one(kl_comedy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, _, error = kl_comedy("evaluate", "nobody/nothing")
+    assert "data.eval: names no set to evaluate on" in error
+
+
+def test_a_config_of_the_package_is_evaluated_by_its_name(kl_comedy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, error = kl_comedy(
+        "evaluate",
+        "quickstart",
+        "model.options={preset: tiny}",
+        "data.eval={heldout: {dataset: pocket, split: heldout, limit: 2, options: {digits: 1}}}",
+        "eval.samples=1",
+        "--format",
+        "json",
+    )
+    assert code == 0, error
+    assert [row["set"] for row in json.loads(out)] == ["heldout"]

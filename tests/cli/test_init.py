@@ -71,6 +71,55 @@ def test_the_plugin_is_checked_and_listed(stdout_of):
     assert "ends_with_answer" in rewards
 
 
+@pytest.mark.parametrize("name", ["quickstart", "async_pocket", "study/base/pocket"])
+def test_a_copy_of_a_config_passes_check(stdout_of, name):
+    stdout_of("init", "run", "--from", name)
+    assert stdout_of("check", "my_run.yaml", "--no-memory") == stdout_of("check", name, "--no-memory")
+
+
+def test_a_copy_keeps_the_comments_of_a_config_that_extends_another(stdout_of, tmp_path):
+    stdout_of("init", "run", "--from", "async_pocket")
+    copy = (tmp_path / "my_run.yaml").read_text()
+    assert copy.startswith("# The quickstart's task")
+    assert "extends: quickstart\n" in copy
+
+
+def test_a_copy_of_a_grid_finds_its_base(stdout_of):
+    stdout_of("init", "grid", "--from", "pocket_beta")
+    stdout_of("init", "profile", "--from", "gpu")
+    planned = stdout_of("sweep", "my_grid.yaml", "--slurm", "my_profile.yaml", "--dry-run", "--format", "json")
+    original = stdout_of("sweep", "pocket_beta", "--slurm", "gpu", "--dry-run", "--format", "json")
+    assert json.loads(planned)["cells"][7]["overrides"] == json.loads(original)["cells"][7]["overrides"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("run", "--from", "pocket_beta"), "pocket_beta is a grid: kl-comedy init grid --from pocket_beta"),
+        (("run", "--from", "quickstrt"), "did you mean quickstart"),
+        (("profile", "--from", "gpux"), "did you mean 'gpu'"),
+        (("plugin", "--from", "quickstart"), "a plugin has no copies; allowed: run, grid, profile"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused(refusal_of, tmp_path, words, message):
+    assert message in refusal_of("init", *words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_comes_next_is_said(tmp_path):
+    _, _, err = run_here("init", "run", "--from", "quickstart", cwd=tmp_path)
+    assert err.splitlines() == ["next:", "kl-comedy check my_run.yaml", "kl-comedy train my_run.yaml"]
+
+
+def test_what_comes_with_the_package_is_listed(stdout_of):
+    rows = {row["name"]: row for row in json.loads(stdout_of("list", "configs", "--format", "json"))}
+    assert rows["quickstart"]["kind"] == "run"
+    assert rows["quickstart"]["summary"].startswith("The embedded default")
+    assert rows["sweeps/pocket_beta"]["kind"] == "grid"
+    assert rows["gpu_1_node"]["kind"] == "profile"
+    assert "pocket_beta" in stdout_of("list", "configs")
+
+
 def test_a_file_that_exists_is_not_overwritten(stdout_of, refusal_of):
     stdout_of("init", "run")
     assert "my_run.yaml exists" in refusal_of("init", "run")
@@ -93,7 +142,11 @@ def test_the_wheel_installs_with_its_data_and_extras(tmp_path):
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     copy = tmp_path / "source"  # setuptools writes build/ beside the sources
     subprocess.run(["git", "clone", "--quiet", "--depth=1", f"file://{ROOT}", copy], check=True)
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, copy], check=True)
+    # From the source distribution, as a registry's users without a wheel would build it.
+    build = "import sys, setuptools.build_meta; setuptools.build_meta.build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=copy, check=True, capture_output=True)
+    (sdist,) = tmp_path.glob("kl_comedy-*.tar.gz")
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, sdist], check=True)
     (wheel,) = tmp_path.glob("kl_comedy-*.whl")
     files = {str(file.relative_to(copy / "src")) for file in (copy / "src").rglob("*.*") if file.suffix != ".py"}
     data = {name for name in files if "egg-info" not in name}
@@ -104,6 +157,7 @@ def test_the_wheel_installs_with_its_data_and_extras(tmp_path):
     assert "Provides-Extra: vllm\n" in metadata
     assert "Provides-Extra: dev\n" in metadata
     assert "Provides-Extra: gym\n" in metadata
+    assert "Classifier: Typing :: Typed\n" in metadata
     subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
     environment = {"PYTHONPATH": str(tmp_path / "site"), "PATH": ""}
     command = [sys.executable, "-m", "kl_comedy.cli"]
@@ -111,3 +165,11 @@ def test_the_wheel_installs_with_its_data_and_extras(tmp_path):
     check = [*command, "check", "r.yaml", "--no-memory", "--format", "json"]
     done = subprocess.run(check, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
     assert json.loads(done.stdout)["processes"].startswith("single")
+    # configs/ and slurm/profiles, without the checkout.
+    sources = {str(file.relative_to(copy)) for file in (copy / "configs").rglob("*.yaml")}
+    sources |= {str(file.relative_to(copy)) for file in (copy / "slurm/profiles").glob("*.yaml")}
+    assert len(sources) > 50
+    assert {f"kl_comedy/shipped/{name}" for name in sources} <= set(packed)
+    by_name = [*command, "sweep", "pocket_beta", "--slurm", "gpu", "--dry-run", "--format", "json"]
+    done = subprocess.run(by_name, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
+    assert len(json.loads(done.stdout)["cells"]) == 55

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from commands import cpu_limit
 from kl_comedy import registry
 from kl_comedy.config import config_hash, flatten, load_config, plugins_of, standalone_text, to_yaml
+from kl_comedy.config.load import differing_keys
 from kl_comedy.config.schema import CallbackConfig, DatasetConfig, LoggerConfig, RewardConfig
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError
@@ -107,13 +108,95 @@ def test_files_that_extend_each_other_are_refused(extended):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("x.yaml", "no such config file.*x.yaml"), ("[a.yaml]", "got .*the path of a config")]
+    ("text", "message"),
+    [
+        ("x.yaml", "no such config file.*x.yaml"),
+        ("[a.yaml]", "a.yaml <- .*a.yaml: a config cannot extend itself"),
+        ("[3]", "got 3; allowed: the path of a config"),
+        ("null", "got None; allowed: the path of a config"),
+    ],
 )
 def test_what_cannot_be_extended_is_refused(extended, text, message):
     file, _, base = extended
     base.write_text(f"extends: {text}\n")
-    with pytest.raises(UserError, match=rf"^{base}: extends: {message}"):
+    with pytest.raises(UserError, match=rf"^{base}: extends: .*{message}"):
         load_config(file)
+
+
+def test_of_several_extended_files_the_later_wins(tmp_path):
+    (tmp_path / "one.yaml").write_text("optimizer: {lr: 0.1, clip_norm: 0.5}\nkl: grpo\n")
+    (tmp_path / "two.yaml").write_text("optimizer: {lr: 0.2}\nseed: 2\n")
+    file = write(tmp_path, "extends: [one.yaml, two.yaml]\nseed: 3\n")
+    config = load_config(file)
+    assert (config.optimizer.lr, config.optimizer.clip_norm, config.kl, config.seed) == (0.2, 0.5, "grpo", 3)
+    whole = load_config(write(tmp_path, "optimizer: {lr: 0.2, clip_norm: 0.5}\nkl: grpo\nseed: 3\n"))
+    assert config_hash(config) == config_hash(whole)
+
+
+def test_a_base_of_two_extended_files_does_not_undo_the_first(tmp_path):
+    (tmp_path / "base.yaml").write_text("optimizer: {lr: 0.1}\nseed: 1\n")
+    (tmp_path / "one.yaml").write_text("extends: base.yaml\noptimizer: {lr: 0.2}\n")
+    (tmp_path / "two.yaml").write_text("extends: base.yaml\nkl: grpo\n")
+    config = load_config(write(tmp_path, "extends: [one.yaml, two.yaml]\n"))
+    assert (config.optimizer.lr, config.seed, config.kl) == (0.2, 1, "grpo")
+
+
+def test_an_error_in_one_of_several_files_names_it(tmp_path):
+    (tmp_path / "one.yaml").write_text("optimizer: {lr: -1}\n")
+    (tmp_path / "two.yaml").write_text("seed: 2\n")
+    file = write(tmp_path, "extends: [one.yaml, two.yaml]\n")
+    with pytest.raises(UserError, match=r"one.yaml: optimizer.lr: got -1"):
+        load_config(file)
+    file = write(tmp_path, "extends: [one.yaml, three.yaml]\n")
+    with pytest.raises(UserError, match=rf"^{file}: extends: no such config file: .*three.yaml"):
+        load_config(file)
+
+
+def test_a_missing_file_is_not_suggested_to_be_the_one_that_names_it(tmp_path):
+    file = tmp_path / "ext.yaml"
+    file.write_text("extends: nope.yaml\n")
+    with pytest.raises(UserError, match=r"no such config file: .*nope.yaml$"):
+        load_config(file)
+    (tmp_path / "nop.yaml").write_text("seed: 1\n")
+    with pytest.raises(UserError, match=r"nope.yaml; did you mean .*nop.yaml\?"):
+        load_config(file)
+
+
+def test_a_chain_of_files_has_a_limit(tmp_path):
+    for number in range(1200):
+        (tmp_path / f"{number}.yaml").write_text(f"extends: {number + 1}.yaml\nseed: 1\n")
+    with pytest.raises(UserError, match=r"leads to more than 100 files"):
+        load_config(tmp_path / "0.yaml")
+
+
+@pytest.mark.parametrize("text", ["on", "yes", "no", "off", "true"])
+def test_words_that_yaml_reads_as_booleans_are_text_for_keys_of_text(text):
+    assert load_config(None, [f"name={text}"]).name == text
+    assert load_config(None, [f"tracking.tags.kind={text}"]).tracking.tags == {"kind": text}
+
+
+def test_an_unquoted_boolean_for_text_in_a_file_says_what_yaml_made_of_it(tmp_path):
+    with pytest.raises(UserError, match=r"name: got True; allowed: text \(YAML reads yes, no, on and off"):
+        load_config(write(tmp_path, "name: on\n"))
+
+
+@pytest.mark.parametrize("value", ["yes", "nver", "runs"])
+def test_resume_takes_two_words_and_paths(value):
+    with pytest.raises(UserError, match=rf"resume: got '{value}'; allowed: never, auto, the folder of a run"):
+        load_config(None, [f"resume={value}"])
+    assert load_config(None, ["resume=runs/R"]).resume == "runs/R"
+
+
+def test_keys_in_which_two_configs_are_different_runs():
+    config = load_config(None, ["kl=grpo", "seed=1"])
+    other = load_config(
+        None, ["kl=grpo", "train.steps=7", "lag={mode: async, max_steps: 2}", "lag.options.in_flight=true"]
+    )
+    assert differing_keys(config, config) == []
+    keys = set(differing_keys(config, other))
+    assert keys == {"seed", "train.steps", "lag.mode", "lag.max_steps", "lag.options.in_flight"}
+    same_run = load_config(None, ["kl=grpo", "seed=1", "output=elsewhere", "train.devices=2", "train.strategy=ddp"])
+    assert differing_keys(config, same_run) == []
 
 
 def test_asynchronous_sampling_that_waits_for_every_update_is_warned_of(caplog):

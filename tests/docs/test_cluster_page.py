@@ -8,6 +8,7 @@ import pytest
 
 from kl_comedy.cli.check import what_starts
 from kl_comedy.config import load_config
+from kl_comedy.config.shipped import find_config
 from kl_comedy.training.build import check_parts, check_training
 
 ROOT = Path(__file__).parents[2]
@@ -20,12 +21,13 @@ def test_the_page_has_checks():
 
 
 @pytest.mark.parametrize("line", CHECKS)
-def test_a_check_on_the_page_passes(line):
+def test_a_check_on_the_page_passes(line, monkeypatch):
     file, *words = shlex.split(line, comments=True)
     gpus = 0
     if "--gpus" in words:
         gpus = int(words[words.index("--gpus") + 1])
-    config = load_config(ROOT / file, [word for word in words if "=" in word])
+    monkeypatch.chdir(ROOT)
+    config = load_config(find_config(file), [word for word in words if "=" in word])
     check_training(config)
     check_parts(config)
     assert what_starts(config, gpus=gpus)["processes"].startswith(config.train.strategy)

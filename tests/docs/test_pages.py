@@ -26,7 +26,8 @@ import generate_docs  # noqa: E402
 from doc_tables import advice as advice_tables  # noqa: E402
 from doc_tables import kl_terms  # noqa: E402
 
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+OTHER_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "results/findings/README.md")
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / page for page in OTHER_PAGES)]
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
 DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", METRICS, flags=re.MULTILINE)
 
@@ -162,7 +163,7 @@ def test_links_lead_somewhere(page):
     assert [target for target in targets if is_broken(target, page, anchors)] == []
 
 
-OF_A_RUN = {"base.yaml", "grid.yaml", "config.yaml", "mine.yaml", "my_parts.py", "my_estimator.py"}
+OF_A_RUN = {"base.yaml", "grid.yaml", "config.yaml", "mine.yaml", "my_parts.py", "my_estimator.py", "my_reward.py"}
 """Files of a run folder or of the reader, not of the repository."""
 PACKAGE = ROOT / "src" / "kl_comedy"
 

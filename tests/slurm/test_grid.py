@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from commands import cpu_limit
 from kl_comedy.errors import UserError
-from kl_comedy.slurm.grid import expand, override, parse_values, read_grid
+from kl_comedy.slurm.grid import expand, override, parse_values, read_grid, split_axes
 from kl_comedy.slurm.manifest import plan
 
 BASE = "model: {options: {preset: tiny}}\nkl: [{estimator: k1, placement: reward, beta: 0.05}]\n"
@@ -264,3 +264,98 @@ def test_a_large_grid_within_the_limits_is_expanded(tmp_path):
     text = "grid: {a: {from: 1, to: 300, step: 1}, b: [1, 2]}\nseeds: 20\nexclude: [{a: [1, 2], b: 1}, {a: 300}]\n"
     # The first rule drops two of the 300 x 2 points, the second two more.
     assert len(expand(grid(tmp_path, text))) == (300 * 2 - 2 - 2) * 20
+
+
+# --- values on the command line ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("seed=0..4", [0, 1, 2, 3, 4]),
+        ("seed=-1..1", [-1, 0, 1]),
+        ("seed=0..1,7", [0, 1, 7]),
+        ("kl.0.beta=0.01,0.03", [0.01, 0.03]),
+        ("optimizer.lr=1e-4,3e-4", [1e-4, 3e-4]),
+        ("kl=grpo,none", ["grpo", "none"]),
+        ("optimizer.options.betas=[0.9,0.99],[0.8,0.9]", [[0.9, 0.99], [0.8, 0.9]]),
+        ("kl.0.window=null,4", [None, 4]),
+    ],
+)
+def test_a_word_with_several_values_is_an_axis(word, values):
+    assert split_axes([word]) == ({word.partition("=")[0]: values}, [])
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "optimizer.options.betas=[0.9,0.99]",
+        "kl.0.beta={start: 0.1, end: 0, steps: 5}",
+        "data.prompt.prefix='a, b'",
+        'data.prompt.prefix="0..4, b"',
+        "output=../runs",
+        "seed=3",
+        "kl.0.beta=0.1",
+    ],
+)
+def test_a_comma_within_a_value_separates_nothing(word):
+    assert split_axes([word]) == ({}, [word])
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("kl.0.beta=0.1..0.3", r"kl.0.beta: got '0.1..0.3'; allowed: values with commas, .* or whole numbers from..to"),
+        ("kl.0.beta=0.1,", r"kl.0.beta: got '0.1,'; .* \(a value is empty\)"),
+        ("seed=4..0", r"seed: the range 4..0 is empty"),
+        ("seed=0..1000000", r"seed: got '0..1000000'; allowed: a range of at most 100000 values"),
+    ],
+)
+def test_what_is_no_list_of_values_is_refused(word, message):
+    with pytest.raises(UserError, match=f"^{message}"):
+        split_axes([word])
+
+
+def test_two_words_for_one_key_are_refused():
+    with pytest.raises(UserError, match="seed: has several values twice"):
+        split_axes(["seed=0..1", "seed=2,3"])
+
+
+def test_axes_over_a_config_are_the_grid_that_a_file_would_be(tmp_path):
+    text = "name: base-seed-beta\ngrid: {kl.0.beta: [0.01, 0.03]}\nseeds: [0, 1]\n"
+    of_a_file = planned(tmp_path, text, extra=["train.steps=3"])
+    axes, extra = split_axes(["seed=0..1", "kl.0.beta=0.01,0.03", "train.steps=3"])
+    typed = plan(read_grid(tmp_path / "base.yaml", axes=axes), directory=tmp_path, extra=extra)
+    assert typed == of_a_file
+    assert [cell.name for cell in typed.cells] == ["beta0.01", "beta0.01", "beta0.03", "beta0.03"]
+
+
+def test_axes_are_added_to_those_of_a_grid_file(tmp_path):
+    grid(tmp_path, "grid: {kl.0.beta: [0.01, 0.03]}\n")
+    file = tmp_path / "grid.yaml"
+    assert len(expand(read_grid(file, axes={"optimizer.lr": [0.1, 0.2], "seed": [4, 5]}))) == 8
+    with pytest.raises(UserError, match=r"kl.0.beta: is set by the grid, cell by cell, and on the command line"):
+        read_grid(file, axes={"kl.0.beta": [1, 2]})
+    file.write_text("base: base.yaml\nseeds: 3\n")
+    with pytest.raises(UserError, match="seed: is set by the grid"):
+        read_grid(file, axes={"seed": [1, 2]})
+
+
+def test_a_config_without_axes_is_no_sweep(tmp_path):
+    (tmp_path / "base.yaml").write_text(BASE)
+    with pytest.raises(UserError, match=r"base.yaml is a config, of one run; .* seed=0..4 or kl.0.beta=0.01,0.03"):
+        read_grid(tmp_path / "base.yaml")
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"name": ["a", "b"]}, "name: cannot be set in a sweep"),
+        ({"seed": [1, 1]}, r"seeds: got \[1, 1\]; allowed: .* different whole numbers"),
+        ({"kl.0.beta": [0.1, 0.1]}, "grid.kl.0.beta: got 0.1; allowed: each value once"),
+    ],
+)
+def test_axes_follow_the_rules_of_a_grid_file(tmp_path, axes, message):
+    (tmp_path / "base.yaml").write_text(BASE)
+    with pytest.raises(UserError, match=f"^{message}"):
+        read_grid(tmp_path / "base.yaml", axes=axes)

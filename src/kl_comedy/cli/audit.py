@@ -20,6 +20,7 @@ from kl_comedy.cli.common import (
     options_in_a_record,
     stderr_console,
 )
+from kl_comedy.config.shipped import find_config
 from kl_comedy.errors import RunFailed
 from kl_comedy.progress import stages
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 class AuditOptions:
     """Options of ``kl-comedy audit``."""
 
-    config: Annotated[Path, typer.Argument(help="A YAML config, or the folder of a run (its newest checkpoint)")]
+    config: Annotated[str, typer.Argument(help="A YAML config or its name, or a run's folder (its newest checkpoint)")]
     overrides: Overrides = None
     terms: Annotated[str, typer.Option(help="own, panel or recipes, comma-separated")] = "own,panel"
     updates: Annotated[int, typer.Option(min=1, help="Train this many updates before the audit (configs only)")] = 20
@@ -59,10 +60,11 @@ def audit(wanted: AuditOptions) -> None:
     Example: `kl-comedy audit runs/RUN --terms own,grpo,rb/per_decision --format json`
     """
     load_plugins(wanted.plugin)
-    load_run_plugins(wanted.config, given=wanted.plugin)
+    target = find_config(wanted.config)
+    load_run_plugins(target, given=wanted.plugin)
     from kl_comedy.lab.audit.source import AuditSource
 
-    source = AuditSource.read(wanted.config, wanted.overrides or [])
+    source = AuditSource.read(target, wanted.overrides or [])
     # Imports Lightning, which takes seconds: a mistake in the config is reported before it.
     from kl_comedy.lab.audit.run import run_audit
 
@@ -81,9 +83,9 @@ def audit(wanted: AuditOptions) -> None:
     folder = Path(source.config.output)
     if wanted.out is not None:
         folder = wanted.out
-    elif wanted.config.is_dir():
+    elif target.is_dir():
         # The audit of a run belongs beside its checkpoints.
-        folder = wanted.config
+        folder = target
     path = _save(report, source, folder)
     message(f"wrote {path}")
     print(report.render(wanted.format))

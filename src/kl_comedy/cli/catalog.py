@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kl_comedy.cli.common import Plugins, TableOrJson, check_choice, load_plugins, print_columns
+from kl_comedy.config.shipped import shipped_files
 
 PACKAGES = {
     "torch": "everything",
@@ -23,26 +24,36 @@ PACKAGES = {
     "reasoning-gym": "dataset and reward reasoning_gym (extra gym)",
 }
 
+OTHER_KINDS = ("peers", "configs")
+"""What `list` prints beside the registered parts."""
+
 
 def list_parts(
-    kind: Annotated[str, typer.Argument(help="estimators, corrections, recipes, rewards, ..., or peers")],
+    kind: Annotated[str, typer.Argument(help="estimators, corrections, recipes, rewards, ..., peers or configs")],
     format: TableOrJson = "table",
     plugin: Plugins = None,
 ) -> None:
-    """List the registered parts of KIND with their claims and sources; peers: the systems and flags `explain` reads.
+    """List the registered parts of KIND with their claims and sources.
+
+    KIND `peers`: the systems and flags that `explain` reads. KIND `configs`: the configs, grids and SLURM profiles
+    that come with the package.
 
     In a pipe: one line per part, its columns separated by tabs.
 
     Example: `kl-comedy list estimators --format json`
+
+    Example: `kl-comedy list configs`
     """
     from kl_comedy.registry import KINDS
 
     # Before plugins are imported, which runs their code.
-    check_choice("KIND", kind, (*KINDS, "peers"))
+    check_choice("KIND", kind, (*KINDS, *OTHER_KINDS))
     load_plugins(plugin)
     rows: list[dict[str, Any]]
     if kind == "peers":
         rows = _peer_rows()
+    elif kind == "configs":
+        rows = [file.row() for file in shipped_files()]
     else:
         rows = [entry.row() for entry in KINDS[kind]]
     if format == "json":
@@ -56,6 +67,10 @@ def list_parts(
         for row in rows:
             system = f"{row['system']} {row['version']}"
             lines.append([system, *(str(row[column]) for column in columns[1:])])
+    elif kind == "configs":
+        columns = ["name", "kind", "summary"]
+        for row in rows:
+            lines.append([str(row[column]) for column in columns])
     else:
         columns = ["name", "summary", "claims", "source"]
         for row in rows:

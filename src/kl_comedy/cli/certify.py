@@ -13,6 +13,7 @@ import typer
 from kl_comedy.cli import certify_output as output
 from kl_comedy.cli import common
 from kl_comedy.cli.common import Plugins, choice_option, load, load_plugins, message, options_in_a_record, progress_bar
+from kl_comedy.config.shipped import shipped_config
 from kl_comedy.errors import RunFailed, UserError, bad_value, nearest, unknown_key
 from kl_comedy.extras import require_module
 from kl_comedy.io import parse_yaml, read_text
@@ -255,7 +256,7 @@ def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[st
         lists[name] = RECIPES.get(name).fn()
         return
     is_config = name.endswith((".yaml", ".yml"))
-    if not is_config and not path.is_file():
+    if not is_config and not path.is_file() and shipped_config(name) is None:
         near = nearest(name, RECIPES.names())
         hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(f"{name}: neither a recipe nor a file{hint} (kl-comedy list recipes; {OWN_PART})")

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, TableOrJson, load, plural
+from kl_comedy.config import flatten, to_plain, to_yaml
+from kl_comedy.config.load import value_origins
+from kl_comedy.config.shipped import find_config
 
 if TYPE_CHECKING:
     from kl_comedy.config import Config
     from kl_comedy.rollouts.sampler import Sampler
 
 GIB = 2**30
+COMMENT_COLUMN = 60
+"""Where the comments of ``--resolved`` begin at the latest; longer lines have theirs right behind them."""
 Gpu = Annotated[
     str | None,
     typer.Option(help="Target GPU (see kl-comedy plan); default: h100-80, or the CPU if there is no GPU here"),
@@ -27,21 +32,30 @@ def check(
     gpu: Gpu = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs per node; default: those of this machine")] = None,
     memory: Annotated[bool, typer.Option(help="Estimate the memory of one process (takes longest)")] = True,
+    resolved: Annotated[bool, typer.Option("--resolved", help="Print every value, and where it comes from")] = False,
     format: TableOrJson = "table",
     plugin: Plugins = None,
 ) -> None:
     """Say what CONFIG would start: processes, engines, how weights reach the engines, memory.
 
-    Exit code 2 and the reason where it cannot run.
+    Exit code 2 and the reason where it cannot run. With `--resolved` the whole config as YAML instead, which `train`
+    reads; a comment behind each value names its file, the command line or the default.
 
     Example: `kl-comedy check configs/paper/on_policy_math_qwen.yaml --gpus 8`
+
+    Example: `kl-comedy check quickstart kl.0.beta=0.1 --resolved`
     """
     loaded = load(config, overrides, plugin)
+    if resolved:
+        # Before the checks below: where they refuse the config, its values are what the user wants to see.
+        _print_resolved(loaded, value_origins(find_config(config), overrides or []), format)
     from kl_comedy.training.build import check_parts, check_training
 
     # As a run checks them, before it loads a model: what is refused there is refused here.
     check_training(loaded)
     check_parts(loaded)
+    if resolved:
+        return
     rows = what_starts(loaded, gpus)
     if format == "table":
         # Flushed, because the line about memory takes seconds to follow.
@@ -53,6 +67,45 @@ def check(
             print(f"{'memory':10} {rows['memory']}")
     if format == "json":
         print(json.dumps(rows, indent=1))
+
+
+def _print_resolved(config: Config, origin: Callable[[str], str], format: str) -> None:
+    """Print every value with its origin: as YAML with comments, or as JSON rows."""
+    if format == "json":
+        rows = []
+        for key, value in flatten(to_plain(config)).items():
+            rows.append({"key": key, "value": value, "origin": origin(key)})
+        print(json.dumps(rows, indent=1))
+        return
+    text = to_yaml(config)
+    lines = text.splitlines()
+    # Long values, as a system prompt, would push the comments of all lines out of sight.
+    width = max(min(len(line), COMMENT_COLUMN) for line in lines)
+    for number, key in _last_lines(text).items():
+        lines[number] = f"{lines[number]:{width}}  # {origin(key)}"
+    print("\n".join(lines))
+
+
+def _last_lines(text: str) -> dict[int, str]:
+    """The line in which each value of a YAML mapping ends, with its dotted key."""
+    import yaml
+
+    keys: dict[int, str] = {}
+
+    def add(node: yaml.Node, key: str) -> None:
+        if isinstance(node, yaml.MappingNode) and node.value:
+            for name, item in node.value:
+                add(item, f"{key}.{name.value}" if key else name.value)
+        elif isinstance(node, yaml.SequenceNode) and node.value:
+            for position, item in enumerate(node.value):
+                add(item, f"{key}.{position}")
+        else:
+            keys[node.end_mark.line] = key
+
+    document = yaml.compose(text)
+    assert document is not None, "a config has keys"
+    add(document, "")
+    return keys
 
 
 def what_starts(config: Config, gpus: int | None = None) -> dict[str, str]:

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from kl_comedy import io
+from kl_comedy.cli.completion import complete_config, complete_override
 from kl_comedy.errors import UserError, bad_value, shown
 from kl_comedy.redaction import printable, redact_command, redact_source, refuse_secrets
 
@@ -50,8 +51,17 @@ def choice_option(name: str, *allowed: str) -> Any:
     return typer.Option(name, help=f"{', '.join(others)} or {last}", callback=check)
 
 
-ConfigArgument = Annotated[Path, typer.Argument(help="A YAML config, e.g. configs/quickstart.yaml")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, e.g. optimizer.lr=1e-4 kl.0.beta=0.1")]
+ConfigArgument = Annotated[
+    str,
+    typer.Argument(
+        help="A YAML config, e.g. my_run.yaml, or a name of `kl-comedy list configs`, e.g. quickstart",
+        autocompletion=complete_config,
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="key=value, e.g. optimizer.lr=1e-4 kl.0.beta=0.1", autocompletion=complete_override),
+]
 Plugins = Annotated[list[Path] | None, typer.Option("--plugin", help="A Python file that registers parts")]
 TableOrJson = Annotated[str, choice_option("--format", "table", "json")]
 
@@ -94,13 +104,17 @@ def load_run_plugins(target: str | Path, *, given: Iterable[str | Path] | None =
             message(line)
 
 
-def load(config: Path, overrides: Sequence[str] | None = None, plugins: Iterable[str | Path] | None = None) -> Config:
-    """The config of a command. Plugins are loaded first: the config may name their parts."""
+def load(
+    config: str | Path, overrides: Sequence[str] | None = None, plugins: Iterable[str | Path] | None = None
+) -> Config:
+    """The config of a command, by path or name. Plugins are loaded first: the config may name their parts."""
     from kl_comedy.config import load_config
+    from kl_comedy.config.shipped import find_config
 
     load_plugins(plugins)
-    load_run_plugins(config, given=plugins)
-    return load_config(config, list(overrides or []))
+    file = find_config(config)
+    load_run_plugins(file, given=plugins)
+    return load_config(file, list(overrides or []))
 
 
 def command_line() -> str:

@@ -15,7 +15,8 @@ from rich.console import Console
 
 from kl_comedy.config import Config, load_config, plugins_of
 from kl_comedy.config.schema import SuiteConfig, SuiteFile
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.config.shipped import shipped_config
+from kl_comedy.errors import UserError, bad_value, nearest
 from kl_comedy.evaluation import EvalSettings
 from kl_comedy.evaluation import evaluate as evaluate_set
 from kl_comedy.evaluation.evaluate import CHUNK
@@ -65,6 +66,9 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
     another target and for mistakes in the overrides.
     """
     path = Path(target)
+    if not path.exists():
+        # A folder here wins over a config's name, and both over a model of the hub.
+        path = shipped_config(target) or path
     if path.suffix in (".yaml", ".yml"):
         config = load_config(path, overrides)
         yield Target(config=config, label=config.name)
@@ -77,6 +81,7 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
     # A run's folder has a config.yaml; a model's has a config.json.
     run = RunDir(path=folder_of_run)
     if not (run.path / "config.yaml").is_file():
+        _refuse_missing_run(target)
         config = load_config(None, [f"model.source={target}", *overrides])
         yield Target(config=config, label=path.name or target)
         return
@@ -96,6 +101,24 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
             step = step_of(export_policy(run, trained, source, which=which))
         config = read([f"model.source={source}", *_changes_for_exported(trained), *overrides])
         yield Target(config=config, label=f"{run.path.name}-{step}", run=run.path.name, step=step)
+
+
+def _refuse_missing_run(target: str) -> None:
+    """Raise :class:`UserError` for a path that is not there; what may be the id of a model of the hub passes."""
+    path = Path(target)
+    if path.exists():
+        return
+    is_local = target.startswith(("/", ".", "~")) or path.suffix == ".ckpt" or len(path.parts) > 2
+    runs = [file.parent for file in sorted(path.parent.glob("*/config.yaml"))]
+    # An id of the hub is OWNER/NAME, which looks like a run in a folder of runs.
+    in_folder_of_runs = len(path.parts) == 2 and (bool(runs) or path.parts[0] == "runs")
+    if not is_local and not in_folder_of_runs:
+        return
+    near = nearest(str(path), [str(run) for run in runs])
+    hint = ""
+    if near:
+        hint = f"; did you mean {near}?"
+    raise UserError(f"no such run, checkpoint or model: {target}{hint}")
 
 
 def _changes_for_exported(trained: Config) -> list[str]:

@@ -19,22 +19,34 @@ def export(
     checkpoint: Annotated[str, typer.Option(help="newest, best (by evaluation reward), or an update's number")] = (
         "newest"
     ),
+    push_to_hub: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Upload it too, as the model NAME or OWNER/NAME of the hub")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="A new model of the hub is public")] = False,
     plugin: Plugins = None,
 ) -> None:
-    """Write the policy of a checkpoint as safetensors that transformers and vLLM load.
+    """Write the policy of a checkpoint as safetensors that transformers and vLLM load, with a model card.
 
     Example: `kl-comedy export runs/RUN policy-best --checkpoint best`
+
+    Example: `kl-comedy export runs/RUN policy-best --push-to-hub my-policy`
     """
     if not (run_dir / "config.yaml").is_file():
         raise UserError(f"{run_dir} is not the folder of a run: it holds no config.yaml")
-    from kl_comedy.training.export import export_policy
+    from kl_comedy.training.export import check_hub, export_policy, upload_to_hub
     from kl_comedy.training.run_folder import RunDir
 
     load_plugins(plugin)
     load_run_plugins(run_dir, given=plugin)
+    if push_to_hub is not None:
+        check_hub("--push-to-hub", push_to_hub)  # before the export, which may take minutes
+    elif public:
+        raise UserError("--public: nothing is uploaded; name the model with --push-to-hub NAME")
     run = RunDir(path=run_dir)
     source = export_policy(run, run.config_reader()([]), out, which=checkpoint)
     print(f"{out}  from {source}")
+    if push_to_hub is not None:
+        print(upload_to_hub(out, push_to_hub, public=public))
 
 
 def reproduce(

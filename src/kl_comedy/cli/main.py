@@ -37,7 +37,6 @@ from kl_comedy.registry import plugin_line
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode="markdown",
     help="The reference laboratory for KL regularization in RL of language models.",
 )
@@ -62,14 +61,28 @@ def main(
         require(context.invoked_subcommand)
 
 
-def train(config: ConfigArgument, overrides: Overrides = None, plugin: Plugins = None) -> None:
+def train(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    fast_dev_run: Annotated[
+        bool, typer.Option("--fast-dev-run", help="Try one update and one small evaluation; nothing is kept or tracked")
+    ] = False,
+    plugin: Plugins = None,
+) -> None:
     """Train a policy under the KL configuration of CONFIG.
 
-    Example: `kl-comedy train configs/quickstart.yaml kl.0.beta=0.05 seed=1 resume=auto`
+    `resume=auto` continues a run of the same config, and `resume=runs/RUN train.steps=N` trains a run to more updates.
+
+    Example: `kl-comedy train quickstart kl.0.beta=0.05 seed=1 resume=auto`
+
+    Example: `kl-comedy train my_run.yaml --fast-dev-run`
     """
     loaded = load(config, overrides, plugin)
-    from kl_comedy.cli.summary import train_and_show
+    from kl_comedy.cli.summary import train_and_show, try_and_show
 
+    if fast_dev_run:
+        try_and_show(config, overrides or [], loaded, stderr_console())
+        return
     train_and_show(loaded, stderr_console(), command_line())
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from kl_comedy.config import Config
+from kl_comedy.config import Config, load_config
+from kl_comedy.config.shipped import find_config
 from kl_comedy.training.run_folder import Outcome
 from kl_comedy.training.start import train_unless_finished
 
@@ -26,6 +28,46 @@ def train_and_show(config: Config, console: Console, command: str) -> None:
     outcome = train_unless_finished(config, console, command)
     has_evaluation = bool(config.data.eval or config.eval.suites)
     show_outcome(outcome, console, has_evaluation=has_evaluation)
+
+
+FAST_DEV_RUN = (
+    "train.steps=1",
+    "train.eval_every=0",
+    "train.checkpoint_every=0",
+    "train.record_rollouts=none",
+    "optimizer.warmup_steps=0",
+    "eval.at_start=false",
+    "eval.at_end=true",
+    "eval.samples=1",
+    "eval.suites=[]",
+    "audit.every=0",
+    "tracking.uri=none",
+    "tracking.loggers=[]",
+    "resume=never",
+)
+"""What ``--fast-dev-run`` changes. The batch keeps its size: whether it fits into memory is what the try is for."""
+
+FAST_DEV_PROBLEMS = 4
+"""Problems of each set of the evaluation in a fast dev run."""
+
+
+def try_and_show(given: str, overrides: Sequence[str], config: Config, console: Console) -> None:
+    """Train one update of a config in a temporary folder, evaluate a few problems, and print the scores.
+
+    ``config`` is that of the file or name ``given`` under the ``overrides``.
+    """
+    changes = [*overrides, *FAST_DEV_RUN]
+    for name, dataset in config.data.eval.items():
+        limit = min(dataset.limit or FAST_DEV_PROBLEMS, FAST_DEV_PROBLEMS)
+        changes.append(f"data.eval.{name}.limit={limit}")
+    with tempfile.TemporaryDirectory(prefix="kl_comedy_fast_dev_run_") as folder:
+        # Read again and not changed in place, so that every rule of configs holds for what is tried.
+        tried = load_config(find_config(given), [*changes, f"output={folder}"])
+        outcome = train_unless_finished(tried, console, "kl-comedy train --fast-dev-run")
+        console.print(_scores_table(outcome.summary))
+        seconds = outcome.summary["seconds"]
+    tried_what = "one update and one evaluation of a few problems"
+    console.print(f"fast dev run: {tried_what} in {seconds:.0f} s; nothing was kept", highlight=False, soft_wrap=True)
 
 
 def show_outcome(outcome: Outcome, console: Console, *, has_evaluation: bool = True) -> None:

@@ -22,15 +22,17 @@ from kl_comedy.cli.common import (
     stderr_console,
     stdout_console,
 )
+from kl_comedy.cli.completion import complete_config, complete_override
 from kl_comedy.cli.sweep_progress import sweep_progress
 from kl_comedy.config import standalone_text
+from kl_comedy.config.shipped import find_config
 from kl_comedy.errors import RunFailed, UserError, error_prefix
 from kl_comedy.io import file_lock
 from kl_comedy.redaction import printable
 from kl_comedy.registry import PluginPackage, PluginSet, plugin_sources
 from kl_comedy.slurm import local as local_runs
 from kl_comedy.slurm import submit
-from kl_comedy.slurm.grid import read_grid
+from kl_comedy.slurm.grid import read_grid, split_axes
 from kl_comedy.slurm.manifest import FILE, Cell, Manifest, Sweep, plan, read_sweep, write_sweep
 from kl_comedy.slurm.profile import Profile, profile_file, read_profile
 from kl_comedy.slurm.scripts import array_ranges, scripts
@@ -49,8 +51,20 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print scripts and cells
 
 
 def sweep(
-    grid: Annotated[Path, typer.Argument(help="A grid file, e.g. configs/sweeps/pocket_beta.yaml")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for every cell")] = None,
+    grid: Annotated[
+        str,
+        typer.Argument(
+            help="A grid file, a config, or a name of `kl-comedy list configs`, e.g. pocket_beta",
+            autocompletion=complete_config,
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="key=value for every cell; key=a,b or key=0..4 makes cells of each value",
+            autocompletion=complete_override,
+        ),
+    ] = None,
     slurm: Slurm = None,
     local: Local = None,
     dry_run: DryRun = False,
@@ -62,11 +76,15 @@ def sweep(
 ) -> None:
     """Expand GRID into cells, check each cell's config, and run them all: on SLURM as arrays, or here.
 
+    GRID may be a config: the keys with several values on the command line make the grid.
+
     Running it again runs what is missing or failed; another grid under the same name, or a changed plugin, is refused.
 
     Example: `kl-comedy sweep configs/sweeps/pocket_beta.yaml --slurm gpu --dry-run`
 
     Example: `kl-comedy sweep configs/sweeps/pocket_beta.yaml --local 2`
+
+    Example: `kl-comedy sweep quickstart seed=0..1 kl.0.beta=0.01,0.03 --local 2`
     """
     place = Place(slurm=slurm, workers=local)
     nowhere = slurm is None and local is None
@@ -74,8 +92,9 @@ def sweep(
         raise UserError("say where: --slurm PROFILE for a cluster, or --local N for this machine")
     profile = place.read_profile()
     load_plugins(plugin)
-    planned = read_grid(grid, name)
-    manifest = plan(planned, directory=Path.cwd(), plugins=plugin or [], extra=overrides or [])
+    axes, extra = split_axes(overrides or [])
+    planned = read_grid(find_config(grid), name, axes)
+    manifest = plan(planned, directory=Path.cwd(), plugins=plugin or [], extra=extra)
 
     # Everything that can be refused is refused before anything is written.
     _check_suites(manifest)

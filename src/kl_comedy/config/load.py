@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import importlib
 import json
-import os
 import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from kl_comedy.config.combinations import check_combinations
-from kl_comedy.config.old_names import in_layout_of_0_1, read_old_names
+from kl_comedy.config.old_names import current_name, in_layout_of_0_1, old_names_of, read_old_names
 from kl_comedy.config.schema import Config
+from kl_comedy.config.shipped import beside
 from kl_comedy.config.validate import field_types, parse_record, without_none
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
 from kl_comedy.io import MAX_CHAIN, MAX_EXPANSIONS, MAX_FILE_BYTES, MAX_KEY_PARTS, parse_yaml, read_yaml
@@ -30,7 +30,10 @@ from kl_comedy.redaction import redact, refuse_secrets
 from kl_comedy.registry import KINDS, PluginSet, plugins_with
 
 EXTENDS = "extends"
-"""The key of a file that names another, whose keys it inherits."""
+"""The key of a file that names others, whose keys it inherits."""
+
+MAX_FILES = 100
+"""The most files of one config. They are read by a recursion, which a longer chain would drive into Python's limit."""
 
 REQUIRED = ("model", "data", "rewards", "kl", "optimizer.lr", "train.steps")
 """What a run is; an empty file, which would train by defaults, is refused."""
@@ -103,6 +106,65 @@ def config_reader(path: str | Path | None) -> Callable[[Sequence[str]], Config]:
     return read
 
 
+DEFAULT = "default"
+COMMAND_LINE = "command line"
+
+
+def value_origins(path: Path, overrides: Sequence[str]) -> Callable[[str], str]:
+    """Where each value of the resolved config comes from: a function from its dotted key.
+
+    A file is named by its path; ``overrides`` are the command line. A value that an interpolation stands for, and one
+    that was given under an old name, says so. The config must have been read by :func:`load_config` without an error.
+    """
+    # Built by the functions that build the config, of the same sections and lists, with origins in place of values:
+    # so a list that a later file replaces takes the origins of its items with it.
+    tree: dict[str, Any] = _with_origin(to_plain(Config()), DEFAULT)
+    for file, content in _read_files(path):
+        _merge_all(tree, _with_origin(content, str(file)))
+    for text in overrides:
+        key, _, value = text.partition("=")
+        key = key.strip()
+        item = parse_override(key, value)
+        _set(tree, Config, key.split("."), _with_origin(item, COMMAND_LINE), key)
+
+    def origin(key: str) -> str:
+        own = _origin_at(tree, key)
+        if own not in (None, DEFAULT):
+            return str(own)
+        for old_key in old_names_of(key):
+            under_old_name = _origin_at(tree, old_key)
+            if under_old_name is not None:
+                return f"{under_old_name}, as {old_key}, its old name"
+        return DEFAULT
+
+    return origin
+
+
+def _with_origin(value: Any, origin: str) -> Any:
+    """``value`` with ``origin`` in place of each leaf."""
+    if isinstance(value, Mapping) and value:
+        return {name: _with_origin(item, origin) for name, item in value.items()}
+    if isinstance(value, list) and value:
+        return [_with_origin(item, origin) for item in value]
+    if isinstance(value, str) and "${" in value:
+        return f"{origin}, {redact(value)}"
+    return origin
+
+
+def _origin_at(tree: Any, key: str) -> str | None:
+    """The origin of a key, or of what it is a part of; None where there is nothing."""
+    node = tree
+    for part in key.split("."):
+        if isinstance(node, list):
+            node = {str(position): item for position, item in enumerate(node)}
+        if not isinstance(node, Mapping):
+            break  # the whole was set, as a null that the schema fills with defaults
+        node = node.get(part)
+    if isinstance(node, str):
+        return node
+    return None
+
+
 def standalone_text(path: Path) -> str:
     """The text of a config file, to be stored elsewhere; where it extends another, that file's keys are merged in."""
     from omegaconf import OmegaConf
@@ -117,36 +179,67 @@ def standalone_text(path: Path) -> str:
 
 
 def _read_files(path: Path) -> list[tuple[Path, dict[str, Any]]]:
-    """The file that nothing extends first, ``path`` last, each with the keys that it sets.
+    """The files that ``path`` extends and it itself, each with the keys that it sets; later ones win.
 
     Raises :class:`UserError` for a missing file, a file that extends itself, and an empty one.
     """
-    files = [(path, read_yaml(path))]
-    while EXTENDS in files[0][1]:
-        file, content = files[0]
-        base_name = content.pop(EXTENDS)
-        with error_prefix(f"{file}: {EXTENDS}"):
-            if not isinstance(base_name, str) or not base_name:
-                raise UserError(f"got {shown(base_name)}; allowed: the path of a config, from the folder of this file")
-            base = Path(os.path.normpath(file.parent / base_name))
-            chain = [earlier for earlier, _ in files]
-            # Resolved, because a link can give one file two names, and the loop would not end.
-            if base.resolve() in [earlier.resolve() for earlier in chain]:
-                names = " <- ".join(str(link) for link in [base, *chain])
-                raise UserError(f"{names}: a config cannot extend itself")
-            files.insert(0, (base, read_named_config(base)))
+    files: list[tuple[Path, dict[str, Any]]] = []
+    _add_file(path, read_yaml(path), [], files)
     if not any(content for _, content in files):
         raise UserError(f"{path}: is empty; a run needs {', '.join(REQUIRED)} (`kl-comedy init run` writes one)")
     return files
 
 
-def read_named_config(path: Path) -> dict[str, Any]:
+def _add_file(
+    file: Path, content: dict[str, Any], extended_by: Sequence[Path], files: list[tuple[Path, dict[str, Any]]]
+) -> None:
+    """Append to ``files`` what ``file`` extends, in that order, and then the file. ``extended_by``: how it was reached.
+
+    A file that is reached twice is read at its first place only. At its second it would undo what the files in between
+    changed: of two files that extend one base, the second would bring back the base's values.
+    """
+    bases: list[Path] = []
+    if EXTENDS in content:
+        with error_prefix(f"{file}: {EXTENDS}"):
+            bases = _bases(file, content.pop(EXTENDS))
+    chain = [file, *extended_by]
+    for base in bases:
+        with error_prefix(f"{file}: {EXTENDS}"):
+            # Resolved, because a link can give one file two names, and the recursion would not end.
+            if base.resolve() in [earlier.resolve() for earlier in chain]:
+                names = " <- ".join(str(link) for link in [base, *chain])
+                raise UserError(f"{names}: a config cannot extend itself")
+            if len(files) + len(chain) > MAX_FILES:
+                raise UserError(f"leads to more than {MAX_FILES} files")
+            if base.resolve() in [earlier.resolve() for earlier, _ in files]:
+                continue
+            base_content = read_named_config(base, apart_from=chain)
+        _add_file(base, base_content, chain, files)
+    files.append((file, content))
+
+
+def _bases(file: Path, names: Any) -> list[Path]:
+    """The files that the value of ``extends`` in ``file`` names: one, or a list."""
+    if not isinstance(names, list):
+        names = [names]
+    for name in names:
+        if not isinstance(name, str) or not name:
+            allowed = (
+                "the path of a config, from the folder of this file, a name of `kl-comedy list configs`, or a list"
+            )
+            raise UserError(f"got {shown(name)}; allowed: {allowed}")
+    return [beside(file.parent, name) for name in names]
+
+
+def read_named_config(path: Path, *, apart_from: Sequence[Path] = ()) -> dict[str, Any]:
     """The mapping in a config that another file names (``extends``, a grid's ``base``).
+
+    Where it is missing, the message suggests none of the files ``apart_from``, which are those that name it.
 
     Raises :class:`UserError`, without any of the content, for a file that is something else: a config or grid from
     elsewhere may name every file that its user can read, and messages go to logs and job outputs.
     """
-    content = read_yaml(path)
+    content = read_yaml(path, apart_from=apart_from)
     known = [EXTENDS, *field_types(Config)]
     if content and not set(content) & set(known):
         raise UserError(f"{path}: is not a config: it has none of the keys {', '.join(known)}")
@@ -319,6 +412,24 @@ def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
 
     The source of its plugins (:func:`plugins_of`) is a key of it, ``plugins``.
     """
+    identity = _identity(config, without)
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def differing_keys(config: Config, other: Config) -> list[str]:
+    """The dotted keys in which two configs are different runs; none where they have one hash."""
+    identity = flatten(_identity(config))
+    other_identity = flatten(_identity(other))
+    keys: dict[str, None] = {}
+    for old_key in [*identity, *other_identity]:
+        in_both = old_key in identity and old_key in other_identity
+        if not in_both or identity[old_key] != other_identity[old_key]:
+            keys[current_name(old_key)] = None
+    return list(keys)
+
+
+def _identity(config: Config, without: Sequence[str] = ()) -> dict[str, Any]:
+    """What :func:`config_hash` is the hash of, in the layout of version 0.1."""
     # Every line of this function is frozen by the hashes of stored runs: a new config key changes all of them, unless
     # it enters NOT_IDENTITY_AT_DEFAULT (nested) or NOT_IDENTITY_WHERE_EMPTY (top level).
     plain = in_layout_of_0_1(to_plain(config))
@@ -333,7 +444,7 @@ def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
             del plain[section][name]
     for section, names in NOT_IDENTITY_WITHIN.items():
         plain[section] = {name: item for name, item in plain[section].items() if name not in names}
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:12]
+    return plain
 
 
 def plugins_of(config: Config, *records: Any) -> PluginSet:
@@ -434,14 +545,31 @@ def _override(plain: dict[str, Any], text: str) -> tuple[str, Any]:
     refuse_secrets({key: value})
     if key.count(".") >= MAX_KEY_PARTS:
         raise UserError(f"{shown(key)}: no such key; a key has at most {MAX_KEY_PARTS} parts")
+    item = parse_override(key, value)
+    # A copy: a later override may set a key within it, and _refuse_lost compares with what was given here.
+    _set(plain, Config, key.split("."), copy.deepcopy(item), key)
+    return key, item
+
+
+def parse_override(key: str, value: str) -> Any:
+    """What ``value`` says as the value of ``key``. Raises :class:`UserError`."""
     try:
         # As YAML, so that a value means the same on the command line and in a file.
         item = parse_yaml(value, lone_value=True)
     except ValueError as error:
         raise UserError(f"{key}: cannot read the value {shown(value)}: {error}") from None
-    # A copy: a later override may set a key within it, and _refuse_lost compares with what was given here.
-    _set(plain, Config, key.split("."), copy.deepcopy(item), key)
-    return key, item
+    # YAML 1.1 reads on, off, yes and no as true and false, which no key of text can be.
+    if isinstance(item, bool) and _schema_of(key) is str:
+        return value.strip()
+    return item
+
+
+def _schema_of(key: str) -> Any:
+    """The type of what a dotted key leads to; Any where there is none."""
+    schema: Any = Config
+    for part in key.split("."):
+        schema = _schema_within(schema, part)
+    return schema
 
 
 def _set(node: Any, schema: Any, parts: Sequence[str], item: Any, key: str) -> None:

@@ -92,6 +92,29 @@ def default_params() -> dict[str, Any]:
     return defaults
 
 
+def old_names_of(key: str) -> list[str]:
+    """The keys of earlier versions that are read as the dotted ``key``."""
+    old_keys = []
+    options, _, name = key.rpartition(".")
+    for moved in MOVED:
+        if moved.options == options and name in moved.names:
+            old_keys.append(f"{moved.section}.{name}")
+    return old_keys
+
+
+def current_name(old_key: str) -> str:
+    """The key that a key of an earlier version is read as; a key that has not moved is its own.
+
+    >>> current_name("lag.in_flight"), current_name("optimizer.betas.0"), current_name("train.steps")
+    ('lag.options.in_flight', 'optimizer.options.betas.0', 'train.steps')
+    """
+    for moved in MOVED:
+        for name in moved.names:
+            if f"{old_key}.".startswith(f"{moved.section}.{name}."):
+                return f"{moved.options}.{old_key.removeprefix(f'{moved.section}.')}"
+    return old_key
+
+
 def read_old_names(plain: dict[str, Any]) -> None:
     """Put values of old keys where they belong now, in place, with one line of warning for each that was set.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kl_comedy.config.validate import field_types, option
+from kl_comedy.errors import bad_value
 from kl_comedy.redaction import check_address
 
 SHARDED = ("fsdp",)
@@ -119,11 +120,12 @@ class DatasetConfig:
 
     dataset: str = option("pocket", "The [loader](#names).", registry="datasets")
     name: str | None = option(None, "`hub`: the dataset. `reasoning_gym`: the task.")
-    path: str | None = option(None, "`jsonl`, `parquet`: the file.")
+    path: str | None = option(None, "`csv`, `jsonl`, `parquet`: the file. `saved`: the folder.")
     subset: str | None = option(None, "`hub`: the configuration.")
     split: str | None = option(
         None,
-        "`hub`: the split. `pocket`: `train`, `heldout`, `two_terms`, `four_terms`, `three_digits`, `subtraction`.",
+        "`hub`, `saved`: the split. `pocket`: `train`, `heldout`, `two_terms`, `four_terms`, `three_digits`, "
+        "`subtraction`.",
     )
     fields: dict[str, str] = option(
         dict, "Our names (`text`, `answer`, `id`, `choices`, or meta fields) to the source's."
@@ -132,8 +134,9 @@ class DatasetConfig:
     seed: int = option(0, "0: the first `limit` rows; else a random subset. Procedural datasets: their seed.")
     options: dict[str, Any] = option(
         dict,
-        "Files and `hub`: `text_after`, `answer_after`, `answer_boxed`, `render_choices`; `hub` also `revision`; "
-        "`pocket`: `terms`, `digits`; `reasoning_gym`: the task's settings, `text_field`, `text_after`.",
+        "Files, `saved` and `hub`: `text_after`, `answer_after`, `answer_boxed`, `render_choices`; `hub` also "
+        "`revision`, `csv` also `delimiter`; `pocket`: `terms`, `digits`; `reasoning_gym`: the task's settings, "
+        "`text_field`, `text_after`.",
     )
 
 
@@ -513,6 +516,19 @@ class TrackingConfig:
     loggers: list[LoggerConfig] = option(list, "Lightning loggers beside MLflow.")
 
 
+RESUME = ("never", "auto")
+"""The values of ``resume`` that are not folders."""
+
+
+def check_resume(value: str, key: str) -> None:
+    """Raise :class:`UserError` for what is neither of :data:`RESUME` nor a path.
+
+    That the folder is there is checked when a run begins: the config of a run is read long after.
+    """
+    if value not in RESUME and "/" not in value:
+        raise bad_value(key, value, [*RESUME, "the folder of a run, as runs/RUN"])
+
+
 @dataclass
 class Config:
     """A run."""
@@ -520,7 +536,11 @@ class Config:
     name: str = option("run", "Name of run and folder: letters, digits, `.`, `_`, `-`.")
     seed: int = option(0, "Seed of every random draw.")
     output: str = option("runs", "Folder of run folders.")
-    resume: str = option("never", "`auto`: resume the newest run with this config hash.", choices=("never", "auto"))
+    resume: str = option(
+        "never",
+        "`auto`: resume the newest run with this config hash; the folder of a run: train it to more `train.steps`.",
+        check="kl_comedy.config.schema:check_resume",
+    )
     model: ModelConfig = option(ModelConfig)
     data: DataConfig = option(DataConfig)
     rollout: RolloutConfig = option(RolloutConfig)

@@ -191,6 +191,8 @@ def scalar(value: Any, hint: Any, key: str) -> Any:
         return int(value)
     accepted = {float: int | float, str: str | int | float}.get(hint, hint)
     # Python's bool is an int, so `steps: true` would be read as 1.
+    if hint is str and isinstance(value, bool):
+        raise bad_value(key, value, _SCALARS[str], "YAML reads yes, no, on and off as true and false: quote the text")
     if not isinstance(value, accepted) or (isinstance(value, bool) and hint is not bool):
         raise bad_value(key, value, _SCALARS.get(hint, str(hint)))
     # No setting has a meaning at infinity, and NaN would pass every bound below.

@@ -1,7 +1,7 @@
 """A grid file: which configurations a sweep runs. YAML in, points out; configs are checked in manifest.py.
 
 name: pocket_beta
-base: ../quickstart.yaml            # relative to this file
+base: ../quickstart.yaml            # relative to this file, or a name of `kl-comedy list configs`
 overrides: {train.steps: 60}        # in every cell
 grid:                               # the product of all of these
   kl: {k1-reward: [{estimator: k1, placement: reward, beta: 0.05}], grpo: grpo}
@@ -25,8 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.config.load import read_named_config
-from kl_comedy.config.validate import option, parse_record
+from kl_comedy.config.load import EXTENDS, parse_override, read_named_config
+from kl_comedy.config.schema import Config
+from kl_comedy.config.shipped import beside
+from kl_comedy.config.validate import field_types, option, parse_record
 from kl_comedy.errors import UserError, bad_value, shown, unknown_key
 from kl_comedy.io import MAX_KEY_PARTS, MAX_NAME, read_yaml
 from kl_comedy.redaction import refuse_secrets
@@ -138,26 +140,151 @@ def _parse_seeds(seeds: Any) -> list[int]:
     raise bad_value("seeds", seeds, f"how many (1 to {MAX_CELLS}), or a list of different whole numbers")
 
 
-def read_grid(path: Path, name: str | None = None) -> Grid:
-    """Read a grid file; ``name`` replaces its name. Raises :class:`UserError` that names the key at fault."""
+def read_grid(path: Path, name: str | None = None, axes: Mapping[str, list[Any]] | None = None) -> Grid:
+    """Read a grid file, or make the grid of ``axes`` over a config's file; ``name`` replaces its name.
+
+    ``axes`` are the keys that the command line gives several values (:func:`split_axes`). Those of a grid file are
+    added to its own. Raises :class:`UserError` that names the key at fault.
+    """
     if name is not None and slug(name) != name:
         raise bad_value("--name", name, f"{NAME_CHARACTERS}, since it names a folder")
+    axes = axes or {}
     # A key without a value is as good as absent: its default counts.
     raw = {key: item for key, item in read_yaml(path, "grid").items() if item is not None}
+    origin = str(path)
+    if _is_config(raw):
+        raw = _grid_over(path, axes)
+        origin = ""  # what can be wrong now was typed on the command line
+    else:
+        _add_axes(raw, axes)
     # Its settings are copied into the manifest.
     refuse_secrets(raw)
     raw.setdefault("name", path.stem)
     if name:
         raw["name"] = name
-    grid = parse_record(Grid, raw, origin=str(path))
+    grid = parse_record(Grid, raw, origin=origin)
 
     # Relative to the grid file, not to where the command runs: a grid is shared with its base.
-    base = (path.parent / grid.base).resolve()
+    base = beside(path.parent, grid.base).resolve()
     if base.is_file():
         # Its own mistakes are reported now; that it is missing is reported when the sweep is planned.
         read_named_config(base)
     grid.base = str(base)
     return grid
+
+
+def _is_config(raw: Mapping[str, Any]) -> bool:
+    """Whether a file is a config: it has a key that only configs have, and none that only grids have."""
+    grid_keys = set(field_types(Grid))
+    config_keys = {EXTENDS, *field_types(Config)}
+    keys = set(raw)
+    return bool(keys & (config_keys - grid_keys)) and not keys & (grid_keys - config_keys)
+
+
+def _grid_over(config: Path, axes: Mapping[str, list[Any]]) -> dict[str, Any]:
+    """What a grid file over ``config`` with the ``axes`` would hold. Raises :class:`UserError` where there are none."""
+    if not axes:
+        raise UserError(
+            f"{config} is a config, of one run; a sweep needs keys with several values, as seed=0..4 or "
+            "kl.0.beta=0.01,0.03, or a grid file (`kl-comedy init grid`)"
+        )
+    short_keys = shorten_keys(list(axes))
+    # Named by its keys: sweeps over one config by different keys have folders of their own.
+    name = slug("-".join([config.stem, *(short_keys[key] for key in axes)]))
+    raw: dict[str, Any] = {"base": str(config.resolve()), "name": name}
+    _add_axes(raw, axes)
+    return raw
+
+
+def _add_axes(raw: dict[str, Any], axes: Mapping[str, list[Any]]) -> None:
+    """Add the axes of the command line to the content of a grid file, as its author would write them there."""
+    for key, values in axes.items():
+        if key == "seed":
+            is_set = "seeds" in raw
+            raw.setdefault("seeds", values)
+        else:
+            axes_of_file = raw.setdefault("grid", {})
+            # Another kind of value is refused with the other mistakes of the file.
+            is_set = isinstance(axes_of_file, Mapping) and key in axes_of_file
+            if isinstance(axes_of_file, dict):
+                axes_of_file.setdefault(key, values)
+        if is_set:
+            raise UserError(f"{key}: is set by the grid, cell by cell, and on the command line; keep one")
+
+
+WHOLE_RANGE = re.compile(r"(-?[0-9]{1,18})\.\.(-?[0-9]{1,18})")
+ANY_RANGE = re.compile(r"[-+0-9.e]*[0-9]\.\.+[-+0-9.e]*[0-9]")
+"""What was meant as a range, of whatever numbers; a path such as ``../runs`` has no number before its dots."""
+
+
+def split_axes(words: Sequence[str]) -> tuple[dict[str, list[Any]], list[str]]:
+    """The ``key=value`` words with several values, as axes of a grid, and the others.
+
+    Values are separated by commas; ``0..4`` are the whole numbers 0 to 4. A comma within brackets, braces or quotes
+    belongs to its value. Raises :class:`UserError` for an empty value and for a range that cannot be counted.
+
+    >>> split_axes(["seed=0..2", "kl.0.beta=0.01,0.03", "optimizer.options.betas=[0.9,0.99]"])
+    ({'seed': [0, 1, 2], 'kl.0.beta': [0.01, 0.03]}, ['optimizer.options.betas=[0.9,0.99]'])
+    """
+    axes: dict[str, list[Any]] = {}
+    others = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        key = key.strip()
+        parts = _split_at_commas(text)
+        is_axis = len(parts) > 1 or ANY_RANGE.fullmatch(text.strip()) is not None
+        if not equals or not is_axis:
+            others.append(word)
+            continue
+        if key in axes:
+            raise UserError(f"{key}: has several values twice; put them into one list")
+        values: list[Any] = []
+        for part in parts:
+            values += _values_of(key, part.strip(), text)
+        axes[key] = values
+    return axes, others
+
+
+def _split_at_commas(text: str) -> list[str]:
+    """The parts of ``text`` between commas that are not within brackets, braces or quotes."""
+    parts = [""]
+    depth = 0
+    quote = ""
+    for character in text:
+        if quote:
+            if character == quote:
+                quote = ""
+        elif character in "\"'":
+            quote = character
+        elif character in "[{(":
+            depth += 1
+        elif character in "]})":
+            depth -= 1
+        is_separator = character == "," and depth == 0 and not quote
+        if is_separator:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _values_of(key: str, part: str, text: str) -> list[Any]:
+    """The values of one part of ``text``: a range of whole numbers, or one value."""
+    allowed = "values with commas, as 0.01,0.03, or whole numbers from..to, as 0..4"
+    if not part:
+        raise bad_value(key, text, allowed, "a value is empty")
+    ends = WHOLE_RANGE.fullmatch(part)
+    if ends is None:
+        if ANY_RANGE.fullmatch(part):
+            raise bad_value(key, text, allowed)
+        return [parse_override(key, part)]
+    first = int(ends[1])
+    last = int(ends[2])
+    if last < first:
+        raise UserError(f"{key}: the range {part} is empty; write the smaller number first")
+    if last - first >= MAX_VALUES:
+        raise bad_value(key, text, f"a range of at most {MAX_VALUES} values")
+    return list(range(first, last + 1))
 
 
 def parse_values(key: str, item: Any) -> list[Value]:

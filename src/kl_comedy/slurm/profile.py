@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_comedy.config.load import flatten
+from kl_comedy.config.shipped import shipped_profiles
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError, bad_value, error_prefix, nearest
 from kl_comedy.io import read_yaml
@@ -270,14 +271,17 @@ def read_profile(name_or_path: str) -> Profile:
 
 
 def profile_file(name_or_path: str) -> Path:
-    """The file of a name in slurm/profiles, or of a path ending in .yaml."""
+    """The file of a path ending in .yaml, or of a name: in slurm/profiles, else of those that come with the package."""
     if Path(name_or_path).suffix in (".yaml", ".yml"):
         return Path(name_or_path).resolve()
     file = FOLDER / f"{name_or_path}.yaml"
     if file.is_file():
         # Absolute: resubmit reads it again, perhaps from another folder.
         return file.resolve()
-    names = [other.stem for other in sorted(FOLDER.glob("*.yaml"))]
+    shipped = shipped_profiles()
+    if name_or_path in shipped:
+        return shipped[name_or_path].resolve()
+    names = sorted({*(other.stem for other in FOLDER.glob("*.yaml")), *shipped})
     near = nearest(name_or_path, names)
     hint = ""
     if near:

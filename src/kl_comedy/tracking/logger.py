@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger
 
-from kl_comedy.io import atomic_write
+from kl_comedy.io import atomic_write, read_file
 from kl_comedy.redaction import redact
 from kl_comedy.tracking import store
 from kl_comedy.tracking.provenance import process_tags
@@ -331,6 +332,33 @@ class RunLogger(Logger):
                 self._disk_failed = True
                 problem = f"cannot write in {self._spool.run_dir}: {store.first_line(error)}"
                 log.warning("%s; training continues untracked", problem)
+
+
+def copy_record(source: Path, target: Path, *, up_to: int) -> None:
+    """Begin the spool of the run in ``target`` with the metrics and tables of the run in ``source`` up to a step.
+
+    Params and tags are not copied: they are those of another run.
+    """
+    earlier = Spool(source)
+    content = read_file(earlier.path, root=source) if earlier.path.exists() else b""
+    lines = []
+    for event in earlier.read():
+        is_point = event.kind in ("metrics", "table")
+        if not is_point or event.is_after(up_to):
+            continue
+        if event.kind == "table":
+            if earlier.reason_to_refuse(event) is not None:
+                continue
+            copy = target / event.data["path"]
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / event.data["path"], copy)
+        # The bytes as they were written, which have the times of the points.
+        lines.append(content[event.start : event.end])
+    spool = Spool(target)
+    spool.path.unlink(missing_ok=True)
+    spool.append("tags", {SPOOL_ID: uuid.uuid4().hex})
+    spool.close()
+    atomic_write(spool.path, read_file(spool.path, root=target) + b"".join(lines), private=True)
 
 
 def _metrics_at(events: Sequence[Event], step: int) -> set[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import kl_comedy
 from kl_comedy.config import Config, config_hash
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.io import write_checksums
 from kl_comedy.kl import resolve_terms
 from kl_comedy.models import LoadedModel
@@ -24,6 +24,7 @@ from kl_comedy.models.introspection import unwrap
 from kl_comedy.models.load import load_base, load_tokenizer, whole_model
 from kl_comedy.models.lora import lora_scaling, merge_adapter, save_adapter
 from kl_comedy.models.sharding import skeleton
+from kl_comedy.models.sources import first_line, hub_address, hub_answers
 from kl_comedy.models.weights import stream_weights
 from kl_comedy.training.checkpoint import SafeReader, best, damage, load_tensors, newest_checkpoint, unreadable
 from kl_comedy.training.run_folder import RunDir, saved, step_of
@@ -85,6 +86,39 @@ def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from error
     return checkpoint
+
+
+def check_hub(option: str, name: str) -> None:
+    """Raise :class:`UserError` where a model called ``name`` cannot be uploaded: no hub, no token, no such name."""
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise bad_value(option, name, "NAME or OWNER/NAME", first_line(error)) from None
+    if not hub_answers():
+        raise UserError(f"{option}: {hub_address()} does not answer, or HF_HUB_OFFLINE is set; export without it")
+    if get_token() is None:
+        raise UserError(f"{option}: there is no token for {hub_address()}: run `hf auth login`, or set HF_TOKEN")
+
+
+def upload_to_hub(folder: Path, name: str, *, public: bool) -> str:
+    """Upload an exported policy with its card as a model of the hub, and return its address.
+
+    A new model is private unless ``public``; one that is there keeps its visibility. Raises :class:`RunFailed` where
+    the hub refuses it; the folder stays.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        model = api.create_repo(name, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=model.repo_id, folder_path=folder, commit_message="Upload by kl-comedy export")
+    except Exception as error:  # the hub's client raises errors of many types
+        raise RunFailed(f"{folder} is written, but could not be uploaded as {name}: {first_line(error)}") from error
+    return str(model)
 
 
 def _checkpoint_weights(checkpoint: Path) -> dict[str, Tensor]:

@@ -30,8 +30,9 @@ from kl_comedy.training.callbacks import (
 )
 from kl_comedy.training.distributed import LAUNCHED, cluster_environment, process_state_restored
 from kl_comedy.training.experience_module import ExperienceModule
+from kl_comedy.training.extension import check_extension
 from kl_comedy.training.module import PolicyModule
-from kl_comedy.training.run_folder import Outcome, changed_plugins, find_run, finished_run
+from kl_comedy.training.run_folder import Outcome, changed_plugins, find_run, finished_run, runs_named_alike
 from kl_comedy.training.run_record import RunRecord
 from kl_comedy.training.run_warnings import RunWarnings
 from kl_comedy.training.stop_signals import StopRequest, stop_requests
@@ -51,9 +52,10 @@ def train(config: Config, *, console: Console, command: str, run: Run | None = N
     if finished is not None:
         return finished
     if find_run(config) is None:
-        reason = changed_plugins(config)
+        reason = changed_plugins(config) or runs_named_alike(config)
         if reason is not None:
             console.print(reason, markup=False, soft_wrap=True, highlight=False)
+    check_extension(config)
     with stop_requests() as request, process_state_restored(config.train.threads):
         if run is None:
             run = build_run(config)
@@ -89,7 +91,7 @@ def _train(run: Run, console: Console, command: str, request: StopRequest, start
     # The ranks that Lightning starts inherit it; process_state_restored removes it from this process.
     os.environ[LAUNCHED] = "1"
     try:
-        resume_from = NEWEST if config.resume == "auto" else None
+        resume_from = None if config.resume == "never" else NEWEST
         trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
         if module.version < config.train.steps:
             # Lightning returns from an interrupt as from the end of the training; for us it is an early end.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_comedy.config import Config, config_hash, config_reader, load_config, plugins_of, to_yaml
+from kl_comedy.config.load import differing_keys
 from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import UserError
 from kl_comedy.io import (
@@ -57,9 +58,24 @@ REDACTED = "credentials are hidden in the stored source, or it was edited"
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
+EXTENSION = "extends.json"
+"""In the folder of a run that extends another (:mod:`kl_comedy.training.extension`)."""
+NAMED_ALIKE = 10
+"""The most runs of the same name that are compared with one that is not found; each takes a few hundredths of a second.
+"""
 
 # A folder may come from elsewhere, with links in these places that lead out of it.
-RUN_FILES = (CONFIG, SUMMARY, PLUGINS, "spool.jsonl", "tracking.json", "params.json", ".lock", "tracking.lock")
+RUN_FILES = (
+    CONFIG,
+    SUMMARY,
+    PLUGINS,
+    EXTENSION,
+    "spool.jsonl",
+    "tracking.json",
+    "params.json",
+    ".lock",
+    "tracking.lock",
+)
 RUN_FOLDERS = (
     "checkpoints",
     "policy",
@@ -150,14 +166,19 @@ def step_of(checkpoint: Path) -> int:
 def find_run(config: Config) -> RunDir | None:
     """With ``resume=auto``, the newest folder of a run of the same config, finished or not; else None.
 
-    Raises :class:`UserError` as :meth:`RunDir.check_links`.
+    The same where ``resume`` is a folder, which comes first where it is one of them. Raises :class:`UserError` as
+    :meth:`RunDir.check_links`.
     """
-    if config.resume != "auto":
+    if config.resume == "never":
         return None
     earlier = _earlier(config)
     if not earlier:
         return None
-    run = RunDir(path=earlier[-1])
+    newest = earlier[-1]
+    for path in earlier:
+        if path.resolve() == Path(config.resume).resolve():
+            newest = path
+    run = RunDir(path=newest)
     run.check_links()
     return run
 
@@ -203,7 +224,7 @@ class Outcome:
 
 
 def finished_run(config: Config) -> Outcome | None:
-    """With ``resume=auto``, the newest run of the same config if it is finished; else None."""
+    """Unless ``resume`` is ``never``, the run that :func:`find_run` finds if it is finished; else None."""
     run = find_run(config)
     if run is None:
         return None
@@ -257,6 +278,53 @@ def changed_plugins(config: Config) -> str | None:
             reason = f"{names} changed since {path}"
         return f"{reason}: this is another run, which starts at update 0"
     return None
+
+
+def runs_named_alike(config: Config) -> str | None:
+    """Why ``resume=auto`` resumes no run, where runs of that name exist: the keys in which they differ; else None."""
+    if config.resume != "auto":
+        return None
+    names = re.compile(rf"{re.escape(config.name)}-[0-9a-f]{{12}}-[0-9]+")
+    folders = [path for path in Path(config.output).glob("*") if names.fullmatch(path.name)]
+    folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    different: list[Path] = []
+    keys: dict[str, None] = {}
+    shorter: list[Path] = []
+    for path in folders[:NAMED_ALIKE]:
+        other = _stored_config(path)
+        if other is None:
+            continue
+        different_keys = differing_keys(config, other)
+        # Seeds of one config, as the cells of a sweep, are no mistake.
+        if different_keys == ["seed"]:
+            continue
+        different.append(path)
+        keys |= dict.fromkeys(different_keys)
+        if different_keys == ["train.steps"] and other.train.steps < config.train.steps:
+            shorter.append(path)
+    if not different:
+        return None
+    number = f"{len(different)} other runs are"
+    pronoun = "they differ"
+    if len(different) == 1:
+        number = "1 other run is"
+        pronoun = "it differs"
+    text = f"{number} named {config.name!r}; {pronoun} in {', '.join(keys)}"
+    if shorter:
+        text += f" (resume={shorter[0]} trains that run to {config.train.steps} updates)"
+    return text
+
+
+def _stored_config(path: Path) -> Config | None:
+    """The config of a run's folder; None where it cannot be read. Its warnings are those of another run."""
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        return RunDir(path=path).config_reader()([])
+    except UserError:
+        return None
+    finally:
+        log.setLevel(level)
 
 
 def _stored_identity(path: Path, name: str) -> tuple[str, dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from kl_comedy.io import atomic_write
 from kl_comedy.records import Scored
 from kl_comedy.redaction import redact
 from kl_comedy.training.callbacks import sample_rows
+from kl_comedy.training.extension import extension_of
 from kl_comedy.training.run_folder import RunDir
 
 
 def resume_command(command: str) -> str:
     """The command that resumes the run that ``command`` started."""
-    # A command that is resumed twice need not have it twice.
-    if "resume=auto" in command.split():
+    # A command that is resumed twice need not have it twice, and resume=runs/RUN finds the run that it began.
+    values = [word.removeprefix("resume=") for word in command.split() if word.startswith("resume=")]
+    if values and values[-1] != "never":
         return command
     return f"{command} resume=auto"
 
@@ -47,7 +50,7 @@ def run_summary(
     run_id: str | None,
 ) -> dict[str, Any]:
     """The content of summary.json but for the results. Tables and commands read stored summaries by these keys."""
-    return {
+    summary: dict[str, Any] = {
         "status": status,
         "reason": None if reason is None else redact(reason),
         "name": config.name,
@@ -61,6 +64,10 @@ def run_summary(
         "mlflow_uri": config.tracking.uri,
         "run_id": run_id,
     }
+    extension = extension_of(run)
+    if extension is not None:
+        summary["extends"] = asdict(extension)
+    return summary
 
 
 def write_failed_batch(run: RunDir, reason: str, rows: Sequence[Scored]) -> Path:

@@ -24,6 +24,7 @@ from kl_comedy.tracking.store import param_texts
 from kl_comedy.training.checkpoint import newest_checkpoint
 from kl_comedy.training.distributed import RankFailed, Ranks, RankWatch
 from kl_comedy.training.export import save_policy, write_card
+from kl_comedy.training.extension import Extension, begin_extension, extension_of
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.problems import PromptSets
 from kl_comedy.training.run_folder import (
@@ -48,10 +49,18 @@ class OpenedRun:
     """A run's folder, locked for this process, and where training begins in it."""
 
     run: RunDir
-    is_resumed: bool
-    """Whether the folder was there, with a checkpoint or without."""
+    is_new: bool
+    """Whether this process made the folder."""
     checkpoint: Path | None
     """What training resumes from; None where it begins at update 0."""
+    extension: Extension | None = None
+    """What the run extends."""
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether there is something to continue: an earlier start of this run, with a checkpoint or without, or
+        another run."""
+        return not self.is_new or self.extension is not None
 
     @property
     def step(self) -> int:
@@ -75,10 +84,12 @@ def open_run(config: Config, ranks: Ranks, lock: contextlib.ExitStack) -> Opened
     locked: RunDir = run
     ranks.on_rank_zero(lambda: lock.enter_context(locked.lock()))
     ranks.on_rank_zero(lambda: repair_config(locked, config))
+    ranks.on_rank_zero(lambda: begin_extension(locked, config))
+    extension = ranks.broadcast(ranks.on_rank_zero(lambda: extension_of(locked)))
     checkpoint = None
-    if earlier is not None:
+    if earlier is not None or extension is not None:
         checkpoint = newest_checkpoint(run.checkpoints, ranks)
-    return OpenedRun(run=run, is_resumed=earlier is not None, checkpoint=checkpoint)
+    return OpenedRun(run=run, is_new=earlier is None, checkpoint=checkpoint, extension=extension)
 
 
 class RunRecord(Callback):
@@ -126,7 +137,9 @@ class RunRecord(Callback):
             backend.publish(0)
 
     def _start_loggers(self, trainer: Any, module: PolicyModule, opened: OpenedRun) -> None:
-        hash_tags = {}
+        hash_tags: dict[str, str] = {}
+        if opened.extension is not None:
+            hash_tags |= opened.extension.tags()
         for name, reference in module.references.items():
             if not reference.moving:
                 tag = f"{name}.hash"
@@ -162,12 +175,12 @@ class RunRecord(Callback):
             live=config.train.checkpoint_every == 0,
         )
         folder = "provenance"
-        if opened.is_resumed:
+        if not opened.is_new:
             # It may be on another machine or version now; its provenance goes beside the first.
             folder = f"provenance/resumed-at-{opened.step}"
         for file in provenance_files(run.path / folder):
             logger.log_artifact(file, folder=folder)
-        if not opened.is_resumed and (run.path / PLUGINS).is_file():
+        if opened.is_new and (run.path / PLUGINS).is_file():
             logger.log_artifact(run.path / PLUGINS, folder=PLUGIN_FOLDER)
             for file in sorted((run.path / PLUGIN_FOLDER).rglob("*.py")):
                 logger.log_artifact(file, folder=str(file.parent.relative_to(run.path)))
@@ -207,7 +220,10 @@ class RunRecord(Callback):
         action = "training for"
         if opened.is_resumed:
             action = f"resuming at update {opened.step} of"
-        self._console.print(f"{action} {train.steps} updates in {opened.run.path}", soft_wrap=True, highlight=False)
+        text = f"{action} {train.steps} updates in {opened.run.path}"
+        if opened.extension is not None:
+            text += f", which extends {opened.extension.run} from its update {opened.extension.update}"
+        self._console.print(text, soft_wrap=True, highlight=False)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """From now on a signal lets the current update finish.

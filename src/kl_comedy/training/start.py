@@ -6,6 +6,7 @@ from rich.console import Console
 
 from kl_comedy.config import Config
 from kl_comedy.training.build import check_before_loading
+from kl_comedy.training.extension import check_extension
 from kl_comedy.training.run_folder import Outcome, finished_run
 
 
@@ -18,6 +19,7 @@ def train_unless_finished(config: Config, console: Console, command: str) -> Out
     outcome = finished_run(config)
     if outcome is not None:
         return outcome
+    check_extension(config)
     run = check_before_loading(config)
     from kl_comedy.training.run import train  # imports Lightning
 

@@ -88,7 +88,11 @@ class _FolderCheckpoints(Strategy):
         if path is None:
             # The least that Lightning accepts as a checkpoint: the run begins at update 0.
             return {"pytorch-lightning_version": lightning.__version__, "lr_schedulers": []}
-        return read_checkpoint(path, self.lightning_module, self.optimizers, self.ranks)
+        checkpoint = read_checkpoint(path, self.lightning_module, self.optimizers, self.ranks)
+        # The checkpoint of a run's last update marks its batch as the last. Where the run is extended, others follow,
+        # and the stream of batches knows how many.
+        checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
+        return checkpoint
 
 
 class SingleProcess(_FolderCheckpoints, SingleDeviceStrategy):
