@@ -127,14 +127,14 @@ def has_changes() -> bool:
 def planned(row: dict[str, Any]) -> dict[str, Any]:
     """The row, with the memory that is planned for its cell and its measured lengths."""
     from kl_comedy.config import load_config
-    from kl_comedy.lab.planning.plan import Plan
+    from kl_comedy.lab.planning.plan import Lengths, Plan
     from kl_comedy.lab.planning.sizes import GPUS
 
     # Planned for the lengths that were measured: how long completions get is no question of memory.
     config = load_config(None, CELLS[row["cell"]])
     # Memory does not depend on a device's rates, so that any device serves: timing this machine would take long.
     cpu = dataclasses.replace(GPUS["h100-80"], name="cpu", kind="cpu")
-    plan = Plan(config, cpu, prompt=row["prompt_tokens"], completion=row["completion_tokens"])
+    plan = Plan(config, cpu, Lengths(prompt=row["prompt_tokens"], completion=row["completion_tokens"]))
     loaded_bytes = sum(item.bytes for item in plan.components if item.name in LOADED)
     planned_bytes = plan.peak_bytes - loaded_bytes
     return {

@@ -204,11 +204,12 @@ def time_fsdp(rank: int, folder: str) -> None:
 def planned(row: dict[str, Any], device: dict[str, Any]) -> dict[str, float]:
     """The seconds that the plan gives for the cell of a row, by part."""
     from kl_comedy.config import load_config
-    from kl_comedy.lab.planning.plan import Plan
+    from kl_comedy.lab.planning.plan import Lengths, Plan
     from kl_comedy.lab.planning.sizes import Device
 
     config = load_config(None, [*COMMON, *CELLS[row["cell"]]])
-    timing = Plan(config, Device(**device), prompt=6, completion=row["completion_tokens"], longest=32).timing
+    lengths = Lengths(prompt=6, completion=row["completion_tokens"], longest=32)
+    timing = Plan(config, Device(**device), lengths).timing
     generate = timing.generate_s
     learn = timing.learn_s + timing.publish_s
     # See PARTS: where the engines load the new weights, the run's metrics count it.

@@ -683,7 +683,7 @@ BLIND = (
 )
 """Written from the code alone, before their author read a test or the rules above; committed only after that. Two are
 of kinds that SURVIVED left out: an adapter merged in the weights' dtype, and stop strings in characters. In a first run
-by their author, over a part of the tests, 15 of the 30 were found (docs/findings.md)."""
+by their author, over a part of the tests, 15 of the 30 were found (results/findings)."""
 
 POLICY_TERM_TESTS = (
     "tests/objective/test_policy_term.py tests/exact/test_policy_certificates.py tests/objective/test_objective.py"

@@ -105,6 +105,16 @@ def test_certify_says_which_claim_is_false(monkeypatch):
 VERL_FLAG = "actor_rollout_ref.actor.use_kl_loss=true"
 
 
+def test_explain_says_what_to_use():
+    assert explain("rb/full").what_to_use[1].startswith("stale samples: never.")
+    explanation = explain(f"verl:{VERL_FLAG},kl_loss_type=k1")
+    assert [line.partition(".")[0] for line in explanation.what_to_use] == [
+        "fresh samples: never",
+        "stale samples: never",
+    ]
+    assert explanation.what_to_use[0] in str(explanation)
+
+
 def test_explain_reads_flags():
     explanation = explain(f"verl:{VERL_FLAG}")
     assert explanation.terms == explanation.reading.terms

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "src" / "kl_comedy"
 FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
-    ["errors", "redaction", "registry", "records", "io", "processes", "cuda", "config", "extras"],
+    ["errors", "redaction", "registry", "records", "io", "processes", "cuda", "config", "extras", "phases", "progress"],
     ["kl", "objective", "statistics"],
     ["models", "rewards", "data", "rollouts", "tracking"],
     ["evaluation", "training", "slurm", "lab", "integrations", "conformance"],
@@ -22,6 +22,7 @@ WITHIN_A_LAYER = {
     ("redaction", "errors"),
     ("processes", "errors"),
     ("extras", "errors"),
+    ("progress", "phases"),
     ("processes", "io"),
     ("config", "errors"),
     ("config", "registry"),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from doc_tables import kl_terms, matrix, peers, plans, policy_terms, suites
+from doc_tables import advice, kl_terms, matrix, peers, plans, policy_terms, suites, terminal
 from doc_tables.common import ROOT, built_in, code_span, format_default, options_of, table
 
 from kl_comedy.config.schema import Config
@@ -24,6 +24,7 @@ from kl_comedy.config.validate import field_types, without_none
 from kl_comedy.kl import KLTerm, claimed_target, recipe, verdict
 from kl_comedy.kl.claims import TARGET_MEANINGS, TARGETS, own_targets
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
+from kl_comedy.lab.advice import MEASURED, read_advice
 from kl_comedy.registry import KINDS, RECIPES
 
 # The tables of the studies come from research.studies, which is a package of the repository's root.
@@ -307,25 +308,8 @@ def prefix_ratios() -> str:
     return markdown(lognormal_ratios())
 
 
-def measured_ratios() -> str:
-    """Ratios of prefixes on a real model."""
-    import pandas as pd
-    from research.studies.long_audit import ratio_summary
-    from research.studies.pages import markdown
-
-    return markdown(ratio_summary(pd.read_csv(ROOT / "results" / "long_audit" / "ratios.csv")))
-
-
-def measured_terms() -> str:
-    """Gradients of KL terms on a real model."""
-    import pandas as pd
-    from research.studies.long_audit import summary
-    from research.studies.pages import markdown
-
-    return markdown(summary(pd.read_csv(ROOT / "results" / "long_audit" / "terms.csv")))
-
-
 PAGES: dict[str, dict[str, Callable[[], str]]] = {
+    "index.md": terminal.PARTS,
     "architecture.md": {"packages": packages},
     "configuration.md": {
         "keys": configuration_keys,
@@ -338,18 +322,23 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "matrix.md": matrix.PARTS,
     "planning.md": plans.PARTS,
     "open_problem.md": {
+        **advice.OPEN_PROBLEM,
         "open_problem": open_problem,
         "prefix ratios": prefix_ratios,
-        "measured ratios": measured_ratios,
-        "measured terms": measured_terms,
     },
-    "decision.md": {**kl_terms.PARTS, **policy_terms.DECISION},
+    "decision.md": {**advice.DECISION, **kl_terms.PARTS},
+    "loss_or_reward.md": kl_terms.PLACEMENTS,
+    "../README.md": advice.README,
+    "../results/advice/README.md": advice.RESULTS,
     "algorithms.md": policy_terms.PARTS,
     "peers.md": peers.PARTS,
 }
-"""The generated parts of each page that is otherwise written by hand."""
+"""The generated parts of each page that is otherwise written by hand; paths are relative to docs/."""
 
-ENUMERATED = ("decision.md", *kl_terms.WHOLE)
+ADVISED = ("decision.md", "open_problem.md", "../README.md", "../results/advice/README.md")
+"""Pages with parts that come from the advice."""
+
+ENUMERATED = ("decision.md", "loss_or_reward.md", *kl_terms.WHOLE)
 """Pages that need a certificate of every term (about half a minute)."""
 
 
@@ -374,18 +363,33 @@ def stale_pages(pages: Sequence[str]) -> list[str]:
     return [page for page in pages if (ROOT / "docs" / page).read_text() != render(page)]
 
 
+def measured_text() -> str:
+    """What training showed of the advice, measured from the exports: the text of kl_comedy/lab/advice_measured.yaml."""
+    from research.studies.advice import measure, text_of
+
+    return text_of(measure(read_advice()))
+
+
 def main() -> None:
     """Write every page; with ``--check``, exit with the names of those that would change."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is stale")
-    check_only = parser.parse_args().check
+    parser.add_argument("--advice", action="store_true", help="only what comes from lab/advice.yaml")
+    arguments = parser.parse_args()
 
     every_page = (*PAGES, *kl_terms.WHOLE)
-    if check_only:
+    if arguments.advice:
+        every_page = ADVISED
+    if arguments.check:
+        if MEASURED.read_text() != measured_text():
+            sys.exit(f"stale: {MEASURED.name}; run python research/scripts/generate_docs.py --advice")
         stale = stale_pages(every_page)
         if stale:
             sys.exit(f"stale: {', '.join(stale)}; run python research/scripts/generate_docs.py")
         return
+    # Before the pages, whose tables read it.
+    MEASURED.write_text(measured_text())
+    print(f"wrote {MEASURED.relative_to(ROOT)}")
     for page in every_page:
         (ROOT / "docs" / page).write_text(render(page))
         print(f"wrote docs/{page}")

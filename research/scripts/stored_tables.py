@@ -241,6 +241,25 @@ def _typed_lag(row: dict[str, str]) -> dict[str, Any]:
     return typed
 
 
+def advice() -> str:
+    """What training showed of each advice, measured from the exports anew."""
+    from doc_tables.advice import evidence, ranges
+    from research.studies.advice import measure
+
+    from kl_comedy.lab.advice import read_advice
+
+    table = read_advice()
+    measured = measure(table)
+    return f"{ranges(measured)}\n\n{evidence(table, measured)}"
+
+
+def advice_forms() -> str:
+    """The table of README.md."""
+    from doc_tables.advice import forms
+
+    return forms()
+
+
 def lags() -> str:
     from lag_table import table
 
@@ -289,7 +308,14 @@ def _mean_cell(values: list[float]) -> str:
     return f"{number(mean.mean)} [{number(mean.low)}, {number(mean.high)}]"
 
 
+def forms() -> str:
+    from readme_figure import tables
+
+    return tables()
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "forms": forms,
     "values": values,
     "open_problem": open_problem,
     "discount": discount,
@@ -310,6 +336,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "plan": plan,
     "scaling": scaling,
     "weights": weights,
+    "advice": advice,
+    "advice_forms": advice_forms,
     "lags": lags,
     "lags_heldout": lags_heldout,
     "quickstart": quickstart,

@@ -20,6 +20,7 @@ from kl_comedy.kl import REGIMES, KLTerm, recipe
 from kl_comedy.kl.oracle.certificate import Certificate
 from kl_comedy.kl.oracle.certificate import certify as certify_terms
 from kl_comedy.kl.oracle.part_claims import check_parts
+from kl_comedy.lab.advice import what_to_use
 from kl_comedy.lab.launch_files import read_launch_file
 from kl_comedy.lab.peers import Advice, Reading, advise, find_system, is_peer, read
 from kl_comedy.registry import ESTIMATORS, RECIPES
@@ -119,7 +120,8 @@ class Explanation:
     ``terms`` are the equivalent KL terms: empty where no KL acts, None where no term of ours is equivalent (then
     ``reading.instead`` says what the framework does). ``certificates`` has one certificate per regime in which the
     terms are what the framework does. ``notes`` and ``no_ops`` are sentences: what to know beside the terms, and which
-    flags are set and do nothing. ``advice`` has the framework's own flags that do better. ``reading`` is the reading of
+    flags are set and do nothing. ``advice`` has the framework's own flags that do better. ``what_to_use`` says for
+    fresh and for stale samples whether these terms are advised, and what to use instead. ``reading`` is the reading of
     the flags, None for a recipe.
     """
 
@@ -129,6 +131,7 @@ class Explanation:
     notes: tuple[str, ...] = ()
     no_ops: tuple[str, ...] = ()
     advice: tuple[Advice, ...] = ()
+    what_to_use: tuple[str, ...] = ()
     reading: Reading | None = None
 
     def __str__(self) -> str:
@@ -137,7 +140,7 @@ class Explanation:
             lines.append(f"no term is equivalent: {self.reading.instead}")
         if self.terms == ():
             lines.append("no KL: nothing regularizes the policy toward a reference")
-        return "\n".join([self.text, *lines, *self.notes, *self.no_ops])
+        return "\n".join([self.text, *lines, *self.notes, *self.no_ops, *self.what_to_use])
 
 
 def explain(what: str | Path, *, system: str | None = None, overrides: Sequence[str] = ()) -> Explanation:
@@ -171,7 +174,7 @@ def explain(what: str | Path, *, system: str | None = None, overrides: Sequence[
     # A recipe without KL has no gradient to certify.
     if terms:
         certificates = {certificate.regime: certificate for certificate in certify_terms(text, terms)}
-    return Explanation(text=text, terms=terms, certificates=certificates)
+    return Explanation(text=text, terms=terms, certificates=certificates, what_to_use=tuple(what_to_use(terms)))
 
 
 def _explain_reading(reading: Reading) -> Explanation:
@@ -182,6 +185,7 @@ def _explain_reading(reading: Reading) -> Explanation:
         notes=reading.notes,
         no_ops=reading.no_ops,
         advice=advise(find_system(reading.system)),
+        what_to_use=tuple(what_to_use(reading.terms or (), reading.holds_in)),
         reading=reading,
     )
 

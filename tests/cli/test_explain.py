@@ -69,6 +69,33 @@ def test_a_recipe_is_explained_as_json(kl_comedy):
     assert [row["target"] for row in json.loads(out)["certificates"]] == ["token_forward", None, None]
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("rb/full", "  - stale samples: never. Its costs are never negative"),
+        # Off by default: the line is about what it would be switched on.
+        ("trl:", "  - stale samples: we advise k3 in the loss (comedy/k3_in_loss;"),
+        (
+            "verl:use_kl_loss=true,kl_loss_type=k1",
+            "  - fresh samples: never. On fresh samples its gradient is zero-mean noise.",
+        ),
+    ],
+)
+def test_what_to_use_is_said_in_words_and_as_json(kl_comedy, text, line):
+    _, out, _ = kl_comedy("explain", text)
+    assert line in out
+    _, out, _ = kl_comedy("explain", text, "--format", "json")
+    lines = [f"  - {sentence}" for sentence in json.loads(out)["what_to_use"]]
+    assert any(sentence.startswith(line) for sentence in lines)
+
+
+def test_nothing_is_advised_where_the_terms_do_not_hold(kl_comedy):
+    """GSPO's ratio is no term of ours off-policy: the rules there are about other terms."""
+    _, out, _ = kl_comedy("explain", "verl:use_kl_in_reward=true,loss_mode=gspo", "--format", "json")
+    (line,) = json.loads(out)["what_to_use"]
+    assert line.startswith("fresh samples")
+
+
 def test_the_recipe_without_terms_is_explained(kl_comedy):
     assert "no KL term" in kl_comedy("explain", "none")[1]
 

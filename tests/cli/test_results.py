@@ -250,8 +250,8 @@ def plot(kl_comedy, study, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "drawn", "absent"),
     [
-        (["curves"], ["no KL", "95% interval of 3 seeds", "held-out reward"], "geometric"),
-        (["curves", "--log", EVAL], ["geometric mean"], "smooth"),
+        (["curves"], ["no KL", "mean of 3 seeds, single runs", "held-out reward"], "geometric"),
+        (["curves", "--log", EVAL], ["geometric mean", "log axis"], "smooth"),
         (["frontier"], ["beta 0.05", "some runs collapsed", "held-out exact KL(π‖ref)", "nats"], "relative bias"),
         (["plane"], ["relative bias", "some runs collapsed"], "n=9"),
         (["heatmap"], ["1 of 3", "mean of 3 seeds", "k3 in loss", "beta"], "n=9"),

@@ -285,6 +285,114 @@ def test_a_field_that_does_not_fit_into_json_is_refused_where_it_is_asked_for(tm
     assert "row 1: field 'raw' does not fit into JSON" in error_of(path, "parquet", fields={"raw": "raw"})
 
 
+# --- CSV ----------------------------------------------------------------------------------------------------------
+def write_csv(folder, content, name="rows.csv"):
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def test_csv_reads_what_jsonl_reads(tmp_path):
+    """Commas, quotes and line ends within a field; a byte order mark and line ends as spreadsheets write them."""
+    rows = [
+        {"id": "a", "question": 'He said "2, 3".\nHow many?', "answer": "2"},
+        {"id": "b", "question": "1 + 1 = ?", "answer": "2"},
+    ]
+    content = b'\xef\xbb\xbfid,question,answer\r\na,"He said ""2, 3"".\nHow many?",2\r\nb,1 + 1 = ?,2\r\n\r\n'
+    assert load(write_csv(tmp_path, content), "csv") == load(write(tmp_path, *rows))
+
+
+def test_rows_of_a_csv_file_without_ids_are_numbered(tmp_path):
+    problems = load(write_csv(tmp_path, b"question,answer,level\nx,1,hard\ny,2,\n"), "csv", fields={"level": "level"})
+    assert [problem.id for problem in problems] == ["rows/1", "rows/2"]
+    assert [problem.meta["level"] for problem in problems] == ["hard", ""]
+
+
+def test_another_delimiter_is_an_option(tmp_path):
+    path = write_csv(tmp_path, b"question\tanswer\n1, 2 or 3?\t2\n", "rows.tsv")
+    (problem,) = load(path, "csv", options={"delimiter": "\t"})
+    assert problem.text == "1, 2 or 3?"
+
+
+MALFORMED_CSV = [
+    (b"question,answer\nx,1\ny,2,3\n", "rows.csv:3: 3 fields, but the first line names 2 columns"),
+    (b"question,answer\nx\n", "rows.csv:2: 1 fields, but"),
+    (b'question,answer\n"x\ny",1\nz\n', "rows.csv:4: 1 fields, but"),
+    (b'question,answer\n"x,1\n', "rows.csv:2: malformed CSV: unexpected end of data"),
+    (b'question,answer\n"x"y,1\n', "rows.csv:2: malformed CSV: "),
+    (b"question,answer\nx,1\n\ny,2\n", "rows.csv:3: blank line between rows"),
+    (b"question,answer\nx,1\n\xff,2\n", "rows.csv:3: not UTF-8 (byte 1 of the line"),
+    (b"question,answer,answer\nx,1,2\n", "rows.csv:1: the column 'answer' occurs twice"),
+    (b"question,,answer\nx,1,2\n", "rows.csv:1: column 2 has no name"),
+    (b"question,answer\nx,\n", "rows.csv:2: field 'answer' is empty"),
+    (b"prompt,answer\nx,1\n", "fields: prompt, answer"),
+    (b"question,answer\n", "has no rows"),
+    (b"", "has no rows"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), MALFORMED_CSV, ids=[message for _, message in MALFORMED_CSV])
+def test_a_malformed_row_of_a_csv_file_names_its_line(tmp_path, content, message):
+    assert message in error_of(write_csv(tmp_path, content), "csv")
+
+
+@pytest.mark.parametrize("delimiter", ["", ";;", '"', "\n", 1], ids=repr)
+def test_a_delimiter_is_one_character(tmp_path, delimiter):
+    path = write_csv(tmp_path, b"question,answer\nx,1\n")
+    error = error_of(path, "csv", options={"delimiter": delimiter})
+    assert error.startswith("data.train.options.delimiter: got ")
+
+
+# --- saved datasets -----------------------------------------------------------------------------------------------
+SAVED_ROWS = [{"question": "1 + 1?", "answer": 2}, {"question": "2 + 1?", "answer": 3}]
+
+
+def saved_dataset():
+    import datasets
+
+    return datasets.Dataset.from_list(SAVED_ROWS)
+
+
+def test_a_saved_dataset_is_read(tmp_path):
+    saved_dataset().save_to_disk(tmp_path / "sums")
+    problems = load(tmp_path / "sums", "saved")
+    assert problems[1] == Problem(id="sums/2", text="2 + 1?", answer="3")
+
+
+def test_a_split_of_a_saved_dataset_is_read(tmp_path):
+    import datasets
+
+    datasets.DatasetDict({"train": saved_dataset(), "test": saved_dataset()}).save_to_disk(tmp_path / "sums")
+    assert len(load(tmp_path / "sums", "saved", split="train")) == 2
+    assert error_of(tmp_path / "sums", "saved", split="tran").startswith(
+        "data.train.split: got 'tran'; allowed: train, test; did you mean 'train'"
+    )
+    assert "data.train.split: got None" in error_of(tmp_path / "sums", "saved")
+
+
+def test_a_saved_dataset_without_splits_has_none(tmp_path):
+    saved_dataset().save_to_disk(tmp_path / "sums")
+    assert "data.train.split: got 'train', but" in error_of(tmp_path / "sums", "saved", split="train")
+
+
+def test_another_folder_is_no_saved_dataset(tmp_path):
+    assert "a folder that save_to_disk wrote" in error_of(tmp_path, "saved")
+
+
+def test_a_saved_dataset_whose_data_are_gone_is_one_line(tmp_path):
+    saved_dataset().save_to_disk(tmp_path / "sums")
+    for file in (tmp_path / "sums").glob("*.arrow"):
+        file.unlink()
+    assert f"{tmp_path / 'sums'} cannot be read" in error_of(tmp_path / "sums", "saved")
+
+
+def test_a_saved_dataset_is_not_on_the_hub(tmp_path):
+    saved_dataset().save_to_disk(tmp_path / "sums")
+    config = DatasetConfig(dataset="hub", name=str(tmp_path / "sums"), split="train")
+    with pytest.raises(UserError, match=r"set data\.train\.dataset=saved data\.train\.path="):
+        load_problems(config, key="data.train", training=False, allow_test_split=False)
+
+
 # --- hostile files ------------------------------------------------------------------------------------------------
 HUNDRED_THOUSAND_FIELDS = ", ".join(f'"f{number}": 1' for number in range(100_000))
 

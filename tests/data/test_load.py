@@ -27,7 +27,7 @@ def problems(n):
 
 
 def test_built_ins_are_registered():
-    assert {"jsonl", "parquet", "hub", "reasoning_gym", "pocket"} <= set(DATASETS.names())
+    assert {"csv", "jsonl", "parquet", "saved", "hub", "reasoning_gym", "pocket"} <= set(DATASETS.names())
 
 
 def test_a_misspelled_dataset_names_the_nearest():

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import re
 import sys
+import textwrap
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from kl_comedy.config import schema as schema_module
 from kl_comedy.evaluation import EvalResult
 from kl_comedy.evaluation.scores import score_choices, score_completions
+from kl_comedy.lab.advice import advice
 from kl_comedy.models.types import TokenPass
 from kl_comedy.records import Experience, Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.statistics import Interval
@@ -21,9 +23,11 @@ from kl_comedy.training.metrics import MetricAccumulator, accumulate_behaviour, 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "research" / "scripts"))
 import generate_docs  # noqa: E402
+from doc_tables import advice as advice_tables  # noqa: E402
 from doc_tables import kl_terms  # noqa: E402
 
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+OTHER_PAGES = ("CONTRIBUTING.md", "CHANGELOG.md", "results/findings/README.md")
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / page for page in OTHER_PAGES)]
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
 DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", METRICS, flags=re.MULTILINE)
 
@@ -48,12 +52,52 @@ CLAIMS = (ROOT / "tests/exact/test_claims.py").read_text()
 OFF_POLICY_CLAIMS = CLAIMS[CLAIMS.index("OFF_POLICY = {") :]
 
 
-@pytest.mark.parametrize("situation", kl_terms.SITUATIONS, ids=lambda situation: situation[1])
+PROVED = [situation for situation in advice().situations.values() if situation.master_row]
+
+
+@pytest.mark.parametrize("situation", PROVED, ids=lambda situation: situation.name)
 def test_rows_of_the_decision_page_are_rows_of_the_master_table(situation):
-    """In the regime that the page says."""
-    _, _, regime, row = situation
+    """In the regime of the samples that the page says."""
+    row = situation.master_row
     assert f'"{row}": (' in CLAIMS
-    assert (row in OFF_POLICY_CLAIMS) == (regime == "off_policy")
+    assert (f'"{row}": (' in OFF_POLICY_CLAIMS) == (situation.samples == "stale")
+
+
+DECISION = (ROOT / "docs" / "decision.md").read_text()
+FIRST_SCREEN = DECISION.partition("<details")[0]
+
+
+@pytest.mark.parametrize("part", advice_tables.DECISION)
+def test_the_advice_on_the_decision_page_is_current(part):
+    """The slow test of the whole page needs a certificate of every term."""
+    generated = f"<!-- generated: {part} -->\n{advice_tables.DECISION[part]()}\n<!-- end: {part} -->"
+    assert generated in DECISION, "run python research/scripts/generate_docs.py --advice"
+
+
+def test_the_decision_fits_on_one_screen():
+    """Twelve lines of text, a table of five rows, three lines of what never to use, one figure."""
+    lines = [line for line in FIRST_SCREEN.splitlines() if line and not line.startswith("<!--")]
+    prose = [line for line in lines if not line.startswith(("|", "- ", "!", "#"))]
+    wrapped = [part for line in prose for part in textwrap.wrap(line, 120)]
+    assert len(wrapped) <= 12
+    assert len([line for line in lines if line.startswith("|")]) == 2 + 5
+    assert len([line for line in lines if line.startswith("- **")]) == 3
+    assert len([line for line in lines if line.startswith("![")]) == 1
+
+
+@pytest.mark.parametrize("page", ["decision.md", "open_problem.md"])
+def test_no_cell_has_more_than_twenty_words(page):
+    rows = [line for line in (ROOT / "docs" / page).read_text().splitlines() if line.startswith("|")]
+    cells = [cell for row in rows for cell in row.strip("|").split(" | ")]
+    assert [cell for cell in cells if len(cell.split()) > 20] == []
+
+
+@pytest.mark.parametrize("page", ["docs/decision.md", "docs/open_problem.md", "docs/loss_or_reward.md", "README.md"])
+def test_prose_recommends_nothing_else(page):
+    """A sentence as "use `is/k3_per_decision`" contradicted the list of what never to use."""
+    advised = {situation.use for situation in advice().situations.values()}
+    named = re.findall(r"\b[Uu]se `(\w+/\w+)`", (ROOT / page).read_text())
+    assert [name for name in named if name not in advised] == []
 
 
 def test_the_pages_name_tests_that_exist():
@@ -119,7 +163,7 @@ def test_links_lead_somewhere(page):
     assert [target for target in targets if is_broken(target, page, anchors)] == []
 
 
-OF_A_RUN = {"base.yaml", "grid.yaml", "config.yaml", "mine.yaml", "my_parts.py", "my_estimator.py"}
+OF_A_RUN = {"base.yaml", "grid.yaml", "config.yaml", "mine.yaml", "my_parts.py", "my_estimator.py", "my_reward.py"}
 """Files of a run folder or of the reader, not of the repository."""
 PACKAGE = ROOT / "src" / "kl_comedy"
 

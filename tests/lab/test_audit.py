@@ -319,7 +319,7 @@ def test_a_no_op_is_warned_about_in_a_run(tmp_path, caplog):
 # --- the command --------------------------------------------------------------------------------------------------
 def test_the_folder_of_a_run_is_audited_at_its_checkpoint(run_with_audit, capsys):
     folder = run_with_audit[0].run.path
-    audit(folder, terms="own,liu/k2_loss", samples=64, blocks=16, sketch=65536, format="csv")
+    audit(config=folder, terms="own,liu/k2_loss", samples=64, blocks=16, sketch=65536, format="csv")
 
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["term"].split(":")[0] for row in rows] == ["kl.0", "kl.1", "liu/k2_loss"]

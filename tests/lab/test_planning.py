@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from kl_comedy.cli.main import app
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.lab.planning.plan import AUTOCAST_SHARE, Assumed, Plan, changed, splits
+from kl_comedy.lab.planning.plan import AUTOCAST_SHARE, Assumed, Lengths, Plan, changed, splits
 from kl_comedy.lab.planning.sizes import GPUS, KNOWN, _built_shape, device_named, known_config, shape_of
 from kl_comedy.models.introspection import activation_values
 from passes import token_pass
@@ -144,7 +144,7 @@ def test_an_unknown_device_is_refused_with_the_nearest():
 
 def test_completions_longer_than_the_config_lets_them_are_refused():
     with pytest.raises(UserError, match="--completion-tokens: got 513; allowed: 1 to 512"):
-        Plan(config_of(), H100, completion=513)
+        Plan(config_of(), H100, Lengths(completion=513))
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -250,14 +250,14 @@ def test_the_parts_of_an_update_add_up(one_device):
 
 
 def test_shorter_completions_on_average_save_draws_and_no_step(one_device):
-    mean = Plan(config_of(), H100, completion=100).timing
+    mean = Plan(config_of(), H100, Lengths(completion=100)).timing
     assert mean.parts["read weights"] == one_device.parts["read weights"], "a batch ends with its longest completion"
     assert mean.parts["draw"] == pytest.approx(one_device.parts["draw"] * 100 / 512)
 
 
 def test_a_shorter_longest_completion_saves_steps(one_device):
-    mean = Plan(config_of(), H100, completion=100).timing
-    short = Plan(config_of(), H100, longest=100).timing
+    mean = Plan(config_of(), H100, Lengths(completion=100)).timing
+    short = Plan(config_of(), H100, Lengths(longest=100)).timing
     assert short.parts["read weights"] < one_device.parts["read weights"]
     assert short.parts["draw"] == mean.parts["draw"]
 

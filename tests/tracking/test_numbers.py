@@ -8,13 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
-from rich.text import Text
 
 from kl_comedy import registry
 from kl_comedy.config import load_config
 from kl_comedy.tracking.logger import RunLogger
 from kl_comedy.tracking.runs import runs_frame
-from kl_comedy.training.callbacks import ConsoleProgress
 from kl_comedy.training.run import train
 from kl_comedy.training.run_folder import changed_plugins, create_run, find_run
 from study_runs import EVAL, KL
@@ -219,21 +217,6 @@ def test_exact_kl_is_measured_at_the_last_update_and_the_progress_line_names_its
     assert lines
     for line in lines:
         assert " exact KL " in line or " sampled k1 KL " in line, line
-
-
-def test_a_terminal_of_80_columns_shows_the_whole_bar_and_the_numbers_beneath():
-    console = Console(file=io.StringIO(), width=80, force_terminal=True)
-    values = {"train/reward": 0.5, "kl/exact_reverse_sequence": 0.1, "policy/entropy": 0.087, "train/length": 123.4}
-    module = SimpleNamespace(version=0, last_metrics={**values, "time/tokens_per_second": 12345.0})
-    progress = ConsoleProgress(console, 1000)
-    progress.on_train_start(None, module)
-    module.version = 250
-    progress.on_train_batch_end(None, module)
-    progress.on_train_end(None, module)
-    bar, numbers = Text.from_ansi(console.file.getvalue()).plain.splitlines()[-2:]
-    assert "250/1000" in bar
-    assert "left" in bar
-    assert numbers.endswith("12345 tok/s")
 
 
 def test_a_changed_plugin_is_another_run(tmp_path, monkeypatch):

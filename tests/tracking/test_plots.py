@@ -11,10 +11,10 @@ import pytest
 from kl_comedy.errors import UserError
 from kl_comedy.tracking.compare import groups_of
 from kl_comedy.tracking.figures import COLUMN, PAGE, WITHOUT_KL, save_figure
-from kl_comedy.tracking.metric_labels import LABELS, axis_label, metric_label
+from kl_comedy.tracking.metric_labels import LABELS, axis_label, column_head, metric_label, metric_range
 from kl_comedy.tracking.plots import (
-    METHODS,
     MOST_LINES,
+    SEEDS_OF_AN_INTERVAL,
     frontier,
     heatmap,
     line_label,
@@ -22,7 +22,6 @@ from kl_comedy.tracking.plots import (
     panels_of,
     plot_curves,
     smooth_curves,
-    styles,
 )
 from kl_comedy.tracking.runs import sort_by_groups, sort_key, with_derived
 
@@ -33,13 +32,13 @@ LR = "params.optimizer.lr"
 FAMILIES = ("k1_reverse_token in loss", "k1_reverse_token in reward total", "k3_reverse_token in loss")
 
 
-def study(families=FAMILIES, betas=("0.05", "0.1", "1.0"), rates=("0.0001", "0.0004"), free=True):
-    """Two seeds of each family, beta and learning rate; with ``free`` also two without KL for each rate."""
+def study(families=FAMILIES, betas=("0.05", "0.1", "1.0"), rates=("0.0001", "0.0004"), free=True, seeds=2):
+    """So many seeds of each family, beta and learning rate; with ``free`` also without KL for each rate."""
     labels = [f"{beta} {family}" for family, beta in product(families, betas)]
     if free:
         labels.append("no KL")
     rows = []
-    for seed, rate, label in product(range(2), rates, labels):
+    for seed, rate, label in product(range(seeds), rates, labels):
         run = {"run_id": f"{label}|{rate}|{seed}", LABEL: label, LR: rate, "params.name": f"{label}-{rate}"}
         rows.append(run)
     return with_derived(pd.DataFrame(rows))
@@ -129,35 +128,6 @@ def test_the_label_of_a_line(keys, values, label):
     assert line_label(keys, values) == label
 
 
-def looks(styles_of_lines):
-    """What tells lines apart: colour and marker."""
-    return {(style["color"], style["marker"]) for style in styles_of_lines}
-
-
-def test_every_line_has_a_look_of_its_own():
-    labels = [f"line {n}" for n in range(60)]
-    style_of = styles([*labels, "no KL"])
-    assert len(looks(style_of.values())) == 61
-    # The first eight differ even without colours.
-    markers = {style_of[label]["marker"] for label in labels[:MOST_LINES]}
-    assert len(markers) == MOST_LINES
-    assert style_of["no KL"] == WITHOUT_KL
-    assert styles(["no KL"])["no KL"] == WITHOUT_KL
-
-
-def test_a_method_looks_the_same_in_every_figure_and_unlike_its_neighbours():
-    others = [f"{estimator}_reverse_token in loss x prefix" for estimator in ("k1", "k3", "exact", "mine")]
-    every_name = [*METHODS[:3], *others, "no KL"]
-    style_of = styles(every_name, every_name)
-    assert len(looks(style_of.values())) == 8
-    assert styles([f"0.1 {METHODS[2]}"], [METHODS[2]]) == {f"0.1 {METHODS[2]}": style_of[METHODS[2]]}
-    assert styles([f"0.1 {others[1]}"], [others[1]]) == {f"0.1 {others[1]}": style_of[others[1]]}
-    three = styles(["no KL", f"0.1 {METHODS[0]}", f"0.1 {others[0]}"], ["no KL", METHODS[0], others[0]])
-    assert list(three.values()) == [style_of["no KL"], style_of[METHODS[0]], style_of[others[0]]]
-    betas = styles(["beta 0.1", "beta 0.3"], [METHODS[0], METHODS[0]])
-    assert betas["beta 0.1"]["color"] != betas["beta 0.3"]["color"], "where only beta differs, a look is a beta"
-
-
 def test_axes_say_every_documented_metric_in_words_with_its_unit():
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     rows = re.findall(r"^\| `([^`]+)` \| .* \| (.*) \|$", page, flags=re.MULTILINE)
@@ -175,9 +145,35 @@ def test_axes_say_every_documented_metric_in_words_with_its_unit():
         for measure in ("nats", "s", "tokens", "tokens/s"):
             if re.match(rf"{measure}\b(?!/)", unit):
                 assert unit_of_label.startswith(measure), (name, unit, unit_of_label)
-    assert axis_label("eval/two_digits/policy/entropy") == "policy entropy on two digits\n(nats/token)"
+    assert axis_label("eval/two_digits/policy/entropy") == "policy entropy on two digits\nper token (nats)"
     assert metric_label("train/reward/x/score") == ("training reward: x/score", "per completion")
     assert len(LABELS) < len(documented) + 6, "hardly a label is of a metric that is not documented"
+
+
+def test_heads_of_columns_have_the_unit_that_a_reader_needs():
+    assert column_head("eval/heldout/reward") == "held-out reward"
+    assert column_head("kl/exact_reverse_token") == "exact KL(π‖ref) per token (nats)"
+    assert column_head("train/length") == "completion length (tokens)"
+    assert column_head("train/truncated_share") == "truncated completions"
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "bounds"),
+    [
+        ("eval/heldout/reward", [0.2], (0.0, 1.0)),
+        ("train/reward", [-1.0, 0.5], (-math.inf, math.inf)),
+        ("train/truncated_share", [], (0.0, 1.0)),
+        ("value/explained_variance", [], (-math.inf, math.inf)),
+        ("eval/heldout/kl/exact_reverse_sequence", [-1e-9, 3.0], (0.0, math.inf)),
+        ("kl/k3_reverse_token", [], (0.0, math.inf)),
+        ("kl/k1_reverse_token", [], (-math.inf, math.inf)),
+        ("kl_error/k3_reverse_token", [], (-math.inf, math.inf)),
+        ("my/metric", [], (-math.inf, math.inf)),
+    ],
+)
+def test_the_range_of_a_metric(metric, values, bounds):
+    """A reward of another scale shows itself in its values; a KL of -1e-9 is rounding."""
+    assert metric_range(metric, values) == bounds
 
 
 def test_groups_are_sorted_by_rate_family_and_beta():
@@ -196,19 +192,56 @@ def test_any_texts_have_an_order():
 
 
 def test_a_line_is_the_mean_and_its_band_the_interval():
-    frame = study(families=FAMILIES[:1], betas=("0.1",), rates=("0.1",), free=False)
+    frame = study(families=FAMILIES[:1], betas=("0.1",), rates=("0.1",), free=False, seeds=5)
     frame = pd.concat([frame, frame.iloc[:1].assign(run_id="x", **{"params.name": "_$k"})])
     figure = plot_curves({"r": curves(frame, lambda number, step: number + step)}, frame, ["params.name"])
     (axes,) = figure.axes
-    assert [line.get_ydata().tolist() for line in axes.lines] == [[0.5, 5.5], [2.0, 7.0]]
-    assert legend_texts(figure)[1] == ["0.1 k1 in loss-0.1 (n=2)", r" \$k (n=1)"]
+    assert [line.get_ydata().tolist() for line in axes.lines] == [[2.0, 7.0], [5.0, 10.0]]
+    assert legend_texts(figure)[1] == ["0.1 k1 in loss-0.1 (n=5)", r" \$k (n=1)"]
     assert axes.get_xlabel() == "optimizer updates"
     assert axes.get_ylabel() == "r"
-    filled, empty = axes.collections
+    (filled,) = axes.collections
     bounds = filled.get_datalim(axes.transData)
-    # Student's t of two runs, half a unit from their mean.
-    assert (bounds.y0, bounds.y1) == pytest.approx((0.5 - 6.353102, 5.5 + 6.353102))
-    assert len(empty.get_paths()) == 0 or math.isnan(empty.get_paths()[0].vertices).all()
+    # Student's t of 0, 1, 2, 3, 4.
+    half = 2.776445 * math.sqrt(2.5) / math.sqrt(5)
+    assert (bounds.y0, bounds.y1) == pytest.approx((2.0 - half, 7.0 + half), abs=1e-5)
+
+
+def test_fewer_than_five_seeds_are_single_runs_without_a_band():
+    frame = study(families=FAMILIES[:1], betas=("0.1",), rates=("0.1",), free=False, seeds=SEEDS_OF_AN_INTERVAL - 1)
+    figure = plot_curves({"r": curves(frame, lambda number, step: number + step)}, frame, [FAMILY])
+    (axes,) = figure.axes
+    assert not axes.collections
+    *singles, mean = axes.lines
+    assert [line.get_ydata().tolist() for line in singles] == [[number, number + 5] for number in range(4)]
+    assert mean.get_ydata().tolist() == [1.5, 6.5]
+    assert all(line.get_linewidth() < mean.get_linewidth() for line in singles)
+    assert legend_texts(figure)[0] == "mean of 4 seeds, single runs thin or small (no interval\nbelow 5 seeds)"
+
+
+def test_a_band_ends_where_its_seeds_are_too_few():
+    frame = study(families=FAMILIES[:1], betas=("0.1",), rates=("0.1",), free=False, seeds=5)
+    points = curves(frame, lambda number, step: number + step)
+    # The last seed stops before the second point.
+    figure = plot_curves({"r": points.iloc[:-1]}, frame, [FAMILY])
+    (filled,) = figure.axes[0].collections
+    assert {path.vertices[:, 0].max() for path in filled.get_paths()} <= {0.0}
+
+
+def test_a_band_is_cut_at_the_range_of_its_metric_and_the_legend_says_so():
+    frame = study(families=FAMILIES[:1], betas=("0.1",), rates=("0.1",), free=False, seeds=5)
+    values = {"train/reward": lambda number, step: number % 2, "r": lambda number, step: number % 2}
+    ends = {}
+    for metric, value in values.items():
+        figure = plot_curves({metric: curves(frame, value)}, frame, [FAMILY])
+        (filled,) = figure.axes[0].collections
+        vertices = filled.get_paths()[0].vertices[:, 1]
+        ends[metric] = (vertices.min(), vertices.max())
+        title = legend_texts(figure)[0].replace("\n", " ")
+        assert ("cut at the range of the metric" in title) == (metric == "train/reward")
+    assert ends["train/reward"] == (0.0, 1.0)
+    assert ends["r"] < (0.0, 1.0), "nothing is known of the range of a metric of a plugin"
+    assert ends["r"][1] > 1.0
 
 
 def test_a_metric_without_a_finite_point_is_refused():
@@ -223,7 +256,8 @@ def test_panels_of_curves_share_scales_and_one_legend():
     drawn = [axes for axes in figure.axes if axes.get_title(loc="left")]
     assert len(drawn) == 6
     for axes in drawn:
-        assert len(axes.lines) == len(FAMILIES) + 1
+        named = [line for line in axes.lines if not line.get_label().startswith("_")]
+        assert len(named) == len(FAMILIES) + 1
     assert len({axes.get_ylim() for axes in drawn}) == 1
     assert drawn[0].get_title(loc="left") == "learning rate 0.0001, beta 0.05"
     assert drawn[5].get_title(loc="left") == "learning rate 0.0004, beta 1.0"
@@ -232,7 +266,7 @@ def test_panels_of_curves_share_scales_and_one_legend():
     assert figure.get_figwidth() == PAGE
     title, texts = legend_texts(figure)
     assert sorted(texts) == ["k1 in loss", "k1 in reward total", "k3 in loss", "no KL"]
-    assert title == "mean and 95% interval of 2 seeds"
+    assert title == "mean of 2 seeds, single runs thin or small (no interval below 5 seeds)"
     colours = set()
     for axes in drawn:
         colours.update(line.get_color() for line in axes.lines if line.get_label() == "no KL")
@@ -261,52 +295,72 @@ def test_smoothing_takes_the_last_points_of_each_run():
 
 
 @pytest.mark.parametrize("log", [(), ("r",)])
-def test_bands_of_two_seeds_are_cut_and_no_curve_is(log):
+def test_wide_bands_are_cut_and_no_curve_is(log):
     """Panels share the axis, and the first has the smallest values: what is cut must not be the others' means."""
-    frame = sort_by_groups(study(families=FAMILIES[:1], rates=("0.1",), free=False), [BETA])
-    points = curves(frame, lambda number, step: 10.0 ** (number // 2) * (1 + number % 2))
+    frame = sort_by_groups(study(families=FAMILIES[:1], rates=("0.1",), free=False, seeds=5), [BETA])
+    # Five seeds each: four of 1 and one of 10, times a power of ten.
+    points = curves(frame, lambda number, step: 10.0 ** (number // 5) * (10.0 if number % 5 == 4 else 1.0))
     drawn = plot_curves({"r": points}, frame, [FAMILY], panels=[BETA], log=log).axes
     low, high = drawn[0].get_ylim()
     assert {axes.get_ylim() for axes in drawn} == {(low, high)}
     assert len(drawn) == 3
-    # The runs are from 1 to 200, and the interval of the last panel is 150 ± 635.
+    # The runs are from 1 to 1000, and the interval of the last panel is 280 ± 500.
     if log:
-        assert high == pytest.approx(260.0)
+        assert high <= 1300.0
         assert low == pytest.approx(1 / 1.3)
     else:
-        assert high == pytest.approx(200.0 + 0.05 * 199.0)
-        assert low == pytest.approx(1.0 - 0.05 * 199.0)
-    for axes, smaller in zip(drawn, (1.0, 10.0, 100.0), strict=True):
+        assert high <= 1000.0 + 0.05 * 999.0
+        assert low == pytest.approx(1.0 - 0.05 * 999.0)
+    for axes, smallest in zip(drawn, (1.0, 10.0, 100.0), strict=True):
         (line,) = axes.lines
         (filled,) = axes.collections
-        # The other seed is twice as large.
-        mean = math.sqrt(smaller * 2 * smaller) if log else 1.5 * smaller
+        mean = 2.8 * smallest
+        if log:
+            mean = smallest * 10**0.2
         assert line.get_ydata().tolist() == pytest.approx([mean, mean])
         assert low < mean < high
         if log:
             ends = filled.get_paths()[0].vertices[:, 1]
-            reach = math.exp(12.7062 * math.log(2) / 2)
+            # The deviation of four 0 and one 1 is sqrt(0.2).
+            reach = 10 ** (2.776445 * math.sqrt(0.2) / math.sqrt(5))
             assert (ends.min(), ends.max()) == pytest.approx((mean / reach, mean * reach), rel=1e-4)
 
 
 def test_the_axes_of_a_frontier_hold_the_runs_and_not_the_widest_bar():
-    frame = study(betas=("0.1", "1.0"), rates=("0.1",))
+    frame = study(betas=("0.1", "1.0"), rates=("0.1",), seeds=5)
     rewards = [0.4 + number / 100 for number in range(len(frame))]
     frame = frame.assign(**{"metrics.r": rewards, "metrics.kl": range(len(frame))})
     figure = frontier(sort_by_groups(frame, [FAMILY]), [FAMILY], ["r"], "metrics.kl")
     (axes,) = figure.axes
     low, high = axes.get_ylim()
-    # The runs are from 0.4 to 0.53; the bars of two seeds, of 12.7 deviations, are much wider.
+    # The runs are from 0.4 to 0.74; the bars of five seeds, of 2.8 deviations, are wider.
     assert low < 0.4
-    assert high > 0.53
-    assert high - low == pytest.approx(1.5 * 0.13)
+    assert high > 0.74
+    assert high - low == pytest.approx(1.5 * 0.34)
     assert axes.get_xscale() == "linear", "one KL is 0"
-    assert axes.get_xlim() == pytest.approx((0.0, 1.3 * 13))
+    assert axes.get_xlim() == pytest.approx((0.0, 1.3 * 34))
     assert figure.get_figwidth() == COLUMN
     figure.draw_without_rendering()
     assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1, "a long title is broken into lines"
     assert legend_texts(figure)[1][-2:] == ["beta 0.1", "beta 1.0"], "a beta is the size of its mark"
     assert not axes.texts, "and no label beside it"
+
+
+def test_a_long_name_is_broken_and_not_cut_off():
+    long = "exact_reverse_token in reward to_go x prefix_previous<=8 truncate own baseline"
+    figure = frontier(study_with_outcomes((long, *FAMILIES)), [FAMILY], ["r"], "metrics.kl")
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert box.x1 <= figure.bbox.x1
+    assert box.y0 >= 0.0
+    name = next(text for text in legend_texts(figure)[1] if text.startswith("exact KL"))
+    assert "\n" in name
+    assert name.endswith("own baseline")
+
+
+def study_with_outcomes(families):
+    frame = study(families=families, betas=("0.1",), rates=("0.1",))
+    return frame.assign(**{"metrics.r": 0.5, "metrics.kl": [1.0 + number for number in range(len(frame))]})
 
 
 def frontier_study():
@@ -324,7 +378,8 @@ def test_a_frontier_marks_what_collapsed():
     assert axes.get_xscale() == "log"
     assert axes.get_xlim() == pytest.approx((2.0 / 1.5, 3.0))
     assert [line.get_fillstyle() for line in axes.lines].count("left") == 1, "one of two seeds collapsed"
-    assert sum(line.get_linestyle() == ":" for line in axes.lines) == 1, "no solid line to a collapsed end"
+    joins = [line for line in axes.lines if len(line.get_xdata()) == 2 and line.get_marker() in ("None", "")]
+    assert sum(line.get_linestyle() == ":" for line in joins) == 1, "no solid line to a collapsed end"
     assert legend_texts(figure)[1][-2:] == ["some runs collapsed", "all runs collapsed"]
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from matplotlib.colors import to_hex
 
 import browser
-from kl_comedy.tracking.report import Cell, Study, Table, render_page
+from kl_comedy.tracking.looks import family_look
+from kl_comedy.tracking.report import Bar, Cell, Study, Table, render_page
 from study_runs import EVAL, HOSTILE, KL
 
 
@@ -61,11 +63,12 @@ def test_hostile_completions_are_text(page):
 def test_every_text_of_a_page_is_escaped():
     bad = "<script>x</script>'\"&"
     rich = Cell(text=bad, details=((bad, bad),), commands=(bad,))
-    soft = Cell(text=bad, soft=bad, link="a", bad=True)
+    soft = Cell(text=bad, soft=bad, link="a", bad=True, bar=Bar(1.0, 0.0, 2.0, seeds=[0.5], colour=bad))
     table = Table(names=(bad, bad), rows=((rich, rich), (soft, soft)))
     samples = [{"text": bad, "facts": [(bad, bad)]}]
     item = {"id": "a", "label": bad, "certificate": [(bad, bad)], "runs": [(bad, bad)], "samples": samples}
-    part = {"title": bad, "results": table, "pictures": [{"alt": bad, "data": ""}]}
+    picture = {"alt": bad, "data": "", "narrow": "x", "is_wide": True}
+    part = {"title": bad, "headline": [picture], "results": table, "pictures": [picture]}
     html = render_page(
         title=bad,
         summary=bad,
@@ -73,6 +76,7 @@ def test_every_text_of_a_page_is_escaped():
         headline=[bad],
         rules=[bad],
         warnings=[bad],
+        seeds_of_an_interval=5,
         parts=[part, part],
         runs=table,
         configurations=[item],
@@ -97,9 +101,49 @@ def test_parts_have_tables_and_pictures_of_their_own(kl_comedy, study, tmp_path)
 def test_the_headline_names_extremes_and_counts_what_collapsed(page):
     text = page.read_text()
     lines = re.search(r'<ul class="headline">(.*?)</ul>', text, re.DOTALL)[1]
-    assert "Highest mean of eval/heldout/reward among 7: 0.71 " in lines
-    assert "k1_reverse_token in reward total" in lines
+    assert "Highest mean held-out reward among 7 configurations: 0.71 " in lines
+    assert "k1 in reward total" in lines
     assert "Collapsed: 1 of 21 runs, in 1 of 7 configurations." in lines
+
+
+def test_a_picture_then_one_table_then_what_is_folded(page):
+    text = page.read_text()
+    picture = text.index("<figure>")
+    table = text.index('<table class="sortable results"')
+    folded = text.index("<details")
+    assert picture < table < folded
+    assert text.count('<table class="sortable results"') == 1
+    assert text.count("<figure>") == 3
+    assert text.index("2 more pictures") > table
+    assert "<details open" not in text
+
+
+def test_the_heads_of_columns_are_words(page):
+    heads = re.findall(r'<th scope="col"[^>]*><button type="button">(.*?)</button>', page.read_text())
+    assert heads[:4] == ["KL family", "beta", "held-out reward", "held-out exact KL(π‖ref) per completion (nats)"]
+    assert not [head for head in heads if "_" in head or "." in head or "<wbr>" in head]
+
+
+def test_a_row_has_its_familys_colour_and_three_seeds_as_single_runs(page):
+    text = page.read_text()
+    rows = re.findall(r'<th scope="row"[^>]*><a href="#configuration-\d+">(.*?)</a>.*?</tr>', text, re.DOTALL)
+    assert {"no KL", "k3 in loss", "k1 in reward total"} <= set(rows)
+    for family, colour in (("k3 in loss", family_look("k3_reverse_token in loss").colour), ("no KL", "0.45")):
+        row = re.search(rf'<a href="#configuration-\d+">{family}</a>.*?</tr>', text, re.DOTALL)[0]
+        bar = re.search(r'<svg class="bar".*?</svg>', row, re.DOTALL)[0]
+        assert f'color="{to_hex(colour)}"' in bar.lower()
+        assert bar.count('class="seed"') == 3
+        assert "<path" not in bar, "no interval below five seeds"
+        assert re.search(r"runs: [\d.]+, [\d.]+, [\d.]+<", row)
+
+
+def test_an_interval_is_cut_at_the_range_of_its_metric():
+    summary = pd.DataFrame([{"name": "a", "metric": EVAL, "mean": 0.2, "n": 5, "low": -0.3, "high": 0.7, "runs": 5}])
+    frame = pd.DataFrame({"name": "a", EVAL: [0.0, 0.0, 0.0, 0.0, 1.0], "seed": range(5)})
+    study = Study("", frame, summary, ["name"], [EVAL])
+    table = study.results_table(frame, {("a",): "configuration-1"})
+    assert table.rows[0][1].soft == "[0, 0.7]"
+    assert study._describe(summary.iloc[0].to_dict()) == "0.2 [0, 0.7] (n=5), name=a"
 
 
 MEANS = pd.DataFrame(
@@ -214,10 +258,40 @@ def test_the_basics_of_accessibility(tab, page):
 
 
 @needs_browser
-def test_a_phone_shows_it_without_sideways_scrolling(tab, page):
-    tab.open(page.as_uri(), 375, 740)
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_readable_by_day_and_by_night(tab, page, scheme):
+    tab.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    try:
+        tab.open(page.as_uri(), 1280, 900)
+        paper = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+        assert tab.evaluate(CONTRAST) >= 4.5
+    finally:
+        tab.ask("Emulation.setEmulatedMedia", features=[])
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pictures_fill_their_column(tab, page, width):
+    tab.open(page.as_uri(), width, 900)
     tab.evaluate("document.querySelectorAll('details').forEach((node) => { node.open = true; })")
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 375
+    shares = "[...document.images].map((image) => image.clientWidth / image.closest('figure').clientWidth)"
+    assert min(tab.evaluate(shares)) > 0.99
+    # Text of a picture, 8 points in the file, is about as large as the page's.
+    scales = tab.evaluate("[...document.images].map((image) => image.clientWidth / image.naturalWidth)")
+    assert min(scales) > 0.9
+    assert max(scales) < 1.6
+
+
+@needs_browser
+@pytest.mark.parametrize("phone", [375, 390])
+def test_a_phone_shows_it_without_sideways_scrolling(tab, page, phone):
+    tab.open(page.as_uri(), phone, 740)
+    tab.evaluate("document.querySelectorAll('details').forEach((node) => { node.open = true; })")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= phone
+    inner = "[...document.querySelectorAll('main *')].filter((node) => node.scrollWidth > node.clientWidth + 1 && "
+    inner += "['auto', 'scroll'].includes(getComputedStyle(node).overflowX)).length"
+    assert tab.evaluate(inner) == 0, "nor does a part of it"
     assert tab.evaluate("parseFloat(getComputedStyle(document.querySelector('td')).fontSize)") >= 14
     assert tab.picture().startswith(b"\x89PNG")
 

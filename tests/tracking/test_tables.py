@@ -14,7 +14,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.statistics import interval
 from kl_comedy.tracking.compare import EqualKL, band, compare_families, summarize
 from kl_comedy.tracking.runs import resolve
-from kl_comedy.tracking.tables import FORMATS, markdown, readable, render
+from kl_comedy.tracking.tables import FORMATS, fitted, markdown, readable, render
 from kl_comedy.tracking.values import drop_repeats, mixed_code, separating_keys
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -329,3 +329,68 @@ def test_keys_resolve_to_columns_and_misses_name_the_nearest():
         resolve(frame, "loss", "--metric")
     with pytest.raises(UserError, match=r"group of keys: algorithm\.advantage"):
         resolve(frame, "algorithm", "--group")
+
+
+WIDE = pd.DataFrame(
+    {
+        "kl.label": ["0.05 k1_reverse_token in reward to_go", "no KL"],
+        "optimizer.lr": ["0.0002", "0.001"],
+        "n": [5, 5],
+        "eval/heldout/reward": ["0.5 [-1.618, 2.618]", "0.4471 [0.401, 0.4932]"],
+        "eval/heldout/kl/exact_reverse_sequence": ["0.01234 [0.01, 0.0146]", "12.3 [10.1, 14.5]"],
+        "train/reward": ["0.4 [0.3, 0.5]", "0.6 [0.5, 0.7] (n=4)"],
+        "policy/correction/tis/masked_share": ["0.01 [0, 0.02]", "0 [0, 0]"],
+        "runs": [5, 5],
+        "failed": [0, 0],
+        "collapsed": [0, 1],
+    }
+)
+"""What `results table` makes of a small study, 230 characters wide."""
+
+
+def words_of(text):
+    return "".join(text.split())
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 100, 120, 160])
+def test_a_table_is_no_wider_than_the_terminal_and_nothing_of_it_is_cut(width):
+    lines = fitted(WIDE, width).splitlines()
+    assert max(map(len, lines)) <= width
+    text = words_of(" ".join(lines))
+    assert "…" not in text
+    assert "..." not in text
+    if width < 80:  # a block per row: each cell is in one piece
+        for column in WIDE.columns.drop("failed"):
+            for value in WIDE[column]:
+                assert words_of(str(value)) in text, column
+    assert "heldoutKL/completion=eval/heldout/kl/exact_reverse_sequence" in text
+    assert "failed" not in text, "all of its counts are 0"
+    assert "collapsed" in text
+
+
+def test_a_wrapped_row_has_its_interval_below_its_mean():
+    lines = fitted(WIDE, 125).splitlines()
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("0.05")]
+    assert " 0.01234 " in lines[first]
+    assert "[0.01, 0.0146]" in lines[first + 1]
+    assert "" in lines, "an empty line between rows"
+
+
+@pytest.mark.parametrize("width", [0, 400])
+def test_a_table_that_fits_or_goes_into_a_pipe_is_left_alone(width):
+    assert fitted(WIDE, width) == render(WIDE, "text")
+
+
+def test_two_columns_do_not_get_one_head():
+    frame = pd.DataFrame({"kl_term/0/capped_share": ["x" * 30], "kl_term/1/capped_share": ["y" * 30], "a/b": ["z"]})
+    text = fitted(frame, 62)
+    assert max(map(len, text.splitlines())) <= 62
+    assert "kl_term/0/capped_share" in words_of(text)
+    assert "b = a/b" in text
+
+
+def test_an_empty_table_and_a_long_word_fit():
+    assert fitted(pd.DataFrame({"a": [], "b" * 50: []}), 20)
+    text = fitted(pd.DataFrame({"name": ["w" * 300], "n": [3]}), 40)
+    assert max(map(len, text.splitlines())) <= 40
+    assert text.count("w") == 300

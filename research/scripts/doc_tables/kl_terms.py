@@ -1,4 +1,4 @@
-"""Tables of docs/decision.md and the pages of docs/estimators/, generated from certificates."""
+"""Certificates in docs/decision.md and docs/loss_or_reward.md, and the pages of docs/estimators/."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 
 from doc_tables.common import ROOT, built_in, code_span, defaults_of, table
 
-from kl_comedy.kl import KLTerm, recipe
+from kl_comedy.kl import KLTerm
 from kl_comedy.kl.claims import all_terms
 from kl_comedy.kl.oracle import AlgorithmContext
 from kl_comedy.kl.oracle.algorithm_context import effects
 from kl_comedy.kl.oracle.certificate import Certificate, certify
+from kl_comedy.lab.advice import REGIME_OF_SAMPLES, advice
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS, Entry
 
 MATRIX_TEST = "tests/exact/test_claims.py::test_every_term_hits_exactly_the_target_it_claims"
@@ -77,67 +78,17 @@ def noise(certificate: Certificate) -> str:
 
 
 # --- the decision page ----------------------------------------------------------------------------------------
-# A test compares each row's last field with the master table (tests/docs/test_pages.py).
-SITUATIONS: tuple[tuple[str, str, str, str], ...] = (
-    ("on-policy, exact KL affordable", "rb/full", "on_policy", "exact in reward, to go = G"),
-    ("on-policy, log-probs of sampled tokens only", "openrlhf/default", "on_policy", "K1 in reward, reward-to-go = G"),
-    ("on-policy, cost inside the reward", "comedy/k1_in_reward", "on_policy", "K1 in reward, full return = G"),
-    (
-        "stale or asynchronous, exact KL affordable",
-        "rb/per_decision",
-        "off_policy",
-        "autodiff of sum_u W_{u-1} KL_u = G",
-    ),
-    (
-        "stale or asynchronous, sampled tokens only",
-        "is/k3_per_decision",
-        "off_policy",
-        "autodiff of sum_u W_u k3_u = G",
-    ),
-    (
-        "a per-token penalty is enough, any staleness, exact",
-        "rb/token",
-        "off_policy",
-        "exact in loss = PARTIAL on the sampler's prefixes",
-    ),
-    (
-        "a per-token penalty is enough, any staleness, sampled",
-        "trl/default",
-        "off_policy",
-        "rho k3 = PARTIAL on the sampler's prefixes",
-    ),
-)
-"""Situation, recipe, regime, and the row of the master table in tests/exact/test_claims.py."""
-
-NEVER: tuple[tuple[str, str, str], ...] = (
-    ("comedy/k1_in_loss", "on_policy", "expected gradient zero; the most noise of all"),
-    ("comedy/k1_in_loss", "off_policy", "pushes away from the sampled tokens, whatever the reference"),
-    ("comedy/k3_in_reward", "on_policy", "its gradient vanishes to first order near the reference"),
-    ("grpo", "off_policy", "no KL on stale batches; use `trl/default`"),
-    ("comedy/k1_in_reward", "off_policy", "no ratio: the bias grows with staleness"),
-    ("comedy/k3_both", "off_policy", "exact on-policy only; use `is/k3_per_decision`"),
-)
-
-
-def decision() -> str:
-    """The recommended recipe of each situation."""
+def proof() -> str:
+    """What enumeration finds of each advised term on samples of this age, and its noise."""
     rows = []
-    for situation, name, regime, _ in SITUATIONS:
-        terms = recipe(name)
-        certificate = certificates(name, terms)[regime]
-        assert certificate.target is not None, name
-        rows.append((situation, code_span(name), labels_of(terms), code_span(certificate.target), noise(certificate)))
-    return table(("you are", "recipe", "term", "optimizes", "noise"), rows)
-
-
-def never() -> str:
-    """The recipes to avoid, with what enumeration finds instead of a target."""
-    rows = []
-    for name, regime, reason in NEVER:
-        certificate = certificates(name, recipe(name))[regime]
-        assert certificate.target in (None, "zero"), (name, regime)
-        rows.append((code_span(name), regime.replace("_", "-"), outcome(certificate), reason))
-    return table(("recipe", "regime", "enumerated", "why"), rows)
+    for situation in advice().situations.values():
+        # The advice for a KL to the sampler is a policy loss.
+        if not situation.terms:
+            continue
+        certificate = certificates(situation.use, situation.terms)[REGIME_OF_SAMPLES[situation.samples]]
+        assert certificate.target == situation.target, situation.name
+        rows.append((situation.samples, code_span(situation.use), outcome(certificate), noise(certificate)))
+    return table(("samples", "recipe", "optimizes", "noise"), rows)
 
 
 def placements() -> str:
@@ -315,10 +266,8 @@ WHOLE: dict[str, Callable[[], str]] = {
 }
 """Pages that are generated as a whole."""
 
-PARTS: dict[str, Callable[[], str]] = {
-    "decision": decision,
-    "never": never,
-    "placements": placements,
-    "inside advantages": inside_advantages,
-}
-"""Generated parts of decision.md."""
+PARTS: dict[str, Callable[[], str]] = {"proof": proof}
+"""The generated part of decision.md that needs certificates."""
+
+PLACEMENTS: dict[str, Callable[[], str]] = {"placements": placements, "inside advantages": inside_advantages}
+"""Generated parts of loss_or_reward.md."""

@@ -100,7 +100,7 @@ def advantages() -> str:
 
 
 # Few: the page says what to choose, the study's page has all of them. The names are those of the CSV.
-DECISION_CANDIDATES = (
+CHOSEN_CANDIDATES = (
     "reinforce (no ratio)",
     "tis 2",
     "ppo_clip 0.2",
@@ -108,10 +108,10 @@ DECISION_CANDIDATES = (
     "sequence",
     "sequence_tis 8",
 )
-"""Candidates of the study in the table of the decision page."""
+"""Candidates of the study in the table of what to use on stale samples."""
 
 
-def policy_decision() -> str:
+def policy_term() -> str:
     """Medians over seeds at the longest length of the study: bias and error at 1024 completions, by staleness."""
     import pandas as pd
 
@@ -121,7 +121,7 @@ def policy_decision() -> str:
     # In the head, because the share and not the staleness is what a reader can measure in his own run.
     ess = stale.groupby("staleness").ess.median()
     rows = []
-    for name in DECISION_CANDIDATES:
+    for name in CHOSEN_CANDIDATES:
         medians = stale[stale.candidate == name].groupby("staleness")[["bias", "error_1024"]].median()
         cells = [f"{medians.bias[level]:.0%}, {medians.error_1024[level]:.2f}" for level in levels]
         rows.append([name, *cells])
@@ -129,5 +129,8 @@ def policy_decision() -> str:
     return table(["policy term", *head], rows)
 
 
-PARTS: dict[str, Callable[[], str]] = {"policy terms": policy_terms, "advantages": advantages}
-DECISION: dict[str, Callable[[], str]] = {"policy term": policy_decision}
+PARTS: dict[str, Callable[[], str]] = {
+    "policy terms": policy_terms,
+    "policy term": policy_term,
+    "advantages": advantages,
+}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,29 +17,38 @@ from kl_comedy.cli.common import (
     load_plugins,
     load_run_plugins,
     message,
+    options_in_a_record,
+    stderr_console,
 )
 from kl_comedy.config.shipped import find_config
 from kl_comedy.errors import RunFailed
+from kl_comedy.progress import stages
 
 if TYPE_CHECKING:
     from kl_comedy.lab.audit.report import AuditReport
     from kl_comedy.lab.audit.source import AuditSource
 
 
-def audit(
-    config: Annotated[str, typer.Argument(help="A YAML config or its name, or a run's folder (its newest checkpoint)")],
-    overrides: Overrides = None,
-    terms: Annotated[str, typer.Option(help="own, panel or recipes, comma-separated")] = "own,panel",
-    updates: Annotated[int, typer.Option(min=1, help="Train this many updates before the audit (configs only)")] = 20,
-    samples: Annotated[int, typer.Option(min=1, help="Number of completions, in whole groups")] = 1024,
-    blocks: Annotated[int, typer.Option(min=3, help="Number of blocks of groups that intervals are made from")] = 16,
-    sketch: Annotated[
-        int, typer.Option(min=0, help="Size of the stored gradient sketch per layer group; 0: all")
-    ] = 65536,
-    format: Annotated[str, choice_option("--format", "table", "markdown", "csv", "json")] = "table",
-    out: Annotated[Path | None, typer.Option(help="Folder of the JSON file; default: the run's, or `output`")] = None,
-    plugin: Plugins = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """Options of ``kl-comedy audit``."""
+
+    config: Annotated[str, typer.Argument(help="A YAML config or its name, or a run's folder (its newest checkpoint)")]
+    overrides: Overrides = None
+    terms: Annotated[str, typer.Option(help="own, panel or recipes, comma-separated")] = "own,panel"
+    updates: Annotated[int, typer.Option(min=1, help="Train this many updates before the audit (configs only)")] = 20
+    samples: Annotated[int, typer.Option(min=1, help="Number of completions, in whole groups")] = 1024
+    blocks: Annotated[int, typer.Option(min=3, help="Number of blocks of groups that intervals are made from")] = 16
+    sketch: Annotated[int, typer.Option(min=0, help="Size of the stored gradient sketch per layer group; 0: all")] = (
+        65536
+    )
+    format: Annotated[str, choice_option("--format", "table", "markdown", "csv", "json")] = "table"
+    out: Annotated[Path | None, typer.Option(help="Folder of the JSON file; default: the run's, or `output`")] = None
+    plugin: Plugins = None
+
+
+@options_in_a_record
+def audit(wanted: AuditOptions) -> None:
     """Compare the gradient of KL terms with a low-variance reference gradient, on a real model.
 
     Prints for each term how much of the reference gradient it delivers, its cosine, bias, variance and norm against
@@ -51,54 +59,39 @@ def audit(
 
     Example: `kl-comedy audit runs/RUN --terms own,grpo,rb/per_decision --format json`
     """
-    load_plugins(plugin)
-    target = find_config(config)
-    load_run_plugins(target, given=plugin)
+    load_plugins(wanted.plugin)
+    target = find_config(wanted.config)
+    load_run_plugins(target, given=wanted.plugin)
     from kl_comedy.lab.audit.source import AuditSource
 
-    source = AuditSource.read(target, overrides or [])
+    source = AuditSource.read(target, wanted.overrides or [])
     # Imports Lightning, which takes seconds: a mistake in the config is reported before it.
     from kl_comedy.lab.audit.run import run_audit
 
     # Empty parts are dropped: a trailing comma names no term.
-    names = [name.strip() for name in terms.split(",") if name.strip()]
-    with _progress() as show_progress:
+    names = [name.strip() for name in wanted.terms.split(",") if name.strip()]
+    with stages(stderr_console()) as show_progress:
         report = run_audit(
-            source, names, updates=updates, samples=samples, blocks=blocks, sketch=sketch, progress=show_progress
+            source,
+            names,
+            updates=wanted.updates,
+            samples=wanted.samples,
+            blocks=wanted.blocks,
+            sketch=wanted.sketch,
+            progress=show_progress,
         )
     folder = Path(source.config.output)
-    if out is not None:
-        folder = out
+    if wanted.out is not None:
+        folder = wanted.out
     elif target.is_dir():
         # The audit of a run belongs beside its checkpoints.
         folder = target
     path = _save(report, source, folder)
     message(f"wrote {path}")
-    print(report.render(format))
+    print(report.render(wanted.format))
     # After the report, which shows what failed.
     if report.failures:
         raise RunFailed("; ".join(report.failures))
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr per stage; a line where stderr is not a terminal. Yields a function of stage, done, total."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeRemainingColumn())
-    tasks: dict[str, TaskID] = {}
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-
-        def show_progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total)
-                if not console.is_terminal:
-                    console.print(stage)
-            bar.update(tasks[stage], completed=done)
-
-        yield show_progress
 
 
 def _save(report: AuditReport, source: AuditSource, folder: Path) -> Path:

@@ -8,11 +8,8 @@ import shutil
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from kl_comedy.cli.common import Plugins, TableOrJson, check_choice, load_plugins
+from kl_comedy.cli.common import Plugins, TableOrJson, check_choice, load_plugins, print_columns
 from kl_comedy.config.shipped import shipped_files
 
 PACKAGES = {
@@ -41,6 +38,8 @@ def list_parts(
     KIND `peers`: the systems and flags that `explain` reads. KIND `configs`: the configs, grids and SLURM profiles
     that come with the package.
 
+    In a pipe: one line per part, its columns separated by tabs.
+
     Example: `kl-comedy list estimators --format json`
 
     Example: `kl-comedy list configs`
@@ -62,22 +61,23 @@ def list_parts(
         print(json.dumps(rows, indent=1, default=str))
         return
 
+    lines: list[list[str]] = []
     if kind == "peers":
-        table = Table("system", "flag", "allowed", "default", "meaning", title=kind)
+        columns = ["system", "flag", "allowed", "default", "meaning"]
         for row in rows:
             system = f"{row['system']} {row['version']}"
-            table.add_row(system, *(str(row[column]) for column in ("flag", "allowed", "default", "meaning")))
+            lines.append([system, *(str(row[column]) for column in columns[1:])])
     elif kind == "configs":
-        table = Table("name", "kind", "summary", title=kind)
+        columns = ["name", "kind", "summary"]
         for row in rows:
-            table.add_row(row["name"], row["kind"], escape(row["summary"]))
+            lines.append([str(row[column]) for column in columns])
     else:
-        table = Table("name", "summary", "claims", "source", title=kind)
+        columns = ["name", "summary", "claims", "source"]
         for row in rows:
             # A recipe claims nothing itself: its terms stand there.
             claims = row.get("terms") or ", ".join(row["claims"])
-            table.add_row(str(row["name"]), str(row["summary"]), str(claims), str(row["source"]))
-    Console().print(table)
+            lines.append([str(row["name"]), str(row["summary"]), str(claims), str(row["source"])])
+    print_columns(columns, lines, title=kind)
 
 
 def _peer_rows() -> list[dict[str, Any]]:
@@ -100,18 +100,18 @@ def doctor() -> None:
 
     from kl_comedy.rollouts.engines.options import missing, vllm_version
 
-    table = Table("what", "version", "needed for")
+    lines: list[list[str]] = []
     for name, purpose in PACKAGES.items():
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             version = "missing"
-        table.add_row(name, version, purpose)
+        lines.append([name, version, purpose])
     # Packages may be installed and not fit together, which only their own check tells.
     for backend in ("vllm", "vllm_server"):
         state = "; ".join(missing(backend)) or "ready"
-        table.add_row(f"rollout {backend}", vllm_version() or "missing", escape(f"rollout.backend: {backend}; {state}"))
-    table.add_row("sbatch", shutil.which("sbatch") or "missing", "SLURM")
+        lines.append([f"rollout {backend}", vllm_version() or "missing", f"rollout.backend: {backend}; {state}"])
+    lines.append(["sbatch", shutil.which("sbatch") or "missing", "SLURM"])
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    table.add_row("GPU", ", ".join(gpus) or "none (CPU works)", "speed")
-    Console().print(table)
+    lines.append(["GPU", ", ".join(gpus) or "none (CPU works)", "speed"])
+    print_columns(["what", "version", "needed for"], lines)

@@ -12,7 +12,7 @@ import typer
 
 from kl_comedy.cli import certify_output as output
 from kl_comedy.cli import common
-from kl_comedy.cli.common import Plugins, choice_option, load, load_plugins, message, progress_bar
+from kl_comedy.cli.common import Plugins, choice_option, load, load_plugins, message, options_in_a_record, progress_bar
 from kl_comedy.config.shipped import shipped_config
 from kl_comedy.errors import RunFailed, UserError, bad_value, nearest, unknown_key
 from kl_comedy.extras import require_module
@@ -66,31 +66,37 @@ Regimes = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """How to certify, and what to print."""
+class CertifyOptions:
+    """Options of ``kl-comedy certify``."""
 
-    regimes: tuple[str, ...]
-    seed: int
-    search_seconds: float
-    format: str
-    plot: Path | None
-    full: bool
+    names: Names = None
+    term: Terms = None
+    estimator: Estimators = None
+    matrix: Annotated[bool, typer.Option("--matrix", help="Every combination of the registered parts")] = False
+    policy: Policies = None
+    regime: Regimes = None
+    format: Annotated[str, choice_option("--format", "table", "json", "csv", "latex", "markdown")] = "table"
+    plot: Annotated[Path | None, typer.Option("--plot", help="Write the bias-variance plane to this picture")] = None
+    full: Full = False
+    seed: Seed = 0
+    search: Search = 0.0
+    plugin: Plugins = None
+
+    @property
+    def regimes(self) -> tuple[str, ...]:
+        """The regimes to certify in."""
+        from kl_comedy.kl import REGIMES
+
+        return tuple(self.regime or REGIMES)
+
+    @property
+    def names_terms(self) -> bool:
+        """Whether any term is named; else the new parts of the plugins are meant, or all recipes."""
+        return bool(self.names or self.term or self.estimator or self.matrix)
 
 
-def certify(
-    names: Names = None,
-    term: Terms = None,
-    estimator: Estimators = None,
-    matrix: Annotated[bool, typer.Option("--matrix", help="Every combination of the registered parts")] = False,
-    policy: Policies = None,
-    regime: Regimes = None,
-    format: Annotated[str, choice_option("--format", "table", "json", "csv", "latex", "markdown")] = "table",
-    plot: Annotated[Path | None, typer.Option("--plot", help="Write the bias-variance plane to this picture")] = None,
-    full: Full = False,
-    seed: Seed = 0,
-    search: Search = 0.0,
-    plugin: Plugins = None,
-) -> None:
+@options_in_a_record
+def certify(wanted: CertifyOptions) -> None:
     """Compute the exact expected gradient of KL terms by enumeration: target, bias, cosine, variance, in each regime.
 
     Without names: every recipe and part, or every combination of the parts that a plugin registers. Exit code 1
@@ -105,21 +111,17 @@ def certify(
     """
     from kl_comedy.kl import REGIMES
 
-    for name in regime or ():
+    for name in wanted.regimes:
         common.check_choice("--regime", name, REGIMES)
-    settings = _Settings(
-        regimes=tuple(regime or REGIMES), seed=seed, search_seconds=search, format=format, plot=plot, full=full
-    )
-    asked = _Asked(names=names or [], terms=term or [], estimators=estimator or [], matrix=matrix, plugins=plugin or [])
-    if policy:
-        if asked.names_parts or plot:
+    if wanted.policy:
+        if wanted.names_terms or wanted.plot:
             raise UserError("--policy certifies against the reward gradient; ask for KL terms in a second call")
-        load_plugins(asked.plugins)
-        false_claims = _certify_policies(policy, settings)
+        load_plugins(wanted.plugin)
+        false_claims = _certify_policies(wanted.policy, wanted)
     else:
-        if plot is not None:
-            _check_plot(plot)  # before the enumeration, which takes seconds to minutes
-        false_claims = _certify_terms(_requested_terms(asked), settings)
+        if wanted.plot is not None:
+            _check_plot(wanted.plot)  # before the enumeration, which takes seconds to minutes
+        false_claims = _certify_terms(_requested_terms(wanted), wanted)
     if false_claims:
         raise RunFailed("claims that do not hold:\n  " + "\n  ".join(false_claims))
 
@@ -146,22 +148,6 @@ def _with_progress(
 
 # --- which KL terms -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """Which KL terms the user names, as the options say it."""
-
-    names: list[str]
-    terms: list[str]
-    estimators: list[str]
-    matrix: bool
-    plugins: list[Path]
-
-    @property
-    def names_parts(self) -> bool:
-        """Whether any term is named; else the new parts of the plugins are meant, or all recipes."""
-        return bool(self.names or self.terms or self.estimators or self.matrix)
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Request:
     """What is certified: lists of terms that act together, and parts.
 
@@ -177,60 +163,69 @@ class _Request:
     hidden: set[str] = field(default_factory=set)
 
 
-def _requested_terms(asked: _Asked) -> _Request:
-    """Load the plugins, and turn what is asked into terms. Raises :class:`UserError`."""
+def _named_lists(wanted: CertifyOptions) -> tuple[dict[str, tuple[KLTerm, ...]], dict[str, AlgorithmContext]]:
+    """The lists of terms that are named, and the algorithms of the configs among them. Raises :class:`UserError`."""
     from kl_comedy.config.validate import parse_record
     from kl_comedy.kl.term import KLTerm
+
+    lists: dict[str, tuple[KLTerm, ...]] = {}
+    contexts: dict[str, AlgorithmContext] = {}
+    for name in wanted.names or ():
+        _add_name(name, lists, contexts)
+    for text in wanted.term or ():
+        # Under its label, so that a term that is named twice is certified once.
+        term = parse_record(KLTerm, common.parse_yaml("--term", text), key="--term")
+        lists[term.label()] = (term,)
+    return lists, contexts
+
+
+def _requested_terms(wanted: CertifyOptions) -> _Request:
+    """Load the plugins, and turn what is asked into terms. Raises :class:`UserError`."""
     from kl_comedy.registry import CORRECTIONS, ESTIMATORS, RECIPES
 
     # A plugin does not say what it brings: that is what the tables have more of once it is loaded.
     built_in = {*ESTIMATORS.names(), *CORRECTIONS.names()}
-    load_plugins(asked.plugins)
+    load_plugins(wanted.plugin)
     new_estimators = [name for name in ESTIMATORS.names() if name not in built_in]
     new_corrections = [name for name in CORRECTIONS.names() if name not in built_in]
 
-    lists: dict[str, tuple[KLTerm, ...]] = {}
-    contexts: dict[str, AlgorithmContext] = {}
-    for name in asked.names:
-        _add_name(name, lists, contexts)
-    for text in asked.terms:
-        # Under its label, so that a term that is named twice is certified once.
-        term = parse_record(KLTerm, common.parse_yaml("--term", text), key="--term")
-        lists[term.label()] = (term,)
+    lists, contexts = _named_lists(wanted)
     brings_new_parts = bool(new_estimators or new_corrections)
     # Whoever writes a plugin asks about its parts, and not about the recipes that come with the package.
-    all_recipes = not asked.names_parts and not brings_new_parts
+    all_recipes = not wanted.names_terms and not brings_new_parts
     if all_recipes:
         lists |= {entry.name: entry.fn() for entry in RECIPES}
 
     hidden: set[str] = set()
-    combinations = _combinations(asked, new_estimators, new_corrections)
+    combinations = _combinations(wanted, new_estimators, new_corrections)
     for label, term in combinations.items():
-        shown = asked.matrix or label in lists or _is_main(term, new_corrections)
+        shown = wanted.matrix or label in lists or _is_main(term, new_corrections)
         if not shown:
             hidden.add(label)
     # After what was named: a name keeps its own terms.
     lists |= {label: (term,) for label, term in combinations.items()}
 
-    estimators = [*new_estimators, *asked.estimators]
+    estimators = [*new_estimators, *(wanted.estimator or ())]
     corrections = new_corrections
-    if asked.matrix or all_recipes:
+    if wanted.matrix or all_recipes:
         # A part that no recipe uses is checked all the same.
         estimators = ESTIMATORS.names()
         corrections = CORRECTIONS.names()
     return _Request(lists=lists, contexts=contexts, estimators=estimators, corrections=corrections, hidden=hidden)
 
 
-def _combinations(asked: _Asked, new_estimators: Sequence[str], new_corrections: Sequence[str]) -> dict[str, KLTerm]:
+def _combinations(
+    wanted: CertifyOptions, new_estimators: Sequence[str], new_corrections: Sequence[str]
+) -> dict[str, KLTerm]:
     """The valid combinations that are asked for, by label: the whole matrix, or those of some parts."""
     from kl_comedy.kl.claims import all_terms
 
-    if asked.matrix:
+    if wanted.matrix:
         return {term.label(): term for term in all_terms(None)}
     terms: list[KLTerm] = []
-    if asked.estimators:
-        terms += all_terms(asked.estimators)
-    elif not asked.names_parts:
+    if wanted.estimator:
+        terms += all_terms(wanted.estimator)
+    elif not wanted.names_terms:
         if new_corrections:
             terms += all_terms(None, new_corrections)
         if new_estimators:
@@ -316,31 +311,31 @@ def _load_without_dpo(name: str) -> Config:
 
 
 # --- certificates of KL terms ---------------------------------------------------------------------------------------
-def _certify_terms(request: _Request, settings: _Settings) -> list[str]:
+def _certify_terms(request: _Request, wanted: CertifyOptions) -> list[str]:
     """Check the parts, print one certificate per list of terms and regime, and return the false claims."""
     from kl_comedy.kl.oracle.algorithm_context import effects
     from kl_comedy.kl.oracle.certificate import LONG, TREE
     from kl_comedy.kl.oracle.certificate import certify as certify_terms
 
     # Before the terms: a part whose claim is false explains the terms that fail.
-    false_claims, parts = _check_parts(request, settings.seed)
+    false_claims, parts = _check_parts(request, wanted.seed)
     # --search is the time of the whole call: each list of terms gets the same part of it in each regime.
-    searches = max(1, len(request.lists) * len(settings.regimes))
+    searches = max(1, len(request.lists) * len(wanted.regimes))
     certificates: list[Certificate] = _with_progress(
         request.lists,
         lambda name, terms: certify_terms(
             name,
             terms,
-            regimes=settings.regimes,
-            seed=settings.seed,
-            search_seconds=settings.search_seconds / searches,
+            regimes=wanted.regimes,
+            seed=wanted.seed,
+            search_seconds=wanted.search / searches,
         ),
     )
     checked = output.Checked(
         parts=parts,
         enumerated_tokens=(TREE.length, LONG.length),
-        drawn=output.drawn_settings(settings.regimes, settings.seed),
-        search_seconds=settings.search_seconds,
+        drawn=output.drawn_settings(wanted.regimes, wanted.seed),
+        search_seconds=wanted.search,
         # Only of terms that hit a target: the others are not meant to be near one.
         worst_error=max((c.worst_error for c in certificates if c.target), default=0.0),
     )
@@ -348,21 +343,21 @@ def _certify_terms(request: _Request, settings: _Settings) -> list[str]:
     for name, context in request.contexts.items():
         in_training += effects(name, request.lists[name], context)
 
-    if settings.format == "json":
+    if wanted.format == "json":
         _print_json(certificates, in_training, checked)
-    elif settings.format == "csv":
+    elif wanted.format == "csv":
         output.print_table([output.term_csv_row(certificate) for certificate in certificates], "csv")
         message(output.checked_sentence(checked))  # to stderr: stdout stays a table that a program can read
     else:
-        hidden = set() if settings.full else request.hidden
+        hidden = set() if wanted.full else request.hidden
         # A claim that fails is shown whether its row is a main one or not.
         shown = [c for c in certificates if c.name not in hidden or not c.claim_holds]
-        _print_tables(shown, len(certificates), in_training, checked, settings.format)
-    if settings.plot is not None:
+        _print_tables(shown, len(certificates), in_training, checked, wanted.format)
+    if wanted.plot is not None:
         from kl_comedy.lab.certificate_plot import plot_certificates  # imports matplotlib
 
-        plot_certificates(certificates, settings.plot)
-        message(f"figure: {settings.plot}")
+        plot_certificates(certificates, wanted.plot)
+        message(f"figure: {wanted.plot}")
     for certificate in certificates:
         if certificate.false_claim is not None:
             false_claims.append(certificate.false_claim)
@@ -411,27 +406,27 @@ def _print_tables(
 
 
 # --- policy terms ---------------------------------------------------------------------------------------------------
-def _certify_policies(requested: Sequence[str], settings: _Settings) -> list[str]:
+def _certify_policies(requested: Sequence[str], wanted: CertifyOptions) -> list[str]:
     """Print one certificate per policy term and regime; return the false claims."""
     from kl_comedy.kl.oracle.certificate import LONG, TREE
     from kl_comedy.kl.oracle.policy_certificate import UPDATES, certify_policy
 
     certificates: list[PolicyCertificate] = _with_progress(
         _policy_terms(requested),
-        lambda name, term: certify_policy(name, term, regimes=settings.regimes, updates=UPDATES, seed=settings.seed),
+        lambda name, term: certify_policy(name, term, regimes=wanted.regimes, updates=UPDATES, seed=wanted.seed),
     )
-    if settings.format == "json":
+    if wanted.format == "json":
         print(json.dumps([certificate.row() for certificate in certificates], indent=1))
-    elif settings.format == "csv":
+    elif wanted.format == "csv":
         output.print_table([output.policy_csv_row(certificate) for certificate in certificates], "csv")
     else:
-        drawn = output.drawn_settings(settings.regimes, settings.seed)
+        drawn = output.drawn_settings(wanted.regimes, wanted.seed)
         checked = (
-            f"checked (seed {settings.seed}): gradients enumerated in float64 over {TREE.length} and {LONG.length} "
+            f"checked (seed {wanted.seed}): gradients enumerated in float64 over {TREE.length} and {LONG.length} "
             f"tokens, {output.drawn_sentence(drawn)}"
         )
         rows = [output.policy_table_row(certificate) for certificate in certificates]
-        output.print_table(rows, settings.format, [output.POLICY_LEGEND, checked])
+        output.print_table(rows, wanted.format, [output.POLICY_LEGEND, checked])
     return [_false_policy_claim(certificate) for certificate in certificates if not certificate.claim_holds]
 
 

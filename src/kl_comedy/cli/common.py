@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
@@ -18,7 +21,11 @@ from kl_comedy.errors import UserError, bad_value, shown
 from kl_comedy.redaction import printable, redact_command, redact_source, refuse_secrets
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from kl_comedy.config import Config
+
+Options = TypeVar("Options")
 
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "LOCAL_RANK")
 """Where launchers write a process's rank. RANK first: torchrun under srun sets both, and SLURM's is then the node's."""
@@ -117,12 +124,24 @@ def command_line() -> str:
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], format: str) -> None:
-    """Print rows in a format of :func:`kl_comedy.tracking.tables.render`."""
+    """Print rows in a format of :func:`kl_comedy.tracking.tables.render`; text fits the terminal."""
     import pandas as pd
 
-    from kl_comedy.tracking.tables import render
+    print_frame(pd.DataFrame(rows), format)
 
-    print(render(pd.DataFrame(rows), format))
+
+def print_frame(frame: pd.DataFrame, format: str = "text", notes: Sequence[str] = ()) -> None:
+    """Print a table in a format of :func:`kl_comedy.tracking.tables.render`, with ``notes`` below.
+
+    On a terminal no line of a text is wider than that; in a pipe its lines are as long as they are.
+    """
+    from kl_comedy.tracking.tables import fitted, render
+
+    if format not in ("text", "table"):
+        typer.echo(render(frame, format, notes))
+        return
+    width = shutil.get_terminal_size((0, 0)).columns  # 0 where stdout is no terminal
+    typer.echo("\n".join([fitted(frame, width), *notes]))
 
 
 def parse_yaml(option: str, text: str) -> Any:
@@ -159,16 +178,93 @@ def message(text: str) -> None:
 
 @contextlib.contextmanager
 def progress_bar(description: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, where that is a terminal. Yields the function that advances it by one."""
-    from rich.progress import Progress
+    """Progress on stderr: a bar where that is a terminal, else plain lines every few seconds.
 
-    # A bar in a log file is a page of control characters.
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda: progress.advance(task)
+    Yields the function that advances it by one.
+    """
+    from kl_comedy.progress import stages
+
+    done = 0
+    with stages(stderr_console(), transient=True) as show:
+        show(description, done, total)
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            show(description, done, total)
+
+        yield advance
+
+
+PIPE_WIDTH = 100_000
+"""Columns where stdout is not a terminal: rich would wrap and cut at 80 what a program or a pager reads."""
+
+
+def stdout_console() -> Console:
+    """A console on stdout, which is for data. Its text is not read as markup."""
+    console = Console(markup=False)
+    if console.is_terminal:
+        return console
+    return Console(width=PIPE_WIDTH, markup=False)
+
+
+def print_columns(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
+    """Print texts as a table on a terminal, in which long words are folded; else one line per row, with tabs.
+
+    Nothing is cut: neither on a narrow terminal, nor in a pipe, where a line can be searched and split.
+    """
+    console = Console(markup=False)
+    if not console.is_terminal:
+        for row in (columns, *rows):
+            print("\t".join(" ".join(printable(text).split()) for text in row))
+        return
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(printable(text) for text in row))
+    console.print(table)
 
 
 def stderr_console() -> Console:
     """A console on stderr that is quiet on all ranks but rank 0."""
     return Console(stderr=True, quiet=process_rank() != 0)
+
+
+def with_options(function: Callable[[Options], Any], record: type[Options]) -> Callable[..., Any]:
+    """``function`` as typer reads it: with the fields of ``record`` as parameters, the command's own ones first.
+
+    Typer knows parameters of functions only. As a record, the options of a command are passed on as one thing, and
+    several commands share those that they have in common.
+    """
+
+    def call(**options: Any) -> Any:
+        return function(record(**options))
+
+    types = get_type_hints(record, include_extras=True)
+    own_names = inspect.get_annotations(record)
+    fields = list(dataclasses.fields(record))  # type: ignore[arg-type]
+    # Stable, so that both parts keep the order in which they were written.
+    fields.sort(key=lambda field: field.name not in own_names)
+    parameters = []
+    for field in fields:
+        parameter = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=types[field.name])
+        # dataclasses and inspect have each their own mark for "no default".
+        if field.default is not dataclasses.MISSING:
+            parameter = parameter.replace(default=field.default)
+        parameters.append(parameter)
+    vars(call)["__signature__"] = inspect.Signature(parameters)
+    call.__doc__ = function.__doc__
+    call.__name__ = function.__name__
+    # Typer asks for type hints beside the signature.
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def options_in_a_record(function: Callable[[Options], Any]) -> Callable[..., Any]:
+    """Decorate a command: the fields of its only parameter, a record, become its options."""
+    # By its type and not by its name: a command may call its options as it likes.
+    (record,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
+    return with_options(function, record)

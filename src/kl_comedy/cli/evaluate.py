@@ -8,16 +8,22 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from kl_comedy.cli.common import Plugins, choice_option, load_plugins, load_run_plugins, stderr_console
+from kl_comedy.cli.common import (
+    Plugins,
+    choice_option,
+    load_plugins,
+    load_run_plugins,
+    options_in_a_record,
+    stderr_console,
+    stdout_console,
+)
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.statistics import CLUSTER_METHODS
 
@@ -46,22 +52,28 @@ Out = Annotated[Path, typer.Option(help="Folder of records; the same call resume
 Format = Annotated[str, choice_option("--format", "table", "json", "csv", "markdown")]
 
 
-def evaluate(
-    target: TargetArgument,
-    overrides: Overrides = None,
-    suite: Suites = None,
-    k: Ks = None,
-    limit: Limit = None,
-    data_root: DataRoot = None,
-    data: Data = None,
-    template: Template = "auto",
-    interval: IntervalOption = "auto",
-    shard: ShardOption = None,
-    chunk: Chunk = 32,
-    out: Out = Path("evaluations"),
-    plugin: Plugins = None,
-    format: Format = "table",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Options of ``kl-comedy evaluate``."""
+
+    target: TargetArgument
+    overrides: Overrides = None
+    suite: Suites = None
+    k: Ks = None
+    limit: Limit = None
+    data_root: DataRoot = None
+    data: Data = None
+    template: Template = "auto"
+    interval: IntervalOption = "auto"
+    shard: ShardOption = None
+    chunk: Chunk = 32
+    out: Out = Path("evaluations")
+    plugin: Plugins = None
+    format: Format = "table"
+
+
+@options_in_a_record
+def evaluate(wanted: EvaluateOptions) -> None:
     """Evaluate TARGET on suites, or without `--suite` on its config's `data.eval` sets and `eval.suites`.
 
     Examples: `kl-comedy evaluate runs/RUN --suite gsm8k,math500 --data-root data eval.samples=8 eval.temperature=0.7`,
@@ -70,33 +82,33 @@ def evaluate(
     from kl_comedy.cli.evaluation_runs import EvaluationRequest, resolve_target
     from kl_comedy.evaluation.suites import get_suite, parse_data_files
 
-    _check_one_process(shard)
-    load_plugins(plugin)
-    load_run_plugins(target, given=plugin)
+    _check_one_process(wanted.shard)
+    load_plugins(wanted.plugin)
+    load_run_plugins(wanted.target, given=wanted.plugin)
     # Everything that needs no model is checked before one is loaded.
-    ks = _parse_ks(k)
+    overrides = wanted.overrides or []
     request = EvaluationRequest(
-        suites=_suite_names(suite or []),
-        out=out,
-        ks=ks,
-        limit=limit,
-        root=data_root,
-        files=parse_data_files(data or []),
-        template=template,
-        interval=interval,
-        chunk=chunk,
+        suites=_suite_names(wanted.suite or []),
+        out=wanted.out,
+        ks=_parse_ks(wanted.k),
+        limit=wanted.limit,
+        root=wanted.data_root,
+        files=parse_data_files(wanted.data or []),
+        template=wanted.template,
+        interval=wanted.interval,
+        chunk=wanted.chunk,
     )
     for name in request.suites:
         get_suite(name)  # a misspelled suite is refused before data.eval is evaluated
-    _load_plugins_of_reference(overrides or [], plugin)
-    with resolve_target(target, overrides or []) as resolved:
+    _load_plugins_of_reference(overrides, wanted.plugin)
+    with resolve_target(wanted.target, overrides) as resolved:
         config = resolved.config
         if not request.suites and not config.eval.suites:
             if not config.data.eval:
                 nothing = "data.eval: names no set to evaluate on"
                 raise UserError(f"{nothing}; name suites with --suite (kl-comedy list suites)")
-            _refuse_options_of_suites({"--k": k, "--limit": limit, "--data": data})
-        _evaluate(resolved, request, format)
+            _refuse_options_of_suites({"--k": wanted.k, "--limit": wanted.limit, "--data": wanted.data})
+        _evaluate(resolved, request, wanted.format)
 
 
 def _check_one_process(shard: str | None) -> None:
@@ -183,10 +195,10 @@ def show_sets(rows: Sequence[Mapping[str, Any]], format: str) -> None:
         return
     # A config without a reference measures no KL: rows without numbers are left out.
     measured = [name for name in MEASURED if any(name in row for row in rows)]
-    table = Table("set", *(escape(row["set"]) for row in rows))
+    table = Table("set", *(row["set"] for row in rows))
 
     def add_score(heading: str, cells: Sequence[str]) -> None:
-        table.add_row(escape(heading), *map(escape, cells))
+        table.add_row(heading, *cells)
 
     add_score("problems", [str(row["problems"]) for row in rows])
     add_score("samples", [str(row["samples"]) for row in rows])
@@ -195,7 +207,7 @@ def show_sets(rows: Sequence[Mapping[str, Any]], format: str) -> None:
     add_score("truncated", [f"{row['truncated_share']:.1%}" for row in rows])
     for name in measured:
         add_score(MEASURED[name], [f"{row[name]:.4f}" for row in rows])
-    Console().print(table)
+    stdout_console().print(table)
 
 
 def show_suites(rows: Sequence[Mapping[str, Any]], format: str) -> None:
@@ -222,10 +234,10 @@ def show_suites(rows: Sequence[Mapping[str, Any]], format: str) -> None:
         # Name and size stand in the first row of a suite only.
         first_cells = [row["suite"], _size(row)]
         for name, value in _scores(row).items():
-            table.add_row(*first_cells, name, escape(value))
+            table.add_row(*first_cells, name, value)
             first_cells = ["", ""]
         table.add_section()
-    Console().print(table)
+    stdout_console().print(table)
 
 
 def _all_keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:

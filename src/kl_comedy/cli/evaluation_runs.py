@@ -6,14 +6,12 @@ import contextlib
 import functools
 import shlex
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress
 
 from kl_comedy.config import Config, load_config, plugins_of
 from kl_comedy.config.schema import SuiteConfig, SuiteFile
@@ -27,6 +25,8 @@ from kl_comedy.evaluation.records import SuitePlan, SuiteRecords, choice_evaluat
 from kl_comedy.evaluation.scores import check_ks, default_ks, score_choices, score_completions
 from kl_comedy.evaluation.suites import get_suite, resolve_template, suite_problems, suite_prompts
 from kl_comedy.models import LoadedModel, load_model, weights_hash
+from kl_comedy.phases import within
+from kl_comedy.progress import stages
 from kl_comedy.records import Problem
 from kl_comedy.registry import ROLLOUTS, PluginSet
 from kl_comedy.rewards import RewardSum
@@ -140,12 +140,19 @@ def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
     # As in training, or the scores before, during and after it could not be compared.
     settings = EvalSettings(samples=config.eval.samples, sampling=eval_sampling(config), measure=measure)
     rows = []
-    with RewardSum(config.rewards) as scorer, _backend(config, loaded, None) as backend:
-        for eval_set in render_prompts(config, problems, loaded).evals:
+    with (
+        RewardSum(config.rewards) as scorer,
+        _backend(config, loaded, None) as backend,
+        stages(console, transient=True) as show,
+    ):
+        eval_sets = render_prompts(config, problems, loaded).evals
+        for number, eval_set in enumerate(eval_sets):
+            show("evaluating sets", number, len(eval_sets))
             # The seed of a run's own evaluations, so that scores here and there can be compared.
             seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
-            with console.status(f"evaluating {eval_set.name} ({len(eval_set.prompts)} problems)"):
+            with within(eval_set.name):
                 result = evaluate_set(backend, scorer, eval_set, settings, seed=seed)
+            show("evaluating sets", number + 1, len(eval_sets))
             scores = result.row()
             rows.append(
                 {
@@ -173,10 +180,6 @@ def _backend(config: Config, loaded: LoadedModel, folder: Path | None) -> Iterat
         yield backend
     finally:
         backend.close()
-
-
-PLAIN_EVERY_S = 5.0
-"""How often progress is printed where stderr is not a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,28 +300,20 @@ def _plugins(config: Config, suite: SuiteConfig) -> PluginSet:
 
 @contextlib.contextmanager
 def _progress(console: Console, records: SuiteRecords) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal, else a line every few seconds; problems of earlier calls count as done."""
+    """Progress in problems; those of earlier calls count as done. Yields the function that advances it."""
     plan = records.plan
     total = len(plan.prompts)
     # So that the bar of a resumed evaluation does not begin at zero.
     done = total - sum(len(plan.problems_of(chunk)) for chunk in records.missing())
-    if console.is_terminal:
-        with Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console) as bar:
-            task = bar.add_task(plan.suite.name, total=total, completed=done)
-            yield lambda problems: bar.advance(task, problems)
-        return
+    with stages(console) as show:
+        show(f"{plan.suite.name} problems", done, total)
 
-    printed_at = time.monotonic()
+        def advance(problems: int) -> None:
+            nonlocal done
+            done += problems
+            show(f"{plan.suite.name} problems", done, total)
 
-    def advance(problems: int) -> None:
-        nonlocal done, printed_at
-        done += problems
-        is_due = time.monotonic() - printed_at >= PLAIN_EVERY_S
-        if is_due or done == total:
-            printed_at = time.monotonic()
-            console.print(f"{plan.suite.name} {done}/{total} problems", soft_wrap=True, highlight=False)
-
-    yield advance
+        yield advance
 
 
 def _report(records: SuiteRecords, target: Target, weights: str, request: EvaluationRequest) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kl_comedy.cli.certify_output import cosine_text
-from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins
+from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins, stdout_console
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
 from kl_comedy.redaction import printable
 
@@ -158,6 +157,7 @@ def _explain_recipe(name: str, format: str) -> None:
     """Print the gradient of each term of a recipe in words, and the certificate of all its terms in each regime."""
     from kl_comedy.kl import verdict
     from kl_comedy.kl.oracle.certificate import certify
+    from kl_comedy.lab.advice import what_to_use
     from kl_comedy.registry import OWN_PART, RECIPES
 
     if name not in RECIPES:
@@ -166,14 +166,16 @@ def _explain_recipe(name: str, format: str) -> None:
     terms: tuple[KLTerm, ...] = RECIPES.get(name).fn()
     # Together: the bias of a recipe is that of the sum of its terms.
     certificates = certify(name, terms) if terms else []
+    lines = what_to_use(terms)
     rows = []
     for term in terms:
         verdicts = {regime: verdict(term, regime) for regime in ("on_policy", "off_policy")}
         rows.append({"term": term.label(), "beta": str(term.beta), **verdicts})
     if format == "json":
-        print(json.dumps({"recipe": name, "terms": rows, "certificates": [c.row() for c in certificates]}, indent=1))
+        plain = {"recipe": name, "terms": rows, "certificates": [c.row() for c in certificates], "what_to_use": lines}
+        print(json.dumps(plain, indent=1))
         return
-    console = Console()
+    console = stdout_console()
     if not terms:
         console.print(f"{name}: no KL term")
         return
@@ -182,6 +184,7 @@ def _explain_recipe(name: str, format: str) -> None:
         table.add_row(*row.values())
     console.print(table)
     console.print(_numbers(certificates))
+    _print_list("What to use (docs/decision.md)", lines)
 
 
 def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | None = None) -> None:
@@ -189,6 +192,7 @@ def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | No
 
     ``summary`` is what JSON has besides, of a file.
     """
+    from kl_comedy.lab.advice import what_to_use
     from kl_comedy.lab.peers import advise, find_system, switched_on
 
     # Many users ask about flags that turn the KL off by default: what they would get is shown too.
@@ -197,12 +201,16 @@ def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | No
     if acting is not None:
         acting_plain = _plain(acting)
     advice = advise(find_system(reading.system))
+    # Flags without a KL say nothing to advise against; what they would be switched on does.
+    asked = acting or reading
+    lines = what_to_use(asked.terms or (), asked.holds_in)
     if format == "json":
         plain = {
             **(summary or {}),
             **_plain(reading),
             "switched_on": acting_plain,
             "advice": [_advice_row(item) for item in advice],
+            "what_to_use": lines,
         }
         print(json.dumps(plain, indent=1))
         return
@@ -215,6 +223,7 @@ def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | No
         print(f"\nSwitched on, as {acting.text}:")
         # Notes that were printed above are not repeated.
         _show(acting, known=(*reading.notes, *reading.no_ops))
+    _print_list("\nWhat to use", lines)
     print("\nIf you want")
     for item in advice:
         _print_advice(item)
@@ -240,7 +249,7 @@ def _show(reading: Reading, known: Sequence[str] = ()) -> None:
     else:
         print("It is: " + " + ".join(f"{term.label()}, beta {term.beta:g}" for term in reading.terms))
         certificates = list(reading.certificates().values())
-        Console().print(_numbers(certificates))
+        stdout_console().print(_numbers(certificates))
         for certificate in certificates:
             print(f"{_dashed(certificate.regime)}: {certificate.verdict}")
         # A framework may treat stale samples in a way that no term of ours has, and yet be one of ours on-policy.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kl_comedy.cli.common import Plugins, TableOrJson, load, message, plural, print_rows
+from kl_comedy.cli.common import Plugins, TableOrJson, load, message, options_in_a_record, plural, print_rows
 from kl_comedy.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -22,24 +22,30 @@ GPU_NAMES = "a100-40, a100-80, l40s-48, h100-80, h200-141, b200-180, ... or cpu"
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, e.g. train.strategy=fsdp")]
 
 
-def plan(
-    config: Annotated[Path, typer.Argument(help="A YAML config, e.g. configs/paper/on_policy_math_qwen.yaml")],
-    overrides: Overrides = None,
-    gpu: Annotated[str, typer.Option(help=GPU_NAMES)] = "h100-80",
-    gpus: Annotated[int | None, typer.Option(min=1, help="Devices per node; sets train.devices")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; sets train.nodes")] = None,
-    prompt_tokens: Annotated[int | None, typer.Option(help="Prompt length; default: data.prompt.max_tokens")] = None,
-    completion_tokens: Annotated[
-        int | None, typer.Option(help="Mean completion length; default: --longest-tokens")
-    ] = None,
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of ``kl-comedy plan``."""
+
+    config: Annotated[Path, typer.Argument(help="A YAML config, e.g. configs/paper/on_policy_math_qwen.yaml")]
+    overrides: Overrides = None
+    gpu: Annotated[str, typer.Option(help=GPU_NAMES)] = "h100-80"
+    gpus: Annotated[int | None, typer.Option(min=1, help="Devices per node; sets train.devices")] = None
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; sets train.nodes")] = None
+    prompt_tokens: Annotated[int | None, typer.Option(help="Prompt length; default: data.prompt.max_tokens")] = None
+    completion_tokens: Annotated[int | None, typer.Option(help="Mean completion length; default: --longest-tokens")] = (
+        None
+    )
     longest_tokens: Annotated[
         int | None, typer.Option(help="Longest completion of a batch; default: rollout.max_new_tokens")
-    ] = None,
-    split: Annotated[int | None, typer.Option(min=1, help="Devices to divide between ranks and engines")] = None,
-    fail_if_too_big: Annotated[bool, typer.Option("--fail-if-too-big", help="Exit 1 if it does not fit")] = False,
-    format: TableOrJson = "table",
-    plugin: Plugins = None,
-) -> None:
+    ] = None
+    split: Annotated[int | None, typer.Option(min=1, help="Devices to divide between ranks and engines")] = None
+    fail_if_too_big: Annotated[bool, typer.Option("--fail-if-too-big", help="Exit 1 if it does not fit")] = False
+    format: TableOrJson = "table"
+    plugin: Plugins = None
+
+
+@options_in_a_record
+def plan(wanted: PlanOptions) -> None:
     """Estimate memory per device by component, time of each part of an update, idle time and device hours of a run.
 
     From the architecture alone: no weights are loaded. Says what does not fit, which settings would make it fit, what
@@ -47,26 +53,25 @@ def plan(
 
     Example: `kl-comedy plan configs/paper/on_policy_math_qwen.yaml --gpu h100-80 --split 8`
     """
-    from kl_comedy.lab.planning.plan import Plan, splits
+    from kl_comedy.lab.planning.plan import Lengths, Plan, splits
     from kl_comedy.lab.planning.sizes import device_named
 
     # The options come last, so that they win over an override of the same key.
-    changes = list(overrides or [])
-    if gpus is not None:
-        changes.append(f"train.devices={gpus}")
-    if nodes is not None:
-        changes.append(f"train.nodes={nodes}")
-    loaded = load(config, changes, plugin)
-    device = device_named(gpu)
+    changes = list(wanted.overrides or [])
+    if wanted.gpus is not None:
+        changes.append(f"train.devices={wanted.gpus}")
+    if wanted.nodes is not None:
+        changes.append(f"train.nodes={wanted.nodes}")
+    loaded = load(wanted.config, changes, wanted.plugin)
+    device = device_named(wanted.gpu)
+    lengths = Lengths(prompt=wanted.prompt_tokens, completion=wanted.completion_tokens, longest=wanted.longest_tokens)
     # Before the splits: a mistake in the tokens is one of the plan, and should be reported as such.
-    planned = Plan(loaded, device, prompt=prompt_tokens, completion=completion_tokens, longest=longest_tokens)
+    planned = Plan(loaded, device, lengths)
     divided: Sequence[Split] = ()
-    if split is not None:
-        divided = splits(
-            loaded, device, split, prompt=prompt_tokens, completion=completion_tokens, longest=longest_tokens
-        )
+    if wanted.split is not None:
+        divided = splits(loaded, device, wanted.split, lengths)
 
-    if format == "json":
+    if wanted.format == "json":
         print(json.dumps(_as_json(planned, divided), indent=1))
     else:
         _show(planned)
@@ -74,10 +79,10 @@ def plan(
             _show_splits(divided)
     # Splits are sorted: those that fit first, and of these the fastest.
     if divided and divided[0].fits:
-        message(f"fastest of {split}: {shlex.join(divided[0].overrides)}")
+        message(f"fastest of {wanted.split}: {shlex.join(divided[0].overrides)}")
     _advise(planned)
     # Last, so that a script which stops at the exit code has the whole plan in its log.
-    if fail_if_too_big and not planned.fits:
+    if wanted.fail_if_too_big and not planned.fits:
         peak = f"{planned.peak_bytes / GIB:.1f} GiB"
         limit = f"{planned.limit_bytes / GIB:.1f} GiB"
         raise RunFailed(f"{peak} in one process, {limit} on {planned.device.name}")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from kl_comedy.cli.common import check_choice, choice_option, message
+from kl_comedy.cli.common import Options, check_choice, choice_option, message, print_frame, with_options
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import atomic_write
 from kl_comedy.redaction import redact_command
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from kl_comedy.tracking.selection import RunQuery, Selection
-
-Options = TypeVar("Options")
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 STATUSES = ("finished", "running", "failed", "killed", "all")
@@ -165,35 +162,6 @@ def command(app: typer.Typer, example: str) -> Callable[[Callable[..., Any]], Ca
     return register
 
 
-def with_options(function: Callable[[Options], Any], record: type[Options]) -> Callable[..., Any]:
-    """``function`` as typer reads it: with the fields of ``record`` as parameters, the command's own ones first.
-
-    Typer knows parameters of functions only. Written out, each command would repeat the ten options of :class:`Query`.
-    """
-
-    def call(**options: Any) -> Any:
-        return function(record(**options))
-
-    types = get_type_hints(record, include_extras=True)
-    own_names = inspect.get_annotations(record)
-    fields = list(dataclasses.fields(record))  # type: ignore[arg-type]
-    # Stable, so that both parts keep the order in which they were written.
-    fields.sort(key=lambda field: field.name not in own_names)
-    parameters = []
-    for field in fields:
-        parameter = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, annotation=types[field.name])
-        # dataclasses and inspect have each their own mark for "no default".
-        if field.default is not dataclasses.MISSING:
-            parameter = parameter.replace(default=field.default)
-        parameters.append(parameter)
-    vars(call)["__signature__"] = inspect.Signature(parameters)
-    call.__doc__ = function.__doc__
-    call.__name__ = function.__name__
-    # Typer asks for type hints beside the signature.
-    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return call
-
-
 def parse_options(record: type[Options], words: Sequence[str]) -> Options:
     """The record that the ``words`` of a command line stand for. Raises :class:`UserError` for a mistake in them."""
     parser = typer.Typer(add_completion=False)
@@ -231,7 +199,7 @@ def write_table(made: ResultTable, format: str, out: Path | None, uri: str | Non
     if out is None:
         # A reader of the terminal saw them on stderr; who copies Markdown or LaTeX needs them in the text.
         notes_below = () if format in ("text", "table") else made.notes
-        typer.echo(render(frame, format, notes_below))
+        print_frame(frame, format, notes_below)
         return
 
     if format == "parquet":

@@ -25,7 +25,9 @@ METRICS = {
 
 def train_and_show(config: Config, console: Console, command: str) -> None:
     """Check everything that needs no model, train unless the run is finished, and print how it ended."""
-    show_outcome(train_unless_finished(config, console, command), console)
+    outcome = train_unless_finished(config, console, command)
+    has_evaluation = bool(config.data.eval or config.eval.suites)
+    show_outcome(outcome, console, has_evaluation=has_evaluation)
 
 
 FAST_DEV_RUN = (
@@ -68,14 +70,17 @@ def try_and_show(given: str, overrides: Sequence[str], config: Config, console: 
     console.print(f"fast dev run: {tried_what} in {seconds:.0f} s; nothing was kept", highlight=False, soft_wrap=True)
 
 
-def show_outcome(outcome: Outcome, console: Console) -> None:
-    """Print evaluation before and after, the run id, and commands to evaluate, plot and tabulate."""
+def show_outcome(outcome: Outcome, console: Console, *, has_evaluation: bool = True) -> None:
+    """Print evaluation before and after, the run id, and commands to evaluate, plot and tabulate.
+
+    ``has_evaluation``: whether the config names something to evaluate on.
+    """
     path = outcome.run.path
     if outcome.already_finished:
         console.print(f"{path} is already finished; nothing to do (resume=never trains again)", soft_wrap=True)
     console.print(_scores_table(outcome.summary))
     # A command may hold brackets, which are no markup here, and could not be copied from a wrapped line.
-    for line in _lines_about_run(outcome.summary, path):
+    for line in _lines_about_run(outcome.summary, path, has_evaluation):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -86,43 +91,57 @@ def _scores_table(summary: Mapping[str, Any]) -> Table:
     for key, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
         for name, history in summary.get(key, {}).items():
             # JSON has texts as keys: "10" must come after "9".
-            ordered = sorted((int(update), value) for update, value in history.items())
-            first = ordered[0][1]
-            last_update, last = ordered[-1]
-            change = f"{first:.3f} -> {last:.3f} ({last - first:+.3f})"
-            # The run's policy is that of its last update, at which it may not have been evaluated.
-            if last_update != summary.get("steps", last_update):
-                change += f" at update {last_update}"
-            table.add_row(f"{name} {score}", change)
+            score_of_update = {int(update): value for update, value in history.items()}
+            table.add_row(f"{name} {score}", _change(score_of_update, summary.get("steps")))
     for key, title in METRICS.items():
         if key in summary.get("metrics", {}):
             table.add_row(title, f"{summary['metrics'][key]:.3f}")
     return table
 
 
-def _lines_about_run(summary: Mapping[str, Any], path: Path) -> list[str]:
+def _change(score_of_update: Mapping[int, float], steps: int | None) -> str:
+    """A score at the first and at the last update that was evaluated, in a run of ``steps`` updates.
+
+    >>> _change({0: 0.25, 8: 0.5}, 8), _change({6: 0.25}, 8)
+    ('0.250 -> 0.500 (+0.250)', '0.250 at update 6')
+    """
+    first_update = min(score_of_update)
+    last_update = max(score_of_update)
+    last = score_of_update[last_update]
+    if first_update == last_update:
+        # A single evaluation is no change of zero.
+        return f"{last:.3f} at update {last_update}"
+    first = score_of_update[first_update]
+    change = f"{first:.3f} -> {last:.3f} ({last - first:+.3f})"
+    # The run's policy is that of its last update, at which it may not have been evaluated.
+    if steps is not None and last_update != steps:
+        change += f" at update {last_update}"
+    return change
+
+
+def _lines_about_run(summary: Mapping[str, Any], path: Path, has_evaluation: bool) -> list[str]:
     """How the run ended, where it is, and the commands that repeat, evaluate and show it."""
     uri = summary["mlflow_uri"]
     is_tracked = uri != "none"
     ending = f"{summary['name']} seed {summary['seed']}: {summary['status'].lower()}"
     if summary.get("seconds"):
         ending += f" in {summary['seconds']:.0f} s"
-    if summary["run_id"]:
+    is_uploaded = summary["run_id"] is not None
+    if is_uploaded:
         place = f"run {summary['run_id']} in {path}"
     elif is_tracked:
         place = f"run (MLflow not reached; metrics are in the folder) in {path}"
     else:
         place = f"run in {path}"
 
-    lines = [
-        ending,
-        place,
-        "to repeat, evaluate and compare it:",
-        summary["command"],
-        summary["evaluate_command"],
-    ]
-    if is_tracked:
+    lines = [ending, place, "to repeat, evaluate and compare it:", summary["command"]]
+    if has_evaluation:
+        lines.append(summary["evaluate_command"])
+    if is_tracked and is_uploaded:
         option = f"--uri {shlex.quote(uri)}"
         lines.append(f"kl-comedy results table {option}")
         lines.append(f"kl-comedy results plot {option} --metric train/reward --out reward.svg")
+    elif is_tracked:
+        # A table of a store that has not got the run would be empty, or not be there at all.
+        lines.append(f"kl-comedy results sync {shlex.quote(str(path))}")
     return lines

@@ -11,11 +11,19 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins, message
+from kl_comedy.cli.common import (
+    Plugins,
+    TableOrJson,
+    load_plugins,
+    message,
+    print_frame,
+    stderr_console,
+    stdout_console,
+)
 from kl_comedy.cli.completion import complete_config, complete_override
+from kl_comedy.cli.sweep_progress import sweep_progress
 from kl_comedy.config import standalone_text
 from kl_comedy.config.shipped import find_config
 from kl_comedy.errors import RunFailed, UserError, error_prefix
@@ -28,11 +36,8 @@ from kl_comedy.slurm.grid import read_grid, split_axes
 from kl_comedy.slurm.manifest import FILE, Cell, Manifest, Sweep, plan, read_sweep, write_sweep
 from kl_comedy.slurm.profile import Profile, profile_file, read_profile
 from kl_comedy.slurm.scripts import array_ranges, scripts
-from kl_comedy.slurm.status import CellStatus, SweepStatus, missing_work, read_status
+from kl_comedy.slurm.status import CellStatus, SweepStatus, missing_work, read_status, seeds_table
 from kl_comedy.slurm.submit import Work
-
-PIPE_WIDTH = 200
-"""Columns where stdout is not a terminal, so that nothing is cut."""
 
 SweepArgument = Annotated[Path, typer.Argument(metavar="SWEEP", help="A sweep's folder, or its name under sweeps/")]
 Slurm = Annotated[str | None, typer.Option(help="Site profile: a name in slurm/profiles, or a .yaml file")]
@@ -138,7 +143,7 @@ def status(sweep: SweepArgument, format: TableOrJson = "table") -> None:
             "evaluated": _evaluation_state(row, sweep_status),
         }
         table.add_row(*(printable(str(texts[column])) for column in columns))
-    console = _stdout_console()
+    console = stdout_console()
     console.print(table)
     console.print(sweep_status.summary(), highlight=False)
 
@@ -376,11 +381,14 @@ def _submit(sweep: Sweep, profile: Profile, file: Path, work: Work) -> None:
 def _run_here(sweep: Sweep, work: Work, workers: int, finished_elsewhere: frozenset[int]) -> None:
     """Run cells on this machine until they end. Raises :class:`RunFailed` where some did not finish."""
     try:
-        local_runs.run_local(sweep, work, workers, message)
+        with sweep_progress(sweep, stderr_console()) as watch:
+            local_runs.run_local(sweep, work, workers, message, watch)
     except KeyboardInterrupt:
         raise RunFailed(f"stopped; resume with: kl-comedy resubmit {sweep.path}") from None
+    sweep_status = read_status(sweep)
+    _print_results(sweep, sweep_status)
     unfinished = 0
-    for row in read_status(sweep).rows:
+    for row in sweep_status.rows:
         if row.state != "FINISHED" and row.cell not in finished_elsewhere:
             unfinished += 1
     if unfinished:
@@ -388,6 +396,20 @@ def _run_here(sweep: Sweep, work: Work, workers: int, finished_elsewhere: frozen
             f"{unfinished} of {len(sweep.manifest.cells)} cells did not finish; "
             f"see: kl-comedy status {sweep.path}; then: kl-comedy resubmit {sweep.path}"
         )
+
+
+def _print_results(sweep: Sweep, sweep_status: SweepStatus) -> None:
+    """Print the table of the sweep's report, and where the report is."""
+    message(sweep_status.summary())
+    table = seeds_table(sweep, sweep_status)
+    if table is not None:
+        print_frame(table)
+    # The page with figures where a store has the runs, else the page of tables.
+    for name in ("report.html", "report.md"):
+        page = sweep.path / "report" / name
+        if page.is_file():
+            message(f"report: {page}")
+            return
 
 
 def _last_place(sweep: Sweep) -> Place:
@@ -426,7 +448,7 @@ def _print_plan(sweep: Sweep, profile: Profile | None, format: str) -> None:
         print(f"### {name}.sbatch\n{text}")
     for command in commands:
         print(f"$ {command}")
-    _stdout_console().print(_cells_table(sweep))
+    stdout_console().print(_cells_table(sweep))
 
 
 def _cells_table(sweep: Sweep) -> Table:
@@ -450,14 +472,6 @@ def _cells_table(sweep: Sweep) -> Table:
         texts += [cell.values.get(key, "") for key in keys]
         table.add_row(*texts, cell.config_hash)
     return table
-
-
-def _stdout_console() -> Console:
-    console = Console(markup=False)
-    # A pipe has no width, and rich would wrap tables at 80 columns.
-    if console.is_terminal:
-        return console
-    return Console(width=PIPE_WIDTH, markup=False)
 
 
 def _read_status(sweep: Sweep) -> SweepStatus:

@@ -120,11 +120,12 @@ class DatasetConfig:
 
     dataset: str = option("pocket", "The [loader](#names).", registry="datasets")
     name: str | None = option(None, "`hub`: the dataset. `reasoning_gym`: the task.")
-    path: str | None = option(None, "`jsonl`, `parquet`: the file.")
+    path: str | None = option(None, "`csv`, `jsonl`, `parquet`: the file. `saved`: the folder.")
     subset: str | None = option(None, "`hub`: the configuration.")
     split: str | None = option(
         None,
-        "`hub`: the split. `pocket`: `train`, `heldout`, `two_terms`, `four_terms`, `three_digits`, `subtraction`.",
+        "`hub`, `saved`: the split. `pocket`: `train`, `heldout`, `two_terms`, `four_terms`, `three_digits`, "
+        "`subtraction`.",
     )
     fields: dict[str, str] = option(
         dict, "Our names (`text`, `answer`, `id`, `choices`, or meta fields) to the source's."
@@ -133,8 +134,9 @@ class DatasetConfig:
     seed: int = option(0, "0: the first `limit` rows; else a random subset. Procedural datasets: their seed.")
     options: dict[str, Any] = option(
         dict,
-        "Files and `hub`: `text_after`, `answer_after`, `answer_boxed`, `render_choices`; `hub` also `revision`; "
-        "`pocket`: `terms`, `digits`; `reasoning_gym`: the task's settings, `text_field`, `text_after`.",
+        "Files, `saved` and `hub`: `text_after`, `answer_after`, `answer_boxed`, `render_choices`; `hub` also "
+        "`revision`, `csv` also `delimiter`; `pocket`: `terms`, `digits`; `reasoning_gym`: the task's settings, "
+        "`text_field`, `text_after`.",
     )
 
 

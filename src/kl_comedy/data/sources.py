@@ -1,4 +1,4 @@
-"""Problems from local files (JSONL, Parquet), from the Hugging Face hub, and from reasoning-gym's procedural tasks.
+"""Problems from local files (CSV, JSONL, Parquet), saved datasets, the Hugging Face hub, and reasoning-gym's tasks.
 
 Every loader raises :class:`UserError` for options it does not know and for settings it would ignore.
 
@@ -12,6 +12,7 @@ far apart; decontamination counts what is still shared.
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,27 +41,171 @@ def refuse_unused(config: DatasetConfig, *settings: str, key: str) -> None:
 @DATASETS.register("jsonl", source="JSON Lines: one RFC 8259 object per line, UTF-8")
 def jsonl(config: DatasetConfig, *, key: str) -> list[Problem]:
     """A local JSONL file; an error names the file and line of the malformed row."""
-    return _read_file(config, ".jsonl", key=key)
+    options = parse_record(RowOptions, config.options, key=f"{key}.options")
+    path = _file_of(config, key)
+    return read_rows(_jsonl_rows(path), config, options, key=key, source=str(path))
 
 
 @DATASETS.register("parquet", source="Apache Parquet, read with pyarrow")
 def parquet(config: DatasetConfig, *, key: str) -> list[Problem]:
     """A local Parquet file; an error names the file and number of the malformed row."""
-    return _read_file(config, ".parquet", key=key)
-
-
-def _read_file(config: DatasetConfig, suffix: str, *, key: str) -> list[Problem]:
     options = parse_record(RowOptions, config.options, key=f"{key}.options")
+    path = _file_of(config, key)
+    # Parquet has no lines: a row is named by its number.
+    rows = _numbered(str(path), path.stem, _parquet_rows(path, key))
+    return read_rows(rows, config, options, key=key, source=str(path))
+
+
+def _file_of(config: DatasetConfig, key: str) -> Path:
+    """The file that ``path`` names. Raises :class:`UserError` for settings that are not those of a file."""
     refuse_unused(config, "name", "subset", "split", key=key)
     if not config.path:
         raise UserError(f"{key}.path: the dataset {config.dataset!r} needs the path of a file")
-    path = existing_file(Path(config.path).expanduser(), f"{key}.path")
-    if suffix == ".jsonl":
-        rows = _jsonl_rows(path)
+    return existing_file(Path(config.path).expanduser(), f"{key}.path")
+
+
+def _delimiter(value: object, key: str) -> str:
+    """``value`` where it can separate fields. Raises :class:`UserError`."""
+    if isinstance(value, str) and len(value) == 1 and value not in '"\r\n':
+        return value
+    raise bad_value(key, value, "one character that is not a quote or a line end")
+
+
+@dataclass
+class CsvOptions(RowOptions):
+    """Options of ``csv``."""
+
+    delimiter: str = option(",", "The character between two fields.", parse=_delimiter)
+
+
+@DATASETS.register("csv", source="RFC 4180, UTF-8, with a header")
+def csv_file(config: DatasetConfig, *, key: str) -> list[Problem]:
+    """A local CSV file whose first line names the columns; an error names the file and line of the malformed row."""
+    options = parse_record(CsvOptions, config.options, key=f"{key}.options")
+    path = _file_of(config, key)
+    return read_rows(_csv_rows(path, options.delimiter), config, options, key=key, source=str(path))
+
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+"""What spreadsheets write before the first column's name."""
+
+
+def _csv_rows(path: Path, delimiter: str) -> Rows:
+    """The rows of a file by the names in its first line. Every value is text.
+
+    A field in quotes may hold line ends: a row is named by the line on which it begins, counted from 1.
+    """
+    with path.open("rb") as file:
+        # strict: a quote in the wrong place would else end a field early, and the text would be wrong without a word.
+        reader = csv.reader(_text_lines(file, path), delimiter=delimiter, strict=True)
+        names: list[str] = []
+        first_blank = None
+        row_number = 0
+        last_line = 0
+        while True:
+            place = f"{path}:{last_line + 1}"
+            try:
+                values = next(reader, None)
+            except csv.Error as error:
+                raise UserError(f"{place}: malformed CSV: {error}") from error
+            if values is None:
+                return
+            last_line = reader.line_num
+            if not values:
+                # As in JSONL: blank lines at the end are harmless, one between rows may be a lost row.
+                first_blank = first_blank or place
+                continue
+            if first_blank:
+                raise UserError(f"{first_blank}: blank line between rows; remove it")
+            if not names:
+                names = _column_names(values, place)
+                continue
+            row_number += 1
+            if len(values) != len(names):
+                raise UserError(
+                    f"{place}: {len(values)} fields, but the first line names {len(names)} columns; a field that holds "
+                    f"{delimiter!r} must be in double quotes"
+                )
+            yield place, f"{path.stem}/{row_number}", dict(zip(names, values, strict=True))
+
+
+def _text_lines(file: Iterable[bytes], path: Path) -> Iterator[str]:
+    """The lines of a file as text, with their ends. Raises :class:`UserError` for a line that is not UTF-8."""
+    for number, line in enumerate(file, start=1):
+        content = line.removeprefix(BYTE_ORDER_MARK) if number == 1 else line
+        try:
+            yield content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path}:{number}: not UTF-8 (byte {error.start + 1} of the line: {error.reason})"
+            ) from error
+
+
+def _column_names(names: list[str], place: str) -> list[str]:
+    """The names of the columns. Raises :class:`UserError` for one that is empty or occurs twice."""
+    known = set()
+    for number, name in enumerate(names, start=1):
+        if not name.strip():
+            raise UserError(f"{place}: column {number} has no name; the first line must name every column")
+        if name in known:
+            raise UserError(f"{place}: the column {shown(name)} occurs twice")
+        known.add(name)
+    return names
+
+
+@DATASETS.register("saved", source="datasets.load_from_disk; no code is run")
+def saved(config: DatasetConfig, *, key: str) -> list[Problem]:
+    """A folder that ``save_to_disk`` of the library datasets wrote: path, and split where it holds several."""
+    options = parse_record(RowOptions, config.options, key=f"{key}.options")
+    refuse_unused(config, "name", "subset", key=key)
+    if not config.path:
+        raise UserError(f"{key}.path: the dataset 'saved' needs the path of a folder")
+    folder = Path(config.path).expanduser()
+    if not is_saved(folder):
+        raise bad_value(f"{key}.path", config.path, "a folder that save_to_disk wrote (with state.json)")
+    label = str(folder)
+    # A DatasetDict is a folder of datasets, one per split.
+    if (folder / SPLITS).is_file():
+        splits = _saved_splits(folder / SPLITS, key)
+        if config.split not in splits:
+            raise bad_value(f"{key}.split", config.split, splits)
+        label = f"{folder}[{config.split}]"
+        folder = folder / str(config.split)
     else:
-        # Parquet has no lines: a row is named by its number.
-        rows = _numbered(str(path), path.stem, _parquet_rows(path, key))
-    return read_rows(rows, config, options, key=key, source=str(path))
+        refuse_unused(config, "split", key=key)
+    rows = _numbered(label, folder.name, _saved_rows(folder, key))
+    return read_rows(rows, config, options, key=key, source=label)
+
+
+SPLITS = "dataset_dict.json"
+"""Names the splits of a saved DatasetDict."""
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether ``save_to_disk`` wrote the folder, of one dataset or of several."""
+    return (folder / "state.json").is_file() or (folder / SPLITS).is_file()
+
+
+def _saved_splits(file: Path, key: str) -> list[str]:
+    """The names of the splits. Raises :class:`UserError` for a file that does not list them."""
+    try:
+        splits = json.loads(file.read_text("utf-8"))["splits"]
+        # Names of folders below this one, not paths that lead elsewhere.
+        return [Path(str(split)).name for split in splits]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UserError(f"{key}.path: {file} does not list the splits: {type(error).__name__}: {error}") from error
+
+
+def _saved_rows(folder: Path, key: str) -> Any:
+    """The rows of a saved dataset. Raises :class:`UserError` where it cannot be read."""
+    import datasets
+
+    try:
+        return datasets.load_from_disk(str(folder))
+    except Exception as error:
+        # A missing file, a schema of a newer library, a broken Arrow file: dozens of classes.
+        reason = (str(error).strip() or "no reason given").split("\n")[0]
+        raise UserError(f"{key}.path: {folder} cannot be read: {type(error).__name__}: {reason}") from error
 
 
 def _numbered(label: str, stem: str, rows: Iterable[Mapping[str, Any]]) -> Rows:
@@ -193,6 +338,11 @@ def hub(config: DatasetConfig, *, key: str) -> list[Problem]:
     for setting, example in (("name", "openai/gsm8k"), ("split", "train")):
         if not getattr(config, setting):
             raise UserError(f"{key}.{setting}: the dataset 'hub' needs it, for example {key}.{setting}={example}")
+    if is_saved(Path(str(config.name)).expanduser()):
+        raise UserError(
+            f"{key}.name: {config.name} is a folder that save_to_disk wrote; set {key}.dataset=saved "
+            f"{key}.path={config.name} and leave {key}.name out"
+        )
     label = f"{config.name}[{config.split}]"
     rows = _numbered(label, label, _download(config, options.revision, key=key))
     return read_rows(rows, config, options, key=key, source=label)
@@ -213,7 +363,7 @@ def _download(config: DatasetConfig, revision: str | None, *, key: str) -> Any:
         raise DatasetUnavailable(
             f"{key}: could not load the hub dataset ({given}): {type(error).__name__}: {reason}",
             "Without network access, download it once elsewhere and use a local file: "
-            f"{key}.dataset=jsonl (or parquet) {key}.path=FILE",
+            f"{key}.dataset=jsonl (or csv, parquet) {key}.path=FILE",
         ) from error
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kl_comedy.evaluation.likelihood import ChoiceScorer, ChoiceSet
 from kl_comedy.evaluation.scores import EvalResult, score_choices
+from kl_comedy.phases import phase
 from kl_comedy.records import Prompt, Scored
 from kl_comedy.rewards import Scorer
 from kl_comedy.rollouts import RolloutBackend, Sampling
@@ -50,6 +51,7 @@ def evaluate(
     samples = settings.samples
     sampling = eval_set.sampling or settings.sampling
     rollouts = backend.generate(eval_set.prompts, group_size=samples, sampling=sampling, seed=seed)
+    phase("scoring")
     rows = (eval_set.scorer or scorer).score(rollouts)
 
     rewards = [row.reward.value for row in rows]
@@ -64,6 +66,7 @@ def evaluate(
         "truncated_share": sum(truncated) / len(rows),
     }
     if settings.measure is not None:
+        phase("measuring the policy")
         # KL and entropy are of the completions that were scored, so that both describe one sample.
         values |= settings.measure(rows)
     return EvalResult(

@@ -104,9 +104,10 @@ class KLTerm:
     )
     beta: Beta = option(
         1.0,
-        "At least 0 (negative where the betas of the other terms outweigh it); a schedule `{start, end, steps, "
-        "shape: linear or cosine}` in updates; or `{target: nats}`, adapted to the KL per completion to `reference`, "
-        "exact where measured, else k1 (`init` 0.1, `gain` 0.1, `minimum` 1e-06, `maximum` 1000).",
+        "What the loss gains per nat, without unit. At least 0 (negative where the betas of the other terms outweigh "
+        "it); a schedule `{start, end, steps, shape: linear or cosine}` in updates; or `{target: nats}`, adapted to "
+        "the KL per completion to `reference`, exact where measured, else k1 (`init` 0.1, `gain` 0.1, `minimum` "
+        "1e-06, `maximum` 1000).",
         parse=partial(parse_beta, signed=True),
     )
     baseline: str | None = option(
@@ -125,7 +126,7 @@ class KLTerm:
         choices=CAP_MODES,
     )
     window: int | None = option(
-        None, "How many of the last ratios a prefix ratio multiplies; by default all.", minimum=1
+        None, "How many tokens' ratios, the last ones, a prefix ratio multiplies; by default all.", minimum=1
     )
     input_clamp: float | None = option(
         None, "Bound of the log-ratio (nats, both sides); no gradient beyond it. Logged.", above=0

@@ -14,15 +14,14 @@ from kl_comedy.kl.oracle.gradients import initial_beta
 from kl_comedy.tracking.figures import (
     COLUMN,
     PAGE,
-    Look,
     check_suffix,
     legend_below,
-    look,
     new_figure,
     paper_style,
     plain_ticks,
     save_figure,
 )
+from kl_comedy.tracking.looks import Line, LineLook, line_looks
 
 if TYPE_CHECKING:
     from kl_comedy.kl import KLTerm
@@ -60,10 +59,9 @@ def plot_certificates(certificates: Sequence[Certificate], path: Path) -> None:
     for unused in panels[panel_count:]:
         unused.set_axis_off()
 
-    for number, group in enumerate(groups):
+    for group, style in zip(groups, _looks(groups), strict=True):
         first = group[0]
-        style = look(number)
-        length_panel.plot(LENGTHS, curves[first.name], label=_label(group), **style)
+        length_panel.plot(LENGTHS, curves[first.name], label=_label(group), **style.of_line())
         for regime, axes in regime_panels.items():
             points = [(max(_bias(c), FLOOR), c.variance) for c in first.certificates if c.regime == regime]
             axes.plot(*zip(*points, strict=True), **_mark(style))
@@ -72,8 +70,8 @@ def plot_certificates(certificates: Sequence[Certificate], path: Path) -> None:
         axes.set(xscale="log", yscale="log", title=f"Bias and variance, {REGIMES[regime]}")
         # To 2 at least: a relative bias of 1 is no gradient at all, which a reader looks for.
         axes.set_xlim(FLOOR / 1.5, max(2.0, axes.get_xlim()[1]))
-        axes.set_xlabel(f"relative bias to the sequence-level reverse KL\n(left edge: at most {FLOOR:g})")
-        axes.set_ylabel("variance of one completion's gradient\n/ |G*|²")
+        axes.set_xlabel(f"relative bias to the sequence-level reverse KL\n(log axis; left edge: at most {FLOOR:g})")
+        axes.set_ylabel("variance of one completion's gradient\n/ |G*|² (log axis)")
         plain_ticks(axes.xaxis)
         plain_ticks(axes.yaxis)
     length_panel.set(title="Bias by length, on-policy, binary policies", ylabel="relative bias")
@@ -107,6 +105,21 @@ def _configurations_that_look_equal(
     return list(groups.values())
 
 
+def _looks(groups: Sequence[Sequence[_Configuration]]) -> list[LineLook]:
+    """The look of each group: colour and marker are those of the KL family of its first configuration in every figure.
+
+    Configurations of one family, as those whose terms have other betas, differ in line style.
+    """
+    lines: dict[Line, dict[str, str]] = {}
+    for group in groups:
+        first = group[0]
+        # A term's label has no beta, and so is its family.
+        family = " + ".join(term.label() for term in first.certificates[0].terms)
+        # The number of the group: names sort otherwise, and the first group of a family has the family's plain look.
+        lines[Line(label=first.name, family=family)] = {"group": str(len(lines))}
+    return list(line_looks(lines).values())
+
+
 def _label(group: Sequence[_Configuration]) -> str:
     """The first two names of a group, and how many more there are."""
     label = ", ".join(configuration.name for configuration in group[:2])
@@ -119,9 +132,12 @@ def _bias(certificate: Certificate) -> float:
     return certificate.relative_bias["sequence_reverse"]
 
 
-def _mark(style: Look) -> dict[str, Any]:
-    """Only the marker of a look, large enough to stand alone."""
-    return {**style, "linestyle": "none", "markersize": 4.5, "alpha": 0.85}
+def _mark(style: LineLook) -> dict[str, Any]:
+    """Only the marker of a look, large enough to stand alone; filled ones in front of open ones."""
+    zorder = 3.0
+    if style.fill != "full":
+        zorder = 2.5
+    return style.of_line() | {"linestyle": "none", "markersize": 4.5, "alpha": 0.85, "zorder": zorder}
 
 
 def _biases_by_length(configurations: Mapping[str, Sequence[KLTerm]]) -> dict[str, list[float]]:

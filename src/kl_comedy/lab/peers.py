@@ -32,6 +32,7 @@ import yaml
 from kl_comedy.errors import UserError, bad_value, shown, unknown_key
 from kl_comedy.kl import REGIMES, KLTerm
 from kl_comedy.kl.oracle.certificate import Certificate, certify
+from kl_comedy.lab.advice import advised
 
 Value = bool | float | str | None
 Rules = Sequence[Mapping[str, Any]]
@@ -286,26 +287,27 @@ class Goal:
     words: str
 
 
+# The recipes are those of the advice, so that this table cannot recommend something else.
 GOALS = {
     "sequence": Goal(
         name="sequence",
         target="sequence_reverse",
         regime="on_policy",
-        recipe="rb/full",
+        recipe=advised("fresh_full"),
         words="the reverse KL of whole completions, on-policy",
     ),
     "off_policy": Goal(
         name="off_policy",
         target="token_reverse",
         regime="off_policy",
-        recipe="rb/token",
+        recipe=advised("stale_full"),
         words="a per-token reverse KL, right on stale batches",
     ),
     "low_noise": Goal(
         name="low_noise",
         target="token_reverse",
         regime="on_policy",
-        recipe="rb/token",
+        recipe=advised("stale_full"),
         words="little noise, per token, on-policy",
     ),
 }

@@ -14,6 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.attention import use_layout_attention
+from kl_comedy.phases import phase
 from kl_comedy.records import Capabilities, Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import RolloutBackend, Sampling
@@ -157,8 +159,11 @@ class HFRollouts:
                     prompts_F = [prompts[group] for group in groups_F]
                     prompt_of = [groups_F.index(group) for group in groups_B]
                     model = self._loaded.model
-                    completions = decode(model, prompts_F, prompt_of, draws, version=self._version_of_next_pass)
+                    before_pass = partial(self._before_next_pass, draws, len(completion_of_row), len(order))
+                    completions = decode(model, prompts_F, prompt_of, draws, version=before_pass)
                 else:
+                    # transformers' generate has no place to report from before it is done.
+                    phase("sampling", len(completion_of_row), len(order))
                     prompts_B = [prompts[group] for group in groups_B]
                     pad_id = tokenizer.pad_token_id
                     completions = generate(causal, prompts_B, draws, pad_id=pad_id, version=self.version)
@@ -166,7 +171,9 @@ class HFRollouts:
         # Back in the order of the call, whatever the order of the batches was.
         return [completion_of_row[row] for row in range(len(groups))]
 
-    def _version_of_next_pass(self) -> int:
+    def _before_next_pass(self, draws: Draws, earlier: int, total: int) -> int:
+        """The version of the weights of the next pass. ``earlier`` completions are of the batches before."""
+        phase("sampling", earlier + sum(draws.ended), total)
         # The hook comes first: it may load new weights, which the pass then uses.
         if self._before_pass is not None:
             self._before_pass()

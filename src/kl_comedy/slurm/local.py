@@ -9,6 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from kl_comedy.errors import REQUEUE_EXIT_CODE
 from kl_comedy.processes import ChildProcess
@@ -25,6 +26,30 @@ RESUMABLE_EXIT_CODES = (REQUEUE_EXIT_CODE, -signal.SIGUSR1)
 Report = Callable[[str], None]
 
 
+@dataclass(frozen=True, kw_only=True)
+class StageState:
+    """How far a stage is. ``failures`` are among the cells that ``ended``; one that will resume has not ended."""
+
+    stage: str
+    cells: tuple[int, ...]
+    running: tuple[int, ...]
+    ended: frozenset[int]
+    failures: frozenset[int]
+
+    @property
+    def failed(self) -> int:
+        """The number of cells that failed."""
+        return len(self.failures)
+
+
+Watch = Callable[[StageState], None]
+"""Called several times per second while cells run."""
+
+
+def _watch_nothing(state: StageState) -> None:
+    """The default :data:`Watch`."""
+
+
 def record_local_submission(sweep: Sweep, work: Work, workers: int) -> None:
     """Record that this process is about to run ``work``, so that no other process does."""
     evaluate: tuple[int, ...] = ()
@@ -39,7 +64,7 @@ def record_local_submission(sweep: Sweep, work: Work, workers: int) -> None:
             sweep.record_submission(submission)
 
 
-def run_local(sweep: Sweep, work: Work, workers: int, report: Report) -> None:
+def run_local(sweep: Sweep, work: Work, workers: int, report: Report, watch: Watch = _watch_nothing) -> None:
     """Train, then evaluate what was trained, then write the report; ``workers`` cells at a time.
 
     A cell that fails is recorded and reported, and does not stop the others. SIGTERM and Ctrl-C stop the workers and
@@ -48,9 +73,10 @@ def run_local(sweep: Sweep, work: Work, workers: int, report: Report) -> None:
     # SIGTERM then raises KeyboardInterrupt, as Ctrl-C does, and the workers are stopped on the way out.
     handler_before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        trained = _run_stage(sweep, "train", work.train, workers, report)
+        show = _Shown(report=report, watch=watch)
+        trained = _run_stage(sweep, "train", work.train, workers, show)
         if sweep.manifest.evaluate is not None:
-            _run_stage(sweep, "evaluate", (*work.evaluate, *trained), workers, report)
+            _run_stage(sweep, "evaluate", (*work.evaluate, *trained), workers, show)
         # In a process of its own, as on a cluster: the report imports pandas, and its memory goes with it.
         writer = _start(sweep, "report")
         try:
@@ -82,12 +108,21 @@ def by_seed(sweep: Sweep, indices: tuple[int, ...]) -> list[int]:
     return sorted(indices, key=lambda index: (sweep.cell(index).seed, index))
 
 
-def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int, report: Report) -> list[int]:
+@dataclass(frozen=True, kw_only=True)
+class _Shown:
+    """Where a stage says what it does: lines about cells that ended, and its state while they run."""
+
+    report: Report
+    watch: Watch
+
+
+def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int, show: _Shown) -> list[int]:
     """Run a stage over ``indices``; return those that succeeded, in order."""
     # A worker that saved and asks to resume goes to the end, behind those that have not started.
     waiting = deque(by_seed(sweep, indices))
     running: dict[int, ChildProcess] = {}
     succeeded = []
+    failures = []
     try:
         while waiting or running:
             while waiting and len(running) < workers:
@@ -104,7 +139,17 @@ def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int,
                     waiting.append(index)
                 elif code == 0:
                     succeeded.append(index)
-                report(_outcome(sweep, stage, index, worker.pid, code))
+                else:
+                    failures.append(index)
+                show.report(_outcome(sweep, stage, index, worker.pid, code))
+            state = StageState(
+                stage=stage,
+                cells=indices,
+                running=tuple(sorted(running)),
+                ended=frozenset([*succeeded, *failures]),
+                failures=frozenset(failures),
+            )
+            show.watch(state)
     except BaseException:
         # KeyboardInterrupt too: workers are in sessions of their own, and a Ctrl-C does not reach them.
         _stop(running.values())

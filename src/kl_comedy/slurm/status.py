@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, UserError
 from kl_comedy.io import atomic_write, open_file, read_file, read_json
@@ -22,6 +22,9 @@ from kl_comedy.slurm.manifest import Attempt, Cell, Submission, Sweep
 from kl_comedy.slurm.submit import JobState, Work
 from kl_comedy.tracking.provenance import is_dead
 from kl_comedy.tracking.spool import UNREADABLE, decode_event
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # What is not missing comes first: MISSING is the rest, from PLANNED on.
 STATES = ("FINISHED", "RUNNING", "PENDING", "PLANNED", "STOPPED", "FAILED", "DIED", "CANCELLED")
@@ -412,6 +415,11 @@ def newest_runs(sweep: Sweep) -> dict[str, Path]:
     return {stem: sweep.runs / f"{stem}-{number}" for stem, number in newest.items()}
 
 
+def last_update(run: Path) -> int:
+    """The last update in the spool of a run's folder; 0 before the first."""
+    return _read_spool_end(run).step
+
+
 def _read_spool_end(run: Path) -> _SpoolEnd:
     """The last update in a run's spool. A spool that does not exist yet has none."""
     try:
@@ -471,24 +479,45 @@ RUN_SCORES = {"evaluations": "reward", "accuracies": "accuracy"}
 """What a run's own evaluations measured, by their key in its summary."""
 
 
+def seeds_table(sweep: Sweep, status: SweepStatus) -> pd.DataFrame | None:
+    """Mean and interval over seeds of each metric of the finished cells, a row per configuration; None without any."""
+    import pandas as pd
+
+    from kl_comedy.tracking.tables import readable
+
+    summary, metrics = _summary(pd.DataFrame(_cells_with_metrics(sweep, status)))
+    if not metrics:
+        return None
+    return readable(summary, ["name"])
+
+
+def _cells_with_metrics(sweep: Sweep, status: SweepStatus) -> list[dict[str, Any]]:
+    return [{**asdict(row), **cell_metrics(sweep, row)} for row in status.rows]
+
+
+def _summary(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Statistics of the metrics of cells over seeds, and these metrics."""
+    from kl_comedy.tracking.compare import summarize
+
+    # Metrics have a slash in their names, and the columns of CellStatus have none.
+    metrics = [str(name) for name in frame.columns if "/" in name]
+    # summarize counts runs by MLflow's statuses, which know neither DIED nor CANCELLED.
+    by_run_status = frame.assign(status=frame["state"].replace({"DIED": "FAILED", "CANCELLED": "KILLED"}))
+    return summarize(by_run_status, ["name"], metrics), metrics
+
+
 def write_report(sweep: Sweep, status: SweepStatus) -> Path:
     """Write report/{cells.csv, cells.json, table.csv, report.md}; return the path of report.md."""
     import pandas as pd
 
-    from kl_comedy.tracking.compare import summarize
     from kl_comedy.tracking.tables import readable, render
 
-    cells = [{**asdict(row), **cell_metrics(sweep, row)} for row in status.rows]
+    cells = _cells_with_metrics(sweep, status)
     frame = pd.DataFrame(cells)
-    # Metrics have a slash in their names, and the columns of CellStatus have none.
-    metrics = [name for name in frame.columns if "/" in name]
-
-    # summarize counts runs by MLflow's statuses, which know neither DIED nor CANCELLED.
-    by_run_status = frame.assign(status=frame["state"].replace({"DIED": "FAILED", "CANCELLED": "KILLED"}))
-    summary = summarize(by_run_status, ["name"], metrics)
-    seeds_table = "No cell has finished."
+    summary, metrics = _summary(frame)
+    table = "No cell has finished."
     if metrics:
-        seeds_table = render(readable(summary, ["name"]), "markdown")
+        table = render(readable(summary, ["name"]), "markdown")
 
     # The page is read by people; the csv and json beside it have every digit.
     rounded = frame[["cell", "name", "seed", "state", "step", "why", *metrics]]
@@ -504,7 +533,7 @@ Manifest {sweep.manifest.digest}, kl_comedy {sweep.manifest.package_version}.
 
 Mean and 95% interval (Student) of finished cells.
 
-{seeds_table}
+{table}
 
 ## Cells
 

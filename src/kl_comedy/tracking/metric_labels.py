@@ -1,12 +1,16 @@
-"""What axes say: the words and the unit of every metric. A test compares the names and units with docs/metrics.md.
+"""What axes and column heads say: words and unit of every metric, and the range that its values have.
+
+A test compares the names and units with docs/metrics.md.
 
 pi is the policy, ref the reference, mu the sampler. ``<x>`` stands for any part of a name.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
+from collections.abc import Iterable, Sequence
 
 PER_TOKEN = "nats/token"
 PER_COMPLETION = "nats/completion"
@@ -119,6 +123,20 @@ LABELS: dict[str, tuple[str, str]] = {
 }
 """Name to words and unit; of several that match, the first counts."""
 
+KEY_LABELS = {
+    "kl.label": "KL terms",
+    "kl.family": "KL family",
+    "kl.betas": "beta",
+    "kl.beta": "beta",
+    "optimizer.lr": "learning rate",
+    "lag.steps": "lag",
+    "algorithm.updates_per_batch": "updates of a batch",
+}
+"""Key of a group to its words; another key has its name without dots and underscores."""
+
+UNITS_OF_HEADS = ("nats", "tokens", "s", "updates")
+"""Units without a denominator that a column head says; a share or a mean reward is plain without its unit."""
+
 _MEASURED_BY_EVALUATION = re.compile(r"eval/([^/]+)/((?:kl|kl_error|policy)/.+)")
 """Metrics of training that an evaluation measures on its set too."""
 
@@ -145,12 +163,7 @@ def metric_label(metric: str) -> tuple[str, str]:
     >>> metric_label("eval/heldout/kl/exact_reverse_sequence"), metric_label("my/own_metric")
     (('held-out exact KL(π‖ref)', 'nats/completion'), ('my: own metric', ''))
     """
-    name = metric
-    eval_set = None
-    of_evaluation = _MEASURED_BY_EVALUATION.fullmatch(metric)
-    if of_evaluation is not None:
-        eval_set = of_evaluation[1]
-        name = of_evaluation[2]
+    eval_set, name = _split_evaluation(metric)
     for pattern, words, unit in _PATTERNS:
         match = pattern.fullmatch(name)
         if match is None:
@@ -171,6 +184,14 @@ def metric_label(metric: str) -> tuple[str, str]:
     return metric.replace("_", " ").replace("/", ": "), ""
 
 
+def _split_evaluation(metric: str) -> tuple[str | None, str]:
+    """The set of a metric that training has too and an evaluation measured, with its name there; else None, itself."""
+    of_evaluation = _MEASURED_BY_EVALUATION.fullmatch(metric)
+    if of_evaluation is None:
+        return None, metric
+    return of_evaluation[1], of_evaluation[2]
+
+
 def _with_eval_set(words: str, eval_set: str | None) -> str:
     if eval_set is None:
         return words
@@ -179,19 +200,110 @@ def _with_eval_set(words: str, eval_set: str | None) -> str:
     return f"{words} on {eval_set.replace('_', ' ')}"
 
 
-def axis_label(metric: str, width: int = 34) -> str:
-    """Words and unit on lines of at most about ``width`` characters.
+def _in_words(unit: str) -> tuple[str, str]:
+    """What a unit is per, in words, and the unit itself: ``nats/completion`` is nats per completion.
+
+    >>> _in_words("nats/completion"), _in_words("tokens/s"), _in_words("share")
+    (('per completion', 'nats'), ('', 'tokens/s'), ('', 'share'))
+    """
+    measure, _, denominator = unit.partition("/")
+    if denominator in ("token", "completion", "pair"):
+        return f"per {denominator}", measure
+    return "", unit
+
+
+def axis_label(metric: str, width: int = 34, notes: Sequence[str] = ()) -> str:
+    """Words and unit on lines of at most about ``width`` characters; ``notes`` say what else a reader of the axis must
+    know, as ``log axis``.
 
     >>> axis_label("train/reward"), axis_label("train/reward", 24)
     ('training reward (per completion)', 'training reward\\n(per completion)')
+    >>> axis_label("kl/exact_reverse_sequence", 60, ["log axis"])
+    'exact KL(π‖ref) per completion (nats, log axis)'
     """
     words, unit = metric_label(metric)
+    denominator, measure = _in_words(unit)
     # A metric's name in one piece is longer than the axis sometimes, but can still be searched for.
     lines = textwrap.wrap(words, width, break_long_words=False)
-    if not unit:
+    last_line = _bracketed(denominator, [measure, *notes])
+    if not last_line:
         return "\n".join(lines)
-    one_line = f"{words} ({unit})"
+    one_line = f"{words} {last_line}"
     if len(lines) == 1 and len(one_line) <= width:
         return one_line
-    # The unit in one piece, on a line of its own.
-    return "\n".join([*lines, f"({unit})"])
+    # The unit in one piece on a line of its own, and so the notes where there is not room for both.
+    if len(last_line) <= width:
+        return "\n".join([*lines, last_line])
+    own_lines = [_bracketed(denominator, [measure]), _bracketed("", notes)]
+    return "\n".join([*lines, *(line for line in own_lines if line)])
+
+
+def _bracketed(text: str, remarks: Sequence[str]) -> str:
+    """``text`` with those remarks that are not empty in brackets behind it."""
+    known = [remark for remark in remarks if remark]
+    if not known:
+        return text
+    return f"{text} ({', '.join(known)})".strip()
+
+
+def column_head(metric: str) -> str:
+    """The head of a metric's column in a table for reading.
+
+    >>> column_head("eval/heldout/reward"), column_head("eval/heldout/kl/exact_reverse_sequence")
+    ('held-out reward', 'held-out exact KL(π‖ref) per completion (nats)')
+    """
+    words, unit = metric_label(metric)
+    denominator, measure = _in_words(unit)
+    if denominator:
+        return f"{words} {denominator} ({measure})"
+    if unit in UNITS_OF_HEADS:
+        return f"{words} ({unit})"
+    return words
+
+
+def key_label(key: str) -> str:
+    """The words for a key by which runs are grouped, without ``params.`` or ``tags.``.
+
+    >>> key_label("optimizer.lr"), key_label("rollout.group_size")
+    ('learning rate', 'rollout group size')
+    """
+    return KEY_LABELS.get(key, key.replace(".", " ").replace("_", " "))
+
+
+_BETWEEN_0_AND_1 = re.compile(
+    r"train/reward(/.+)?|eval/[^/]+/reward|(kl|teacher|reference/[^/]+)/total_variation_token"
+)
+_NEVER_NEGATIVE = re.compile(
+    r"(kl|teacher|reference/[^/]+)/(exact|k2|k3|total_variation)_\w+"
+    r"|policy/(entropy|staleness|ratio|mismatch)\w*"
+    r"|train/(length|reward_std)|eval/[^/]+/(length|tokens)|grad/\w*norm|time/\w+|kl/log_ratio_max"
+)
+_SHARES_BELOW_0 = ("value/explained_variance",)
+"""Named a share, but negative where the value is worse than a constant."""
+
+
+def metric_range(metric: str, values: Iterable[float]) -> tuple[float, float]:
+    """The least and the greatest value that a metric can have: an interval beyond them is nonsense.
+
+    Shares and rewards are in [0, 1], exact KL, k2, k3, lengths and norms are not negative. A reward of another scale
+    shows itself in ``values``: where one of them is outside, there is no range.
+
+    >>> metric_range("train/reward", [0.5]), metric_range("train/reward", [0.5, -1.0])
+    ((0.0, 1.0), (-inf, inf))
+    """
+    _, name = _split_evaluation(metric)
+    _, unit = metric_label(metric)
+    low = -math.inf
+    high = math.inf
+    is_share = unit.startswith(SHARE) and name not in _SHARES_BELOW_0
+    if is_share or _BETWEEN_0_AND_1.fullmatch(name):
+        low = 0.0
+        high = 1.0
+    elif _NEVER_NEGATIVE.fullmatch(name):
+        low = 0.0
+    # Rounding puts an exact KL of 0 at -1e-9.
+    slack = 1e-6
+    known = [value for value in values if math.isfinite(value)]
+    if any(value < low - slack or value > high + slack for value in known):
+        return -math.inf, math.inf
+    return low, high

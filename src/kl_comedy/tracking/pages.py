@@ -106,21 +106,32 @@ def _cells(row: str) -> list[str]:
     return [cell.strip() for cell in _CELL_BORDER.split(row)[1:-1]]
 
 
-def verify_pages(path: Path, recompute: Recompute) -> list[dict[str, Any]]:
+def _show_nothing(done: int, total: int) -> None:
+    """The default progress."""
+
+
+def verify_pages(
+    path: Path, recompute: Recompute, *, progress: Callable[[int, int], None] = _show_nothing
+) -> list[dict[str, Any]]:
     """A row for each table of the page ``path``, or of the pages of a folder and of the README.md beside it.
 
     ``verdict``: ``same``, ``changed`` (``why`` says where), ``failed`` (its command fails), ``unchecked`` (``why``: the
     page's word; no export; one that lacks the curves) or ``no command``. ``cells`` counts those compared;
-    ``unchecked`` names columns that the export cannot give. Raises :class:`UserError` where there is no page.
+    ``unchecked`` names columns that the export cannot give. ``progress`` is called with the number of tables that are
+    verified, and of all. Raises :class:`UserError` where there is no page.
     """
-    verdicts = []
+    tables: list[tuple[Path, MarkdownTable]] = []
     for page in _pages(path):
-        for table in markdown_tables(page.read_text(encoding="utf-8")):
-            name = f"{page}:{table.line}"
-            verdict = {"table": name, "verdict": "no command", "cells": 0, "unchecked": "", "why": ""}
-            if table.command:
-                verdict |= _verify_table(table, page.resolve(), recompute)
-            verdicts.append(verdict)
+        tables += [(page, table) for table in markdown_tables(page.read_text(encoding="utf-8"))]
+    verdicts = []
+    for number, (page, table) in enumerate(tables):
+        progress(number, len(tables))
+        name = f"{page}:{table.line}"
+        verdict = {"table": name, "verdict": "no command", "cells": 0, "unchecked": "", "why": ""}
+        if table.command:
+            verdict |= _verify_table(table, page.resolve(), recompute)
+        verdicts.append(verdict)
+    progress(len(tables), len(tables))
     # A script is run once for its tables on all pages, but again by the next call: it may have changed.
     _tables_of_script.cache_clear()
     return verdicts

@@ -1,16 +1,18 @@
 """Pictures of runs: curves over updates, reward against KL, certificates beside outcomes, KL family x beta.
 
-A line or mark is a group of runs: its mean over seeds with the 95% interval; on a logarithmic axis the geometric mean
-and the interval of the logarithms. A KL family looks the same in every figure of a study. Collapsed runs are drawn
-hollow, and a group's mean includes them.
+A line or mark is a group of runs: its mean over seeds, with the 95% interval from :data:`SEEDS_OF_AN_INTERVAL` seeds
+on, and with the single runs below that. On a logarithmic axis it is the geometric mean and the interval of the
+logarithms.
+A KL family has the same colour and marker in every figure (:mod:`kl_comedy.tracking.looks`). Collapsed runs are drawn
+hollow in a frontier, and a group's mean includes them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 import textwrap
-import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -18,21 +20,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from kl_comedy.errors import UserError
 from kl_comedy.statistics import Interval, geometric_interval, interval
 from kl_comedy.tracking.compare import band, by_seed, collapsed_runs, groups_of, seeds_of
-from kl_comedy.tracking.figures import (
-    COLOURS,
-    COLUMN,
-    MARKERS,
-    PAGE,
-    WITHOUT_KL,
-    Look,
-    legend_below,
-    look,
-    new_figure,
-    paper_style,
-    plain_ticks,
+from kl_comedy.tracking.figures import COLUMN, PAGE, legend_below, new_figure, paper_style, plain_ticks
+from kl_comedy.tracking.looks import (
+    Line,
+    LineLook,
+    family_of_runs,
+    line_looks,
+    values_beside_family,
 )
-from kl_comedy.tracking.metric_labels import axis_label, metric_label
-from kl_comedy.tracking.runs import BETA, FAMILY, LABEL, NO_KL, family_of, short, sort_key
+from kl_comedy.tracking.metric_labels import axis_label, key_label, metric_label, metric_range
+from kl_comedy.tracking.runs import BETA, FAMILY, LABEL, NO_KL, short, sort_key
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,34 +41,25 @@ if TYPE_CHECKING:
 MOST_LINES = 8
 """More lines than this cannot be told apart in one panel."""
 
+SEEDS_OF_AN_INTERVAL = 5
+"""Single runs are drawn where there are fewer: Student's interval of two seeds reaches 12.7 standard errors, and its
+band would hide the panel."""
+
+SEVERAL_FAMILIES = "black"
+"""The colour of a legend's entry whose line has another family, and so another colour, in each panel."""
+
 DECADES = 5
 """A logarithmic axis of curves shows at most so many below the largest value."""
-
-METHODS = (
-    "k1_reverse_token in reward total before baseline",
-    "k3_reverse_token in loss",
-    "k1_reverse_token in loss",
-    "k3_reverse_token in reward total before baseline",
-    "k2_reverse_token in loss",
-    "k1_reverse_token in reward to_go",
-    "exact_reverse_token in loss",
-    "exact_reverse_token in reward to_go",
-)
-"""The KL families with a colour and a marker of their own, in the order of :func:`kl_comedy.tracking.figures.look`."""
-
-OTHER_LOOKS = [at for at in range(len(COLOURS) * len(MARKERS)) if at % len(MARKERS) >= len(METHODS)]
-"""Another family has one of these, by a hash of its name; the next one where two in a figure would have the same."""
 
 WORDS = {
     "_reverse_token": "",
     "exact in": "exact KL in",
-    "optimizer.lr=": "learning rate ",
-    "algorithm.updates_per_batch=": "updates of a batch: ",
-    "lag.steps=": "lag ",
     "_": " ",
 }
-"""What titles and legends write instead of parts of KL labels and keys. KL is reverse and per token where nothing else
-is said."""
+"""What titles and legends write instead of parts of KL labels. KL is reverse and per token where nothing else is
+said."""
+_KEY_AND_EQUALS = re.compile(r"\b([a-z]\w*(?:\.\w+)+)=")
+"""A key with a dot before its value, as ``optimizer.lr=``; the options of an estimator, as ``k=16``, have no dot."""
 
 KL_KEYS = (FAMILY, BETA, LABEL)
 NAME = "params.name"
@@ -83,7 +71,7 @@ VARIANCE = "tags.kl.variance"
 ROW_HEIGHTS = {1: 2.5, 2: 2.5, 3: 2.3, 4: 2.0}
 """Inches: the height of a row of panels, by the number of columns."""
 
-Looks = Mapping[str, Look]
+Looks = Mapping[Line, LineLook]
 Panels = list[tuple[str, "pd.DataFrame"]]
 """Titles (empty: the only panel) and the runs under them."""
 
@@ -181,62 +169,56 @@ def line_label(groups: Sequence[str], values: Sequence[str]) -> str:
     return group_title(groups, values) or "all runs"
 
 
-def in_words(text: str) -> str:
-    """A title or legend entry without raw keys, as matplotlib shows it: ``$`` would start a formula, and a leading
-    ``_`` would hide a legend entry.
+def plain_words(text: str) -> str:
+    """A title or legend entry without raw keys.
 
-    >>> in_words("optimizer.lr=0.1, k1_reverse_token in reward to_go")
+    >>> plain_words("optimizer.lr=0.1, k1_reverse_token in reward to_go")
     'learning rate 0.1, k1 in reward to go'
     """
-    for key, words in WORDS.items():
-        text = text.replace(key, words)
-    return text.replace("$", r"\$")
+    text = _KEY_AND_EQUALS.sub(lambda match: f"{key_label(match[1])} ", text)
+    for part, words in WORDS.items():
+        text = text.replace(part, words)
+    return text
 
 
-def styles(lines: Iterable[str], families: Iterable[str] | None = None) -> dict[str, Look]:
-    """The look of each line: by its KL family where ``families`` names a different one for each, else by its place.
-
-    Without KL is grey and dotted.
-    """
-    if families is None:
-        family_of_line = dict.fromkeys(lines, "")
-    else:
-        family_of_line = dict(zip(lines, families, strict=True))
-    looks: dict[str, Look] = {}
-    if NO_KL in family_of_line:
-        looks[NO_KL] = WITHOUT_KL
-    labels = [label for label in family_of_line if label != NO_KL]
-    names = [family_of_line[label] for label in labels]
-    # Without names, or with one for two lines, a look by family would be ambiguous.
-    is_ambiguous = "" in names or len(set(names)) < len(names)
-    if is_ambiguous or len(names) > len(OTHER_LOOKS):
-        for number, label in enumerate(labels):
-            looks[label] = look(number)
-        return looks
-    look_of_family = {family: number for number, family in enumerate(METHODS)}
-    for family in names:
-        if family in METHODS:
-            continue
-        # Not hash(): it differs from process to process, and a family must look the same in every figure.
-        place = zlib.crc32(family.encode())
-        while OTHER_LOOKS[place % len(OTHER_LOOKS)] in look_of_family.values():
-            place += 1
-        look_of_family[family] = OTHER_LOOKS[place % len(OTHER_LOOKS)]
-    for label in labels:
-        looks[label] = look(look_of_family[family_of_line[label]])
-    return looks
+def in_words(text: str) -> str:
+    """:func:`plain_words` as matplotlib shows them: ``$`` would start a formula, a ``_`` in front hide an entry."""
+    return plain_words(text).replace("$", r"\$")
 
 
-def _styles_of(frame: pd.DataFrame, groups: Sequence[str]) -> dict[str, Look]:
-    """:func:`styles` of the groups of ``frame`` as lines."""
-    lines: dict[str, str] = {}
-    for values, _ in groups_of(frame, groups):
-        given = dict(zip(groups, values, strict=True))
-        family = given.get(FAMILY, "")
-        if not family:
-            family, _ = family_of(given.get(LABEL, ""))
-        lines[line_label(groups, values)] = family
-    return styles(lines, lines.values())
+def line_of(groups: Sequence[str], values: Sequence[str], members: pd.DataFrame) -> Line:
+    """The line of a group of runs: its label and its KL family."""
+    families: list[str] = []
+    if FAMILY in members:
+        families = [str(family) for family in members[FAMILY].unique()]
+    family = family_of_runs(dict(zip(groups, values, strict=True)), families)
+    return Line(label=line_label(groups, values), family=family)
+
+
+def looks_of_panels(parts: Panels, groups: Sequence[str]) -> dict[Line, LineLook]:
+    """The look of each line in any panel. Where families are panels, one label has a line of each family."""
+    lines: dict[Line, dict[str, str]] = {}
+    for _, runs in parts:
+        for values, members in groups_of(runs, groups):
+            line = line_of(groups, values, members)
+            lines[line] = values_beside_family(dict(zip(groups, values, strict=True)))
+    return line_looks(lines)
+
+
+def _labels_of_several_families(looks: Iterable[Line]) -> set[str]:
+    """Labels of lines that have one colour in a panel and another one elsewhere."""
+    families: dict[str, set[str]] = {}
+    for line in looks:
+        families.setdefault(line.label, set()).add(line.family)
+    return {label for label, names in families.items() if len(names) > 1}
+
+
+def _gid(axes: Axes, kind: str, place: int, family: str) -> str:
+    """The id of a drawn thing in an SVG: what it is, its panel, its place there and its KL family."""
+    subplot = axes.get_subplotspec()
+    assert subplot is not None  # every panel is a subplot of _layout's grid
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", family) or "none"
+    return f"{kind}.{subplot.num1}.{place}.{name}"
 
 
 @paper_style()
@@ -248,32 +230,36 @@ def plot_curves(
     panels: Sequence[str] = (),
     log: Collection[str] = (),
     smooth: int = 1,
+    columns: int = 0,
 ) -> Figure:
     """The figure of metrics over updates, a row of panels for each; a line is the mean over a group's runs.
 
     ``points``: metric to columns run_id, step, value (:func:`kl_comedy.tracking.runs.history`). ``smooth`` replaces
     each value by the mean of the run's last so many. Metrics in ``log`` get a logarithmic axis: values not above 0 are
-    left out, a line is the geometric mean and its band the interval of the logarithms. Raises :class:`UserError` when
-    a metric has no point to draw.
+    left out, a line is the geometric mean and its band the interval of the logarithms. A band is drawn where a line has
+    at least :data:`SEEDS_OF_AN_INTERVAL` seeds; a line of fewer has its runs as thin lines. ``columns`` of panels: as
+    many as fit by default. Raises :class:`UserError` when a metric has no point to draw.
     """
     parts = panels_of(frame, panels)
     lines = [key for key in groups if key not in panels]
     # Each run before the mean over runs, so that the band is that of smoothed runs.
     smoothed = {metric: smooth_curves(values, smooth) for metric, values in points.items()}
-    curves_of_panels: dict[str, list[dict[str, pd.DataFrame]]] = {}
+    curves_of_panels: dict[str, list[list[_Curve]]] = {}
     for metric, values in smoothed.items():
-        curves_of_panels[metric] = [_bands(values, runs, lines, log=metric in log) for _, runs in parts]
+        bounds = metric_range(metric, values["value"])
+        curves_of_panels[metric] = [_curves_of(values, runs, lines, bounds, log=metric in log) for _, runs in parts]
         if not any(curves_of_panels[metric]):
             condition = ""
             if metric in log:
                 condition = " above 0, as --log needs,"
             raise UserError(f"--metric: no finite point{condition} of {metric!r} in these {len(frame)} runs")
-    seed_counts = _seed_counts(curves_of_panels)
-    looks = {label: style for label, style in _styles_of(frame, lines).items() if label in seed_counts}
+    drawn = [curve for panel_curves in curves_of_panels.values() for curves in panel_curves for curve in curves]
+    looks = looks_of_panels(parts, lines)
+    seed_counts = _seed_counts(drawn)
     common_count = _common_count(seed_counts)
     names = {label: _curve_name(label, counts, common_count) for label, counts in seed_counts.items()}
 
-    figure, grid = _layout(parts, len(points), share=True)
+    figure, grid = _layout(parts, len(points), share=True, columns=columns)
     for row, (metric, panel_curves) in zip(grid, curves_of_panels.items(), strict=True):
         for axes, curves in zip(row, panel_curves, strict=True):
             _draw_curves(axes, curves, names, looks)
@@ -281,24 +267,47 @@ def plot_curves(
                 axes.set_yscale("log")
         # All panels of a metric share the axis.
         _limit_curves(row[0], smoothed[metric]["value"], log=metric in log)
-        _name_axes(row, "optimizer updates", metric)
+        _name_axes(row, "optimizer updates", metric, _notes_of_axis(smooth, log=metric in log))
 
-    title = _curves_title(points, log, common_count)
-    if smooth > 1:
-        title += f"; each point: mean of a run's last {smooth}"
+    most_seeds = [int(curve.mean["n"].max()) for curve in drawn]
+    title = _what_is_drawn(_middle_of_curves(points, log), most_seeds, common_count)
+    if any(curve.is_cut for curve in drawn):
+        title += "; bands are cut at the range of the metric"
     if LABEL in lines:
         title += "; number before a term: beta"
-    legend_below(figure, title)
+    in_black = _labels_of_several_families(curve.line for curve in drawn)
+    legend_below(figure, title, _black_entries(in_black, names, looks))
     return figure
 
 
-def _seed_counts(curves_of_panels: Mapping[str, list[dict[str, pd.DataFrame]]]) -> dict[str, set[int]]:
+def _notes_of_axis(smooth: int, *, log: bool) -> list[str]:
+    """What the label of an axis says beside metric and unit."""
+    notes = []
+    if log:
+        notes.append("log axis")
+    if smooth > 1:
+        notes.append(f"mean of last {smooth} points")
+    return notes
+
+
+def _black_entries(labels: Collection[str], names: Mapping[str, str], looks: Looks) -> list[Line2D]:
+    """A legend's entries of lines whose colour is that of their panel's family: line style and marker are common."""
+    from matplotlib.lines import Line2D
+
+    entries = []
+    for line, style in looks.items():
+        if line.label in labels:
+            options = style.of_line() | {"color": SEVERAL_FAMILIES}
+            entries.append(Line2D([], [], label=names[line.label], **options))
+            labels = [label for label in labels if label != line.label]
+    return entries
+
+
+def _seed_counts(curves: Iterable[_Curve]) -> dict[str, set[int]]:
     """Label of a line to the numbers of seeds that its points have, over all metrics and panels."""
     counts: dict[str, set[int]] = {}
-    for panel_curves in curves_of_panels.values():
-        for curves in panel_curves:
-            for label, curve in curves.items():
-                counts.setdefault(label, set()).update(curve["n"])
+    for curve in curves:
+        counts.setdefault(curve.line.label, set()).update(curve.mean["n"])
     return counts
 
 
@@ -320,15 +329,41 @@ def _curve_name(label: str, counts: set[int], common_count: str) -> str:
     return in_words(f"{label} (n={n})")
 
 
-def _draw_curves(axes: Axes, curves: Mapping[str, pd.DataFrame], names: Mapping[str, str], looks: Looks) -> None:
-    """Lines with their bands. Many bands over one another are paler, or they would hide the lines."""
-    shade = 0.15 if len(curves) < 4 else 0.07
-    for place, (label, curve) in enumerate(curves.items()):
-        style = looks[label]
+def _draw_curves(axes: Axes, curves: Sequence[_Curve], names: Mapping[str, str], looks: Looks) -> None:
+    """Bands below single runs, and these below the means; open marks below filled ones."""
+    # Many bands over one another would hide the lines.
+    shade = 0.15
+    if len(curves) >= 4:
+        shade = 0.07
+    for place, curve in enumerate(curves):
+        style = looks[curve.line]
+        family = curve.line.family
+        mean = curve.mean
+        if curve.has_band:
+            band_of_mean = axes.fill_between(
+                mean["step"], mean["low"], mean["high"], color=style.colour, alpha=shade, linewidth=0, zorder=1.0
+            )
+            band_of_mean.set_gid(_gid(axes, "band", place, family))
+        elif len(curve.seeds) > 1:
+            for number, single in enumerate(curve.seeds):
+                options: dict[str, Any] = {"color": style.colour, "alpha": 0.5, "linewidth": 0.5, "zorder": 1.7}
+                options["gid"] = _gid(axes, f"run{number}", place, family)
+                axes.plot(single["step"], single["value"], **options)
+        # An open mark would hide a filled one below it.
+        zorder = 3.0
+        if style.fill != "full":
+            zorder = 2.5
         # Markers of different lines at different steps, so that lines on top of one another stay visible.
-        stride = max(1, len(curve) // 8)
-        axes.plot(curve["step"], curve["mean"], label=names[label], markevery=(place % stride, stride), **style)
-        axes.fill_between(curve["step"], curve["low"], curve["high"], color=style["color"], alpha=shade, linewidth=0)
+        stride = max(1, len(mean) // 8)
+        axes.plot(
+            mean["step"],
+            mean["mean"],
+            label=names[curve.line.label],
+            markevery=(place % stride, stride),
+            zorder=zorder,
+            gid=_gid(axes, "mean", place, family),
+            **style.of_line(),
+        )
 
 
 def _limit_curves(axes: Axes, values: pd.Series[float], *, log: bool) -> None:
@@ -347,20 +382,35 @@ def _limit_curves(axes: Axes, values: pd.Series[float], *, log: bool) -> None:
         axes.set_ylim(max(low, least - margin), min(high, most + margin))
 
 
-def _curves_title(metrics: Collection[str], log: Collection[str], common_count: str) -> str:
-    """What a line and a band are."""
-    if common_count == "1":
-        return "one run each"
+def _middle_of_curves(metrics: Collection[str], log: Collection[str]) -> str:
+    """Which mean a line is."""
     logarithmic = [metric for metric in metrics if metric in log]
     if not logarithmic:
-        middle = "mean"
-    elif len(logarithmic) == len(metrics):
-        middle = "geometric mean"
-    else:
-        middle = "mean (log: geometric)"
-    if not common_count:
+        return "mean"
+    if len(logarithmic) == len(metrics):
+        return "geometric mean"
+    return "mean (log: geometric)"
+
+
+def _what_is_drawn(middle: str, seed_counts: Collection[int], common_count: str) -> str:
+    """The mean ``middle`` and what is drawn beside it: intervals, single runs, or both, by the lines' numbers of seeds.
+
+    ``common_count`` is the number of seeds of every point of every line; empty where they differ.
+    """
+    if common_count == "1":
+        return "one run each"
+    seeds = "seeds"
+    if common_count:
+        seeds = f"{common_count} seeds"
+    have_interval = [count >= SEEDS_OF_AN_INTERVAL for count in seed_counts]
+    if all(have_interval):
+        if common_count:
+            return f"{middle} and 95% interval of {seeds}"
         return f"{middle} and 95% interval over seeds"
-    return f"{middle} and 95% interval of {common_count} seeds"
+    fewest = SEEDS_OF_AN_INTERVAL
+    if not any(have_interval):
+        return f"{middle} of {seeds}, single runs thin or small (no interval below {fewest} seeds)"
+    return f"{middle} over seeds; 95% interval from {fewest} seeds on, below that single runs, thin or small"
 
 
 def smooth_curves(points: pd.DataFrame, last: int) -> pd.DataFrame:
@@ -372,18 +422,46 @@ def smooth_curves(points: pd.DataFrame, last: int) -> pd.DataFrame:
     return points.assign(value=windows.mean().reset_index(level=0, drop=True))
 
 
-def _bands(points: pd.DataFrame, frame: pd.DataFrame, groups: Sequence[str], *, log: bool) -> dict[str, pd.DataFrame]:
-    """Label of a line to its band over seeds, for those groups that have a point to draw."""
-    curves = {}
+class _Curve(NamedTuple):
+    """The runs of one line: their mean over seeds and the seeds themselves."""
+
+    line: Line
+    mean: pd.DataFrame
+    """Columns step, n, mean, low, high; the bounds are NaN at steps that have too few seeds for an interval."""
+    seeds: list[pd.DataFrame]
+    """A frame with step and value for each seed."""
+    is_cut: bool
+    """Whether the interval reaches beyond the metric's range, at which it is cut."""
+
+    @property
+    def has_band(self) -> bool:
+        return bool(self.mean["n"].max() >= SEEDS_OF_AN_INTERVAL)
+
+
+def _curves_of(
+    points: pd.DataFrame, frame: pd.DataFrame, groups: Sequence[str], bounds: tuple[float, float], *, log: bool
+) -> list[_Curve]:
+    """The curves of those groups that have a point to draw; ``bounds`` is the range of the metric."""
+    low, high = bounds
+    curves = []
     for keys, members in groups_of(frame, groups):
         seeds = seeds_of(members.set_index("run_id", drop=False))
         finite = points[points["run_id"].isin(seeds.index) & (points["value"].abs() < math.inf)]
         seed_of_point = finite["run_id"].map(seeds).rename("seed")
         # Runs of one seed are not independent, so their mean at a step is one observation of the band.
-        values = finite.groupby([seed_of_point, "step"], sort=False)["value"].mean()
-        curve = band(values.reset_index(), log=log)
-        if len(curve) > 0:
-            curves[line_label(groups, keys)] = curve
+        values = finite.groupby([seed_of_point, "step"], sort=False)["value"].mean().reset_index()
+        mean = band(values, log=log)
+        if len(mean) == 0:
+            continue
+        enough = mean["n"] >= SEEDS_OF_AN_INTERVAL
+        mean = mean.assign(low=mean["low"].where(enough), high=mean["high"].where(enough))
+        is_cut = bool((mean["low"] < low).any() or (mean["high"] > high).any())
+        mean = mean.assign(low=mean["low"].clip(lower=low), high=mean["high"].clip(upper=high))
+        shown = values
+        if log:
+            shown = values[values["value"] > 0]
+        singles = [single for _, single in shown.groupby("seed", sort=False)]
+        curves.append(_Curve(line=line_of(groups, keys, members), mean=mean, seeds=singles, is_cut=is_cut))
     return curves
 
 
@@ -400,38 +478,70 @@ def frontier(
     """A metric against KL, a line for each group through its betas in the order of KL; before it, where
     ``certificates``, bias and variance of each group's certificate. A row of panels for each metric.
 
-    The size of a mark is its beta, and a hollow one collapsed. KL is on a logarithmic axis where all of it is above 0.
-    Raises :class:`UserError` where no run has what is drawn.
+    The size of a mark is its beta, and a hollow one collapsed. A mark of fewer than :data:`SEEDS_OF_AN_INTERVAL` seeds
+    has its runs as small marks and no bars. KL is on a logarithmic axis where all of it is above 0. Raises
+    :class:`UserError` where no run has what is drawn.
     """
     parts = panels_of(frame, panels)
     lines = [key for key in groups if key not in panels]
-    looks = _styles_of(frame, lines)
+    looks = looks_of_panels(parts, lines)
     sizes = _mark_sizes(frame)
     first: Panels = []
     if certificates:
         _check_certificates(frame)
         first = [("certificates", frame)]
+        # The panel of the certificates pools all others.
+        looks = looks_of_panels([*first, *parts], lines)
     figure, grid = _layout([*first, *parts], len(metrics))
-    scale = ""
+    logs = []
+    spots: list[_Spot] = []
     for row, metric in zip(grid, metrics, strict=True):
         # A run has a place only if both of its values are known.
         finite = (frame[f"metrics.{metric}"].abs() < math.inf) & (frame[kl].abs() < math.inf)
         if not finite.any():
             raise UserError(f"--metric: no run has a finite {metric!r} and {short(kl)!r}")
         log = bool((frame.loc[finite, kl] > 0).all())
-        scale = ""
-        if log:
-            scale = " (of KL in logarithms)"
+        logs.append(log)
+        ranges = _Ranges(
+            x=metric_range(short(kl), frame.loc[finite, kl]),
+            y=metric_range(metric, frame.loc[finite, f"metrics.{metric}"]),
+        )
         for axes, (_, runs) in zip(row[len(first) :], parts, strict=True):
             placed = runs.assign(x=runs[kl].where(finite[runs.index]), y=runs[f"metrics.{metric}"])
-            _draw_frontier(axes, placed, lines, looks, sizes, log=log)
-        _name_axes(row, axis_label(short(kl), 40), metric)
+            for line, members in _members_of_lines(placed, lines).items():
+                spots_of_line = _spots(members, ranges, log=log)
+                _draw_line(axes, line, spots_of_line, looks[line], sizes)
+                spots += spots_of_line
+            _limit_frontier(axes, placed, ranges, log=log)
+        _name_axes(row, axis_label(short(kl), 40, _notes_of_axis(1, log=log)), metric)
         if certificates:
             row[1].set_ylabel(row[0].get_ylabel())
             _draw_certificates(row[0], frame, lines, looks)
-    title = f"mean and 95% interval over seeds{scale}, cut at the edges"
-    legend_below(figure, title, _frontier_marks(looks, sizes, has_collapsed=bool(collapsed_runs(frame))))
+    marks = _frontier_marks(looks, sizes, has_collapsed=bool(collapsed_runs(frame)))
+    legend_below(figure, _frontier_title(spots, log=any(logs)), marks)
     return figure
+
+
+def _frontier_title(spots: Sequence[_Spot], *, log: bool) -> str:
+    """What a mark and its bars are."""
+    seed_counts = {spot.n for spot in spots}
+    common_count = ""
+    if len(seed_counts) == 1:
+        common_count = str(min(seed_counts))
+    title = _what_is_drawn("mean", seed_counts, common_count)
+    # A single run has no mean.
+    if log and common_count != "1":
+        title += " (of KL in logarithms)"
+    if any(spot.x_bar or spot.y_bar for spot in spots):
+        title += ", cut at the edges"
+    if any(spot.is_cut for spot in spots):
+        title += " and at the range of the metric"
+    return title
+
+
+def _members_of_lines(frame: pd.DataFrame, groups: Sequence[str]) -> dict[Line, pd.DataFrame]:
+    """The runs of each line, in the order of the groups."""
+    return {line_of(groups, values, members): members for values, members in groups_of(frame, groups)}
 
 
 def _check_certificates(frame: pd.DataFrame) -> None:
@@ -455,15 +565,35 @@ def _frontier_marks(looks: Looks, sizes: Mapping[str, float], *, has_collapsed: 
     """The legend's entries: groups by colour and marker, betas by size, collapsed runs by how a mark is filled."""
     from matplotlib.lines import Line2D
 
-    def grey_mark(label: str, **options: Any) -> Line2D:
-        return Line2D([], [], marker="o", label=label, color="0.4", linestyle="none", **options)
+    def plain_mark(label: str, **options: Any) -> Line2D:
+        # Black is the colour of no family; grey would be runs without KL.
+        return Line2D([], [], marker="o", label=label, color="black", linestyle="none", **options)
 
-    marks = [Line2D([], [], label=in_words(label), **style | {"linestyle": "none"}) for label, style in looks.items()]
-    marks += [grey_mark(f"beta {beta}", markersize=size) for beta, size in sizes.items()]
+    marks = []
+    in_black = _labels_of_several_families(looks)
+    labels: set[str] = set()
+    for line, style in looks.items():
+        if line.label in labels:
+            continue
+        labels.add(line.label)
+        options = style.of_mark()
+        if style.shows_dash:
+            options["linestyle"] = style.dash
+        if line.label in in_black:
+            options["color"] = SEVERAL_FAMILIES
+        marks.append(Line2D([], [], label=in_words(line.label), **options))
+    marks += [plain_mark(f"beta {beta}", markersize=size) for beta, size in sizes.items()]
     if has_collapsed:
-        marks.append(grey_mark("some runs collapsed", fillstyle="left", markerfacecoloralt="white"))
-        marks.append(grey_mark("all runs collapsed", fillstyle="none"))
+        marks.append(plain_mark("some runs collapsed", fillstyle="left", markerfacecoloralt="white"))
+        marks.append(plain_mark("all runs collapsed", fillstyle="none"))
     return marks
+
+
+class _Ranges(NamedTuple):
+    """The least and the greatest value that KL (x) and the metric (y) can have."""
+
+    x: tuple[float, float]
+    y: tuple[float, float]
 
 
 class _Spot(NamedTuple):
@@ -471,52 +601,74 @@ class _Spot(NamedTuple):
 
     x: float
     y: float
+    n: int
+    """Number of seeds."""
     x_bar: list[list[float]] | None
-    """The interval, below and above the mean; None for a single seed."""
+    """The interval, below and above the mean; None for too few seeds."""
     y_bar: list[list[float]] | None
+    is_cut: bool
+    """Whether an interval reaches beyond its range, at which it is cut."""
+    seeds: list[tuple[float, float]]
+    """KL and metric of each seed where there are too few for an interval, but more than one."""
     beta: str
     fill: str
 
 
-def _draw_frontier(
-    axes: Axes, frame: pd.DataFrame, groups: Sequence[str], looks: Looks, sizes: Mapping[str, float], *, log: bool
-) -> None:
-    """The betas of each group in the order of their mean KL ``x``, joined by solid lines only where no run collapsed:
-    nothing is read off across a collapsed one either. Runs whose ``x`` is missing are not placed."""
-    for keys, members in groups_of(frame, groups):
-        style = looks[line_label(groups, keys)]
-        spots = _spots(members, log=log)
-        colour = style["color"]
-        for left, right in itertools.pairwise(spots):
-            # A dotted line is no frontier: reward_at_kl does not interpolate across a collapsed run.
-            dash = ":"
-            if left.fill == right.fill == "full":
-                dash = "-"
-            axes.plot([left.x, right.x], [left.y, right.y], dash, color=colour, alpha=0.5, linewidth=0.9)
-        for spot in spots:
-            options: dict[str, Any] = {
-                "xerr": spot.x_bar,
-                "yerr": spot.y_bar,
-                "ecolor": (colour, 0.35),
-                "elinewidth": 0.6,
-                "fmt": style["marker"],
-                "color": colour,
-                "fillstyle": spot.fill,
-                "markerfacecoloralt": "white",
-                "markersize": sizes.get(spot.beta, 5.0),
-            }
-            # Only full marks: without its edge a hollow one would be invisible.
-            if spot.fill == "full":
-                options |= {"markeredgecolor": "white", "markeredgewidth": 0.4}
-            axes.errorbar([spot.x], [spot.y], **options)
+MARK_LAYERS = {"none": 2.4, "left": 2.6, "full": 2.8}
+"""Matplotlib's zorder by fill: an open mark, which is white or empty inside, must not hide a filled one."""
+
+
+def _draw_line(axes: Axes, line: Line, spots: Sequence[_Spot], style: LineLook, sizes: Mapping[str, float]) -> None:
+    """The betas of a group in the order of their mean KL, joined by solid lines only where no run collapsed: nothing is
+    read off across a collapsed one either."""
+    for place, (left, right) in enumerate(itertools.pairwise(spots)):
+        # A dotted line is no frontier: reward_at_kl does not interpolate across a collapsed run.
+        dash: Any = ":"
+        if left.fill == right.fill == "full":
+            dash = style.dash if style.shows_dash else "-"
+        options: dict[str, Any] = {"color": style.colour, "alpha": 0.5, "linewidth": 0.9, "zorder": 1.8}
+        options["gid"] = _gid(axes, f"join{place}", 0, line.label)
+        axes.plot([left.x, right.x], [left.y, right.y], linestyle=dash, **options)
+    for place, spot in enumerate(spots):
+        size = sizes.get(spot.beta, 5.0)
+        name = f"{line.label}-{spot.beta}"
+        axes.errorbar(
+            [spot.x],
+            [spot.y],
+            xerr=spot.x_bar,
+            yerr=spot.y_bar,
+            fmt="none",
+            ecolor=(style.colour, 0.35),
+            elinewidth=0.6,
+            zorder=1.5,
+        )
+        mark = style.of_mark() | {"fillstyle": spot.fill, "markerfacecoloralt": "white"}
+        # Only full marks: without its edge a hollow one would be invisible.
+        if spot.fill != "full":
+            mark["markeredgecolor"] = style.colour
+            mark["markeredgewidth"] = 0.8
+        if spot.seeds:
+            small = mark | {"markersize": 2.6, "alpha": 0.55, "zorder": 2.0, "fillstyle": "full", "markeredgewidth": 0}
+            axes.plot(*zip(*spot.seeds, strict=True), gid=_gid(axes, f"runs{place}", 0, name), **small)
+        mark |= {"markersize": size, "zorder": MARK_LAYERS[spot.fill]}
+        axes.plot([spot.x], [spot.y], gid=_gid(axes, f"mark-{spot.fill}", place, name), **mark)
+
+
+def _limit_frontier(axes: Axes, frame: pd.DataFrame, ranges: _Ranges, *, log: bool) -> None:
+    """The axes hold every placed run, a quarter wider, but hardly more than the range of the metric; bars may be cut.
+
+    ``frame`` has the runs' ``x`` and ``y``.
+    """
     finite = frame[frame["x"].notna()]
     if finite.empty:
         return
-    # The axes hold every run, a quarter wider; the bar of two seeds may reach far beyond.
     low = finite["y"].min()
     high = finite["y"].max()
     margin = 0.25 * (high - low) or 0.05 * abs(high) or 0.05
-    axes.set_ylim(low - margin, high + margin)
+    # A mark at the end of the range needs a little room for its own size.
+    least_y, most_y = ranges.y
+    room = 0.2 * margin
+    axes.set_ylim(max(low - margin, least_y - room), min(high + margin, most_y + room))
     least = finite["x"].min()
     most = finite["x"].max()
     if log:
@@ -527,7 +679,7 @@ def _draw_frontier(
         axes.set_xlim(min(0.0, 1.3 * least), 1.3 * max(most, 0.1))
 
 
-def _spots(members: pd.DataFrame, *, log: bool) -> list[_Spot]:
+def _spots(members: pd.DataFrame, ranges: _Ranges, *, log: bool) -> list[_Spot]:
     """A mark for each beta that has a placed run, in the order of their KL."""
     interval_of_kl = geometric_interval if log else interval
     spots = []
@@ -535,13 +687,35 @@ def _spots(members: pd.DataFrame, *, log: bool) -> list[_Spot]:
         placed = runs[runs["x"].notna()]
         if placed.empty:
             continue
-        kl = interval_of_kl(by_seed(placed, "x"))
-        reward = interval(by_seed(placed, "y"))
+        kls = by_seed(placed, "x")
+        rewards = by_seed(placed, "y")
+        kl = interval_of_kl(kls)
+        reward = interval(rewards)
         # A placed run has both values, so that neither mean is None.
         assert kl.mean is not None
         assert reward.mean is not None
+        x_bar = None
+        y_bar = None
+        is_cut = False
+        seeds: list[tuple[float, float]] = []
+        if reward.n >= SEEDS_OF_AN_INTERVAL:
+            x_bar, x_is_cut = _reach(kl, ranges.x)
+            y_bar, y_is_cut = _reach(reward, ranges.y)
+            is_cut = x_is_cut or y_is_cut
+        elif reward.n > 1:
+            seeds = list(zip(kls, rewards, strict=True))
         spots.append(
-            _Spot(x=kl.mean, y=reward.mean, x_bar=_reach(kl), y_bar=_reach(reward), beta=beta, fill=_fill_style(runs))
+            _Spot(
+                x=kl.mean,
+                y=reward.mean,
+                n=reward.n,
+                x_bar=x_bar,
+                y_bar=y_bar,
+                is_cut=is_cut,
+                seeds=seeds,
+                beta=beta,
+                fill=_fill_style(runs),
+            )
         )
     # By KL and not by beta: a line that went back and forth could not be read off.
     return sorted(spots, key=lambda spot: spot.x)
@@ -557,20 +731,26 @@ def _fill_style(runs: pd.DataFrame) -> str:
     return "left"
 
 
-def _reach(bar: Interval) -> list[list[float]] | None:
-    """The bar of an interval, below and above its mean."""
+def _reach(bar: Interval, bounds: tuple[float, float]) -> tuple[list[list[float]] | None, bool]:
+    """The bar of an interval, below and above its mean, cut at ``bounds``; and whether anything was cut."""
     if bar.mean is None or bar.low is None or bar.high is None:
-        return None
-    return [[bar.mean - bar.low], [bar.high - bar.mean]]
+        return None, False
+    low, high = bounds
+    # A mean that rounding puts beyond the range has a bar of length 0 on that side, not a negative one.
+    below = max(0.0, bar.mean - max(bar.low, low))
+    above = max(0.0, min(bar.high, high) - bar.mean)
+    return [[below], [above]], bar.low < low or bar.high > high
 
 
 def _draw_certificates(axes: Axes, frame: pd.DataFrame, groups: Sequence[str], looks: Looks) -> None:
-    for keys, members in groups_of(frame, groups):
+    for place, (line, members) in enumerate(_members_of_lines(frame, groups).items()):
         # A group has one configuration, so the certificates of its runs are the same.
         known = members[[BIAS, VARIANCE]].dropna().astype(float)[:1]
-        axes.plot(known[BIAS], known[VARIANCE], **looks[line_label(groups, keys)] | {"linestyle": "none"})
+        axes.plot(
+            known[BIAS], known[VARIANCE], gid=_gid(axes, "certificate", place, line.label), **looks[line].of_mark()
+        )
     axes.set_xlabel("relative bias of the gradient\n(0: optimizes KL(π‖ref))")
-    axes.set_ylabel("relative variance\nof the gradient")
+    axes.set_ylabel("relative variance\nof the gradient (log axis)")
     # An exact gradient has variance 0, which a logarithmic axis cannot show.
     axes.set_yscale("symlog", linthresh=0.1)
     plain_ticks(axes.yaxis)
@@ -717,12 +897,12 @@ def _layout(
     return figure, blocks
 
 
-def _name_axes(row: Sequence[Axes], x: str, metric: str) -> None:
-    """``x`` below the panels with none beneath them, ``metric`` in words at the left ones."""
+def _name_axes(row: Sequence[Axes], x: str, metric: str, notes: Sequence[str] = ()) -> None:
+    """``x`` below the panels with none beneath them, ``metric`` in words with ``notes`` at the left ones."""
     place = row[0].get_subplotspec()
     assert place is not None  # every panel is a subplot of _layout's grid
     columns = place.get_gridspec().ncols
     for axes in row[-columns:]:
         axes.set_xlabel(x)
     for axes in row[::columns]:
-        axes.set_ylabel(axis_label(metric, 34 if columns <= 2 else 24))
+        axes.set_ylabel(axis_label(metric, 34 if columns <= 2 else 24, notes))

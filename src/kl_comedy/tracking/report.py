@@ -17,14 +17,26 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kl_comedy.tracking.compare import groups_of
+from kl_comedy.tracking.compare import by_seed, groups_of
 from kl_comedy.tracking.export import LONGEST_COMPLETION
-from kl_comedy.tracking.figures import svg
-from kl_comedy.tracking.metric_labels import metric_label
-from kl_comedy.tracking.plots import KL_KEYS, NAME, frontier, group_title, line_label, lines_and_panels, plot_curves
+from kl_comedy.tracking.figures import COLUMN, svg
+from kl_comedy.tracking.looks import looks_of_families
+from kl_comedy.tracking.metric_labels import column_head, key_label, metric_label, metric_range
+from kl_comedy.tracking.plots import (
+    KL_KEYS,
+    NAME,
+    SEEDS_OF_AN_INTERVAL,
+    frontier,
+    group_title,
+    line_label,
+    line_of,
+    lines_and_panels,
+    plain_words,
+    plot_curves,
+)
 from kl_comedy.tracking.runs import CODE, FAMILY, LABEL, NoCurves, history, open_runs, short
 from kl_comedy.tracking.store import shorten
-from kl_comedy.tracking.tables import bounds, number
+from kl_comedy.tracking.tables import number
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -59,14 +71,26 @@ Row = Mapping[Hashable, Any]
 """A row of a frame by column."""
 
 
+class Bar(NamedTuple):
+    """A small picture in a cell, in percent of its width: the mean, its interval or its single seeds."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: Sequence[float] = ()
+    """The single seeds where there are too few for an interval; ``low`` and ``high`` are the mean then."""
+    colour: str = ""
+    """That of the row's KL family in the figures; empty: the page's own."""
+
+
 class Cell(NamedTuple):
-    """``value`` sorts it; ``soft`` follows the text in a softer colour; ``bar`` draws (low, mean, high) in percent;
+    """``value`` sorts it; ``soft`` follows the text in a softer colour; ``bar`` is drawn below it;
     ``link`` leads to an id of the page; ``details`` and ``commands`` unfold below the text; ``bad`` marks it."""
 
     text: str
     value: float | None = None
     soft: str = ""
-    bar: Sequence[float] | None = None
+    bar: Bar | None = None
     link: str = ""
     details: Sequence[tuple[str, str]] = ()
     commands: Sequence[str] = ()
@@ -118,8 +142,9 @@ class Study:
     ) -> str:
         """The HTML page. ``parts`` are some of ``groups``: a table and its pictures for each of their values.
 
-        ``kl`` is the column of the KL for the frontier. ``rules`` and ``warnings`` are lines above the results, and
-        ``command`` is the command that makes the page.
+        ``kl`` is the column of the KL for the frontier. ``warnings`` are lines above the results, ``rules`` lines below
+        the tables, and ``command`` is the command that makes the page. A part has its headline picture, its table, and
+        its other pictures folded.
         """
         configurations = groups_of(self.frame, self.groups)
         links = {keys: f"configuration-{number}" for number, (keys, _) in enumerate(configurations, start=1)}
@@ -130,22 +155,25 @@ class Study:
         sections = []
         for values, members in groups_of(self.frame, parts):
             links_inside = {keys: links[keys] for keys, _ in groups_of(members, self.groups)}
+            pictures = list(self.pictures(members, points, kl, parts))
             sections.append(
                 {
-                    "title": group_title(parts, values),
+                    "title": plain_words(group_title(parts, values)),
+                    "headline": pictures[:1],
                     "results": self.results_table(members, links_inside),
-                    "pictures": list(self.pictures(members, points, kl, parts)),
+                    "pictures": pictures[1:],
                 }
             )
         details = []
         for keys, members in configurations:
-            label = line_label(self.groups, keys)
+            label = plain_words(line_label(self.groups, keys))
             details.append({"id": links[keys], "label": label, **self.configuration(members)})
         return render_page(
             title=title,
             command=command,
             rules=rules,
             warnings=warnings,
+            seeds_of_an_interval=SEEDS_OF_AN_INTERVAL,
             summary=self._counts(len(configurations)),
             headline=list(self.headline()),
             parts=sections,
@@ -196,7 +224,7 @@ class Study:
             lowest = min(candidates, key=itemgetter("mean"))
             for word, extreme in (("Highest", highest), ("Lowest", lowest)):
                 others = [row for row in candidates if row is not extreme]
-                which = f"{word} mean of {short(metric)} among {len(candidates)}"
+                which = f"{word} mean {column_head(short(metric))} among {len(candidates)} configurations"
                 yield f"{which}: {self._describe(extreme)}; {self._separation(extreme, others)}."
         if "collapsed" in self.summary:
             configurations = sum(row["collapsed"] > 0 for row in rows)
@@ -222,8 +250,12 @@ class Study:
 
     def _describe(self, row: Row) -> str:
         """A row of the summary: mean, interval, seeds and name."""
-        name = line_label(self.groups, [str(row[group]) for group in self.groups])
-        return f"{number(row['mean'])}{bounds(row, row['n'])} (n={row['n']}), {name}"
+        name = plain_words(line_label(self.groups, [str(row[group]) for group in self.groups]))
+        interval = ""
+        if not math.isnan(row["low"]):
+            metric = self.metrics[0]
+            interval = f" {_interval(row, metric_range(short(metric), self.frame.get(metric, ())))}"
+        return f"{number(row['mean'])}{interval} (n={row['n']}), {name}"
 
     def results_table(self, frame: pd.DataFrame, links: Mapping[tuple[str, ...], str]) -> Table:
         """A row for each configuration in ``links``, a column for each metric: mean and interval, the first drawn too.
@@ -238,28 +270,52 @@ class Study:
         axis = _BarAxis.of([rows[0]["mean"] for rows in rows_of_configuration.values()])
         counted = self._counted_columns()
         members_of = dict(groups_of(frame, self.groups))
+        ranges = {metric: metric_range(short(metric), frame[metric]) for metric in self.metrics}
+        colours = self._colours(members_of)
 
         table = []
         for keys, rows in rows_of_configuration.items():
             value_of_group = dict(zip(self.groups, keys, strict=True))
             name, *more_names = [value_of_group[group] for group in shown_groups] or ["all runs"]
-            cells = [Cell(name or "(none)", _number(name), link=links[keys])]
-            cells += [Cell(text, _number(text)) for text in more_names]
+            cells = [Cell(plain_words(name) or "(none)", _number(name), link=links[keys])]
+            cells += [Cell(plain_words(text), _number(text)) for text in more_names]
+
+            most_seeds = max(row["n"] for row in rows)
+            for place, row in enumerate(rows):
+                seeds = by_seed(members_of[keys], row["metric"])
+                # The mean may leave out runs by their status; the seeds of others are not its seeds.
+                if len(seeds) != row["n"]:
+                    seeds = []
+                cell = _mean_cell(row, most_seeds, seeds, ranges[row["metric"]])
+                # The bars of the first metric are enough: every other column would need a scale of its own.
+                if place == 0 and row["n"]:
+                    cell = cell._replace(bar=axis.bar(row, seeds, colours[keys]))
+                cells.append(cell)
 
             first = rows[0]
-            most_seeds = max(row["n"] for row in rows)
-            cells.append(_mean_cell(first, most_seeds, axis))
-            cells += [_mean_cell(row, most_seeds) for row in rows[1:]]
-
-            seeds = str(most_seeds)
+            count = str(most_seeds)
             if most_seeds != first["runs"]:
-                seeds = f"{most_seeds} of {first['runs']}"
-            cells.append(Cell(seeds, float(most_seeds)))
+                count = f"{most_seeds} of {first['runs']}"
+            cells.append(Cell(count, float(most_seeds)))
             cells += [Cell(str(first[column]), float(first[column]), bad=first[column] > 0) for column in counted]
             cells.append(Cell(_targets(members_of[keys])))
             table.append(cells)
-        names = [short(column) for column in [*(shown_groups or ["configuration"]), *self.metrics]]
-        return Table([*names, "runs", *counted, "optimizes"], table)
+        heads = [key_label(short(group)) for group in shown_groups] or ["configuration"]
+        heads += [column_head(short(metric)) for metric in self.metrics]
+        return Table([*heads, "runs", *counted, "optimizes"], table)
+
+    def _colours(self, members_of: Mapping[tuple[str, ...], pd.DataFrame]) -> dict[tuple[str, ...], str]:
+        """The colour of each configuration's KL family in the figures; empty where it has none."""
+        from matplotlib.colors import to_hex
+
+        families = {keys: line_of(self.groups, keys, members).family for keys, members in members_of.items()}
+        looks = looks_of_families(family for family in families.values() if family)
+        colours = dict.fromkeys(families, "")
+        for keys, family in families.items():
+            if family:
+                # Matplotlib's 0.45 is a grey that HTML does not know.
+                colours[keys] = to_hex(looks[family].colour)
+        return colours
 
     def _varying_groups(self, frame: pd.DataFrame) -> list[str]:
         """The group keys that tell these configurations apart, the KL first: it is what a study varies."""
@@ -291,7 +347,7 @@ class Study:
                 Cell(_status(row), bad=has_failed),
             ]
             cells += [Cell(_shown(row[metric]), float(row[metric])) for metric in self.metrics]
-            cells.append(Cell(line_label(self.groups, keys), link=links[keys]))
+            cells.append(Cell(plain_words(line_label(self.groups, keys)), link=links[keys]))
 
             origin = [("run id", row["run_id"])]
             # What all runs share stands once on the page and not in every row.
@@ -305,14 +361,15 @@ class Study:
                 commands.append(texts["tags.run.command"])
             cells.append(Cell(texts.get(CODE, "unknown"), details=origin, commands=commands))
             rows.append(cells)
-        names = [short(metric) for metric in self.metrics]
+        names = [column_head(short(metric)) for metric in self.metrics]
         return Table(["run", "seed", "status", *names, "configuration", "code and provenance"], rows)
 
     def configuration(self, members: pd.DataFrame) -> dict[str, Any]:
         """Certificate, runs and completions of a group; the completions of its first finished run (else its first)."""
         runs = []
         for row in members.to_dict("records"):
-            values = [f"{short(name)} {number(row[name])}" for name in self.metrics if not math.isnan(row[name])]
+            known = [metric for metric in self.metrics if not math.isnan(row[metric])]
+            values = [f"{column_head(short(metric))} {number(row[metric])}" for metric in known]
             line = f"seed {row.get('params.seed', '?')}, {_status(row)}: {', '.join(values) or 'no values'}"
             runs.append((line, self.reproduce(row)))
         # Stable: the first of the finished runs stays first.
@@ -327,14 +384,14 @@ class Study:
 
     def pictures(
         self, frame: pd.DataFrame, points: Mapping[str, pd.DataFrame], kl: str | None, parts: Sequence[str]
-    ) -> Iterable[dict[str, str]]:
-        """Curves of the metrics recorded more than twice (two points are in the table), then the frontier.
-
-        Exact KL is on a logarithmic axis.
-        """
+    ) -> Iterable[dict[str, Any]]:
+        """The frontier where there is one, then curves of the metrics recorded more than twice (two points are in the
+        table). The first picture is the headline of its part. Exact KL is on a logarithmic axis."""
         # Within a part its own keys have one value. KL keys stay even so: a line has its name and its look from them.
         other_keys = [key for key in self.groups if key not in (*KL_KEYS, *parts)]
         varying_keys = [key for key in other_keys if frame[key].nunique() > 1]
+        yield from self._frontier(frame, kl, [key for key in varying_keys if key != NAME])
+
         varying = [key for key in self.groups if key in KL_KEYS or key in varying_keys]
         lines, panels = lines_and_panels(frame, varying)
         for metric in self.metrics:
@@ -342,23 +399,31 @@ class Study:
             if not curve["value"].notna().any() or curve["step"].nunique() <= 2:
                 continue
             name = short(metric)
-            is_exact_kl = "kl/exact_" in metric
+            log: list[str] = []
             # A logarithmic axis needs a value above 0.
-            log = [name] if is_exact_kl and (curve["value"] > 0).any() else []
+            if "kl/exact_" in metric and (curve["value"] > 0).any():
+                log.append(name)
             figure = plot_curves({name: curve}, frame, lines, panels=panels, log=log)
+            narrow = figure
+            if figure.get_figwidth() > COLUMN:
+                # On a phone the panels stand below one another: side by side their texts would be too small to read.
+                narrow = plot_curves({name: curve}, frame, lines, panels=panels, log=log, columns=1)
             words, _ = metric_label(name)
-            yield _picture(figure, f"{words} over updates: mean and 95% band over seeds")
+            yield _picture(figure, f"{words} over updates, a line for each configuration", narrow)
 
+    def _frontier(self, frame: pd.DataFrame, kl: str | None, keys: Sequence[str]) -> Iterable[dict[str, Any]]:
+        """The first metric against KL, a line for each KL family and value of ``keys``; nothing without both."""
         first = self.metrics[0]
         if kl is None or kl == first or FAMILY not in frame:
             return
         has_both = frame[first].notna() & frame[kl].notna()
-        if has_both.any():
-            groups = [FAMILY, *(key for key in varying_keys if key != NAME)]
-            figure = frontier(frame, groups, [short(first)], kl)
-            reward, _ = metric_label(short(first))
-            distance, _ = metric_label(short(kl))
-            yield _picture(figure, f"{reward} against {distance}: one line per KL family, hollow where runs collapsed")
+        if not has_both.any():
+            return
+        figure = frontier(frame, [FAMILY, *keys], [short(first)], kl)
+        reward, _ = metric_label(short(first))
+        distance, _ = metric_label(short(kl))
+        alt = f"{reward} against {distance}: one line per KL family, hollow where runs collapsed"
+        yield _picture(figure, alt, figure)
 
     def curves(self, metric: str) -> pd.DataFrame:
         """The curve of each run; empty where these runs come from an export without it."""
@@ -387,30 +452,44 @@ class _BarAxis(NamedTuple):
             return _BarAxis(least=0.0, margin=0.0)
         return _BarAxis(least=min(known), margin=(max(known) - min(known)) / 10)
 
-    def bar(self, row: Row) -> list[float] | None:
-        """Where low, mean and high of a row are, in percent of the axis; None where there is nothing to compare."""
+    def bar(self, row: Row, seeds: Sequence[float], colour: str) -> Bar | None:
+        """Where the mean of a row is and its interval, or its ``seeds`` where they are too few for an interval; None
+        where there is nothing to compare."""
         if self.margin == 0:
             return None
-        percents = []
-        for bound in ("low", "mean", "high"):
-            value = row[bound]
-            # A single seed has no bounds: its bar is a point.
-            if math.isnan(value):
-                value = row["mean"]
-            # Ten margins between the least and the greatest mean and one on either side are twelve.
-            share = (value - self.least + self.margin) / (12 * self.margin)
-            percents.append(min(max(share, 0.0), 1.0) * 100)
-        return percents
+        mean = self._percent(row["mean"])
+        if row["n"] < SEEDS_OF_AN_INTERVAL:
+            single = [self._percent(value) for value in seeds]
+            return Bar(mean=mean, low=mean, high=mean, seeds=single, colour=colour)
+        return Bar(mean=mean, low=self._percent(row["low"]), high=self._percent(row["high"]), colour=colour)
+
+    def _percent(self, value: float) -> float:
+        # Ten margins between the least and the greatest mean and one on either side are twelve.
+        share = (value - self.least + self.margin) / (12 * self.margin)
+        return min(max(share, 0.0), 1.0) * 100
 
 
-def _mean_cell(row: Row, seeds: int, axis: _BarAxis | None = None) -> Cell:
-    """The mean of a row with its interval, drawn on ``axis`` if given; its n where that is not ``seeds``."""
+def _mean_cell(row: Row, most_seeds: int, seeds: Sequence[float], bounds: tuple[float, float]) -> Cell:
+    """The mean of a row with its interval, cut at ``bounds``, or its single ``seeds`` where they are too few.
+
+    Its n is added where that is not ``most_seeds``.
+    """
     if not row["n"]:
         return Cell("-", math.nan)
-    bar = None
-    if axis is not None:
-        bar = axis.bar(row)
-    return Cell(number(row["mean"]), row["mean"], soft=bounds(row, seeds), bar=bar)
+    soft = ""
+    if row["n"] >= SEEDS_OF_AN_INTERVAL:
+        soft = _interval(row, bounds)
+    elif len(seeds) > 1:
+        soft = f"runs: {', '.join(number(value) for value in seeds)}"
+    if row["n"] != most_seeds:
+        soft = f"{soft} (n={row['n']})".strip()
+    return Cell(number(row["mean"]), row["mean"], soft=soft)
+
+
+def _interval(row: Row, bounds: tuple[float, float]) -> str:
+    """The interval of a row, cut at the ``bounds`` of its metric."""
+    low, high = bounds
+    return f"[{number(max(row['low'], low))}, {number(min(row['high'], high))}]"
 
 
 def _targets(members: pd.DataFrame) -> str:
@@ -438,8 +517,16 @@ def _certificate(tags: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in facts if text]
 
 
-def _picture(figure: Figure, alt: str) -> dict[str, str]:
-    return {"alt": alt, "data": base64.b64encode(svg(figure).encode("utf-8")).decode("ascii")}
+def _picture(figure: Figure, alt: str, narrow: Figure) -> dict[str, Any]:
+    """A picture for the page; ``narrow`` is its form for a phone, or the same figure."""
+    picture: dict[str, Any] = {"alt": alt, "data": _encoded(figure), "narrow": "", "is_wide": narrow is not figure}
+    if narrow is not figure:
+        picture["narrow"] = _encoded(narrow)
+    return picture
+
+
+def _encoded(figure: Figure) -> str:
+    return base64.b64encode(svg(figure).encode("utf-8")).decode("ascii")
 
 
 def _status(row: Row) -> str:

@@ -6,9 +6,11 @@ escapes are removed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
+import textwrap
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -77,6 +79,142 @@ def _tabulated(
     # The cells are formatted already; tabulate would parse them and round again.
     text: str = tabulate(rows, headers=names, tablefmt=style, disable_numparse=True, **options)
     return [line.rstrip() for line in text.splitlines()]
+
+
+# --- tables that fit a terminal ---------------------------------------------------------------------------------------
+
+SHORT_HEADS = {
+    "kl/exact_reverse_sequence": "KL/completion",
+    "kl/exact_reverse_token": "KL/token",
+    "policy/entropy": "entropy",
+    "train/reward": "training reward",
+}
+"""Heads of frequent metrics; others keep the last part of their name."""
+
+COUNTS = ("failed", "collapsed")
+"""Columns of a table that say nothing where all of their counts are 0."""
+
+GAP = 2
+"""Spaces between two columns."""
+
+NARROWEST = 16
+"""Characters: a word of a text column is broken only where it is longer. An interval of four digits has 16."""
+
+NO_BREAK = "\u00a0"
+"""Stands for the space within an interval while cells are wrapped: both bounds stay on one line."""
+
+
+def fitted(frame: pd.DataFrame, width: int) -> str:
+    """``frame`` as text of lines of at most ``width`` characters; 0 is any number.
+
+    What does not fit gets short heads, explained below, and loses counts that are all 0. What then does not fit is
+    wrapped within its columns, and as a last resort printed as a block per row. Nothing is cut.
+    """
+    text = render(frame, "text")
+    if width == 0 or _widest(text.splitlines()) <= width:
+        return text
+    silent = [name for name in COUNTS if name in frame and not frame[name].any()]
+    shorter = frame.drop(columns=silent)
+    names = [printable(str(name)) for name in shorter.columns]
+    heads = _short_heads(names)
+    legend = []
+    for head, name in zip(heads, names, strict=True):
+        if head != name:
+            legend += textwrap.wrap(f"{head} = {name}", width, subsequent_indent="  ")
+
+    rows = list(shorter.itertuples(index=False, name=None))
+    cells = [[_text(value) for value in row] for row in rows]
+    numeric = [all(map(_is_number, column)) for column in zip(*rows, strict=True)]
+    lines = _tabulated(cells, heads, "simple", numeric)
+    if _widest(lines) > width:
+        unbroken = [[re.sub(r"(?<=\d), (?=-?\d)", f",{NO_BREAK}", cell) for cell in row] for row in cells]
+        lines = [line.replace(NO_BREAK, " ") for line in _wrapped(unbroken, heads, numeric, width)]
+    if legend:
+        lines += ["", *legend]
+    return "\n".join(lines)
+
+
+def _widest(lines: Sequence[str]) -> int:
+    return max(map(len, lines), default=0)
+
+
+def _short_heads(names: Sequence[str]) -> list[str]:
+    """Heads for the columns ``names``; a name whose short head is not its own alone stays as it is."""
+    heads = [_short_head(name) for name in names]
+    return [head if heads.count(head) == 1 else name for head, name in zip(heads, names, strict=True)]
+
+
+def _short_head(name: str) -> str:
+    """A few words for the name of a metric or a config key.
+
+    >>> _short_head("eval/heldout/kl/exact_reverse_sequence"), _short_head("optimizer.lr")
+    ('heldout KL/completion', 'lr')
+    """
+    eval_set = ""
+    metric = name
+    of_evaluation = re.fullmatch(r"eval(?:uate)?/([^/]+)/(.+)", name)
+    if of_evaluation is not None:
+        eval_set = f"{of_evaluation[1]} "
+        metric = of_evaluation[2]
+    if metric in SHORT_HEADS:
+        return eval_set + SHORT_HEADS[metric]
+    if "/" in name:
+        return eval_set + metric.rpartition("/")[2].replace("_", " ")
+    return name.rpartition(".")[2]
+
+
+def _wrapped(cells: list[list[str]], heads: Sequence[str], numeric: Sequence[bool], width: int) -> list[str]:
+    """The lines of a table whose cells are wrapped, or a block per row where the columns are too many for that."""
+    narrowest = []
+    widths = []
+    for position, head in enumerate(heads):
+        column = [row[position] for row in cells]
+        words = " ".join([head, *column]).split(" ")
+        longest_word = max(map(len, words), default=1)
+        # A number is never broken.
+        narrowest.append(longest_word if numeric[position : position + 1] == [True] else min(longest_word, NARROWEST))
+        widths.append(max(map(len, [head, *column])))
+    available = width - GAP * (len(heads) - 1)
+    while sum(widths) > available:
+        # The widest one gives way, so that columns end up about as wide as each other.
+        shrinkable = [position for position in range(len(widths)) if widths[position] > narrowest[position]]
+        if not shrinkable:
+            return _blocks(cells, heads, width)
+        widths[max(shrinkable, key=lambda position: widths[position])] -= 1
+
+    # Laid out here: tabulate makes columns wider than their heads.
+    lines = _row_lines(heads, widths, numeric)
+    lines.append((" " * GAP).join("-" * size for size in widths))
+    for row in cells:
+        lines += _row_lines(row, widths, numeric)
+        # An empty line between rows: their own lines belong together.
+        lines.append("")
+    if cells:
+        lines.pop()
+    return lines
+
+
+def _row_lines(texts: Sequence[str], widths: Sequence[int], numeric: Sequence[bool]) -> list[str]:
+    """The lines of one row, its texts wrapped to the widths of their columns."""
+    wrapped = [textwrap.wrap(text, size) for text, size in zip(texts, widths, strict=True)]
+    lines = []
+    for parts in itertools.zip_longest(*wrapped, fillvalue=""):
+        padded = []
+        for position, part in enumerate(parts):
+            is_number = numeric[position : position + 1] == [True]
+            padded.append(part.rjust(widths[position]) if is_number else part.ljust(widths[position]))
+        lines.append((" " * GAP).join(padded).rstrip())
+    return lines
+
+
+def _blocks(cells: Sequence[Sequence[str]], heads: Sequence[str], width: int) -> list[str]:
+    """Each row as lines ``head: cell``, with an empty line between two rows."""
+    lines: list[str] = []
+    for row in cells:
+        for head, cell in zip(heads, row, strict=True):
+            lines += textwrap.wrap(f"{head}: {cell}", width, subsequent_indent="  ")
+        lines.append("")
+    return lines[:-1]
 
 
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[bool] = ()) -> str:

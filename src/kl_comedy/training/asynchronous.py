@@ -18,6 +18,7 @@ from typing import Any
 
 from kl_comedy.config import Config
 from kl_comedy.config.combinations import updates_from_a_batch
+from kl_comedy.phases import phase
 from kl_comedy.records import Scored
 from kl_comedy.rewards import Scorer
 from kl_comedy.training.distributed import Ranks
@@ -235,6 +236,7 @@ class Producer:
         if self._sampler.version == NOT_PUBLISHED:
             self._sampler.publish(0)
         start = time.perf_counter()
+        phase("waiting for a batch")
         taken = self._ranks.on_rank_zero(lambda: self._wait_for_batch(iteration * self._updates))
         rows, metrics = taken or ([], {})
         metrics = self._ranks.broadcast(metrics)

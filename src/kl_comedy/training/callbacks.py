@@ -11,14 +11,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from signal import SIGTERM
 from typing import Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from kl_comedy.config import Config
@@ -27,6 +27,8 @@ from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.evaluation import EvalSettings, evaluate
 from kl_comedy.evaluation.evaluate import evaluate_choices
 from kl_comedy.evaluation.likelihood import choice_scorer
+from kl_comedy.phases import listen, phase, within
+from kl_comedy.progress import PHASE_EVERY_S, PLAIN_EVERY_S, Bars, PlainLines, TimeLeft, TimeLeftColumn, memory_text
 from kl_comedy.records import Scored
 from kl_comedy.registry import CALLBACKS
 from kl_comedy.rollouts.recording import RecordingWriter
@@ -41,14 +43,6 @@ log = logging.getLogger("kl_comedy")
 
 SAMPLE_ROWS = 16
 """Completions per samples table: enough to see a group beside another."""
-
-SILENT_UPDATES = 10
-"""Updates without a difference of rewards before a warning: fewer happen by chance where rewards start near 0 or 1."""
-
-SHOWN_CHARACTERS = 200
-
-PLAIN_EVERY_S = 5.0
-"""Without a terminal: at most one line per this many seconds, and always the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,12 +206,14 @@ class EvaluationCallback(Callback):
             for eval_set in data.prompts.evals:
                 # The same seed at every evaluation: scores of a run differ by the policy, not by the draw.
                 seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
-                result = evaluate(data.backend, data.scorer, eval_set, settings, seed=seed)
+                with within(f"evaluating {eval_set.name}"):
+                    result = evaluate(data.backend, data.scorer, eval_set, settings, seed=seed)
                 # By update, so that a resumed run that repeats one replaces its score.
                 self.history.setdefault(result.name, {})[version] = result.row()["reward"]
                 self._report(trainer, version, result)
                 trainer.logger.log_table(f"eval/{result.name}", sample_rows(result.rows), step=version)
             for choices in data.prompts.choice_sets:
+                phase(f"evaluating {choices.name}")
                 choice_result = evaluate_choices(self._choice_scorer, choices)
                 self.accuracies.setdefault(choice_result.name, {})[version] = choice_result.row()["accuracy"]
                 self._report(trainer, version, choice_result)
@@ -309,6 +305,7 @@ class CheckpointCallback(Checkpoint):
         module: Any = trainer.lightning_module
         root = RunDir(path=module.run_folder).checkpoints
         start = time.monotonic()
+        phase("saving a checkpoint")
         try:
             save_checkpoint(
                 root,
@@ -327,41 +324,6 @@ class CheckpointCallback(Checkpoint):
         self._save_s = max(self._save_s, time.monotonic() - start)
         # After the checkpoint is whole: metrics of updates that a resume repeats must not reach the store twice.
         trainer.logger.commit(version)
-
-
-class SignalWarning(Callback):
-    """Warns once where the rewards gave the policy loss nothing to learn from for :data:`SILENT_UPDATES` updates.
-
-    With a group's mean as the baseline, completions of equal reward all have an advantage of 0; what moves the policy
-    then is the KL term alone. Often the reward cannot read the answers, so that a completion is shown.
-    """
-
-    def __init__(self) -> None:
-        self._silent_updates = 0
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-        metrics = pl_module.last_metrics
-        rows = pl_module.last_batch.rows
-        # With one completion per prompt every group's rewards are equal, which says nothing.
-        has_groups = len({row.rollout.group_id for row in rows}) < len(rows)
-        if has_groups:
-            is_silent = metrics["train/groups_without_signal"] == 1.0
-        else:  # one completion per prompt: the baseline is the batch's
-            is_silent = metrics["train/reward_std"] == 0.0
-        if is_silent:
-            self._silent_updates += 1
-        else:
-            self._silent_updates = 0
-        if self._silent_updates != SILENT_UPDATES:  # warned once for each silence
-            return
-        # A completion is shown, because most often the reward cannot read the answers, and that is seen at a glance.
-        first = rows[0]
-        log.warning(
-            f"no signal for {SILENT_UPDATES} updates: in each group all completions had the same reward (mean "
-            f"{metrics['train/reward']:.3f}, answers {first.reward.status}), so that only a KL term moves the policy. "
-            f"The first completion of update {pl_module.version}: {first.rollout.text[:SHOWN_CHARACTERS]!r}; its "
-            f"answer: {first.rollout.prompt.problem.answer[:SHOWN_CHARACTERS]!r}"
-        )
 
 
 def status_line(metrics: Mapping[str, float]) -> str:
@@ -386,34 +348,45 @@ def status_line(metrics: Mapping[str, float]) -> str:
     return "  ".join(text.format(metrics[key]) for key, text in formats.items() if key in metrics)
 
 
-class _TwoLines(Progress):
-    """The bar, and beneath it ``line``: 80 columns do not hold both."""
+class _ThreeLines(Bars):
+    """The bar, beneath it the phase and the memory, and beneath these the numbers: 80 columns hold no two of them."""
 
-    line = ""
+    phase = ""
+    memory = ""
+    numbers = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield self.make_tasks_table(self.tasks)
-        yield Text(self.line, no_wrap=True, overflow="ellipsis")
+        # Drawn from what the last report and the last update left: drawing asks the run for nothing.
+        second_line = "  ".join(text for text in (self.phase, self.memory) if text)
+        for line in (second_line, self.numbers):
+            yield Text(line, no_wrap=True, overflow="ellipsis")
 
 
 class ConsoleProgress(ProgressBar):
-    """Updates, reward, KL, tokens/s and time left: a bar on a terminal, plain lines elsewhere."""
+    """Updates, time left, phase, memory, reward, KL and tokens/s: a bar on a terminal, plain lines elsewhere.
 
-    def __init__(self, console: Console, steps: int) -> None:
+    The time left comes from the durations of the last updates, with their evaluations and checkpoints.
+    """
+
+    def __init__(self, console: Console, steps: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._console = console
         self._steps = steps
-        self._bar = _TwoLines(
+        self._clock = clock
+        self._time_left = TimeLeft(steps, clock=clock)
+        self._lines = PlainLines(clock)
+        self._bar = _ThreeLines(
             TextColumn("[bold]update"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
+            TimeLeftColumn(),
             console=console,
-            disable=not console.is_terminal,
+            get_time=clock,
         )
-        self._task = self._bar.add_task("train", total=steps, start=False)
+        self._task = self._bar.add_task("train", total=steps, start=False, time_left=self._time_left)
+        self._version = 0
 
     def enable(self) -> None: ...
 
@@ -423,33 +396,57 @@ class ConsoleProgress(ProgressBar):
     def print(self, *args: Any, **kwargs: Any) -> None:
         self._console.print(*args, **kwargs)
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Shown from here on: the evaluation before the first update may take minutes."""
+        if self._console.quiet:
+            return
+        self._bar.memory = memory_text()
+        self._bar.start()
+        listen(self._show_phase)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self._started = time.monotonic()
-        self._printed = self._started
-        self._first = pl_module.version
+        self._version = pl_module.version
+        self._time_left = TimeLeft(self._steps, self._version, clock=self._clock)
         if not self._console.quiet:
-            self._bar.start()
-            self._bar.reset(self._task, completed=self._first)
+            self._bar.reset(self._task, completed=self._version, time_left=self._time_left)
+
+    def _show_phase(self, text: str) -> None:
+        self._bar.phase = text
+        # In a log a phase is news only where an update takes minutes.
+        if not self._console.is_terminal and self._lines.due(PHASE_EVERY_S):
+            self._print_line(f"update {self._version + 1}/{self._steps}", text)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         version = pl_module.version
-        line = status_line(pl_module.last_metrics)
-        self._bar.line = line
+        self._version = version
+        self._time_left.reach(version)
+        if self._console.quiet:
+            return
+        numbers = status_line(pl_module.last_metrics)
+        memory = memory_text()
+        self._bar.memory = memory
+        self._bar.numbers = numbers
         self._bar.update(self._task, completed=version)
         if self._console.is_terminal:
             return
-        now = time.monotonic()
         # The first shows that a run has begun to learn, the last how it ended.
         is_first_or_last = version in (1, self._steps)
-        if is_first_or_last or now - self._printed >= PLAIN_EVERY_S:
-            self._printed = now
-            seconds_per_update = (now - self._started) / max(version - self._first, 1)
-            left = seconds_per_update * (self._steps - version)
-            self._console.print(f"update {version}/{self._steps}  {line}  {left:.0f} s left", soft_wrap=True)
+        if self._lines.due(PLAIN_EVERY_S, always=is_first_or_last):
+            self._print_line(f"update {version}/{self._steps}", numbers, memory, self._time_left.text())
+
+    def _print_line(self, *texts: str) -> None:
+        line = "  ".join(text for text in texts if text)
+        self._console.print(line, soft_wrap=True, markup=False)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._bar.stop()
+        self._stop()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         # A bar that is still live would draw over the error message.
+        self._stop()
+
+    def _stop(self) -> None:
+        listen(None)
+        # The last picture stays on the screen, and nothing is under way any more.
+        self._bar.phase = ""
         self._bar.stop()

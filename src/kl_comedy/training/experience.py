@@ -20,6 +20,7 @@ import torch
 from kl_comedy.config import Config
 from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.data import PromptOrder
+from kl_comedy.phases import phase
 from kl_comedy.records import Prompt, Reward, Rollout, Scored
 from kl_comedy.rewards import Scorer
 from kl_comedy.rollouts import ReplayRollouts, sampling_from
@@ -234,8 +235,10 @@ class DrawnHere:
         last = min(iteration + self._lag, self._iterations - 1)
         while self._drawn <= last:
             start = time.perf_counter()
+            phase("sampling")
             rollouts = self._prompts.draw(self._generate, self._drawn, self._prompts.indices(self._drawn))
             generated = time.perf_counter()
+            phase("scoring")
             # Scored when drawn, so that a checkpoint holds no completion without its reward.
             self._queue.append(self._scorer.score(rollouts))
             generate_s += generated - start
@@ -264,11 +267,13 @@ class Recorded:
     def take(self, iteration: int) -> Batch:
         """Read a batch; judge it anew where the backend's options say so."""
         start = time.perf_counter()
+        phase("reading a recorded batch")
         # One reader: the recording may be on a disk that the other nodes do not have.
         recorded = self._ranks.on_rank_zero(lambda: self._recording.batch(iteration))
         rows = self._prompts.broadcast(recorded or ())
         read = time.perf_counter()
         if self._recording.judges_again:
+            phase("scoring")
             rows = self._scorer.score([row.rollout for row in rows])
         end = time.perf_counter()
         times = {"time/generate": read - start, "time/score": end - read, "time/wait": end - start}

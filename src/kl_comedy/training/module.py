@@ -29,6 +29,7 @@ from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import MovingReference, Reference
 from kl_comedy.models.types import ReferencePass, TokenPass, Wanted
 from kl_comedy.objective import value_loss
+from kl_comedy.phases import phase
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
 from kl_comedy.training.build import Run, build_run
@@ -190,6 +191,7 @@ class PolicyModule(lightning.LightningModule):
         start = time.perf_counter()
         step = self.version
         self.last_batch = batch
+        phase("learning")
         betas = self.beta_values
         metrics = MetricAccumulator()
         try:
@@ -245,7 +247,8 @@ class PolicyModule(lightning.LightningModule):
             old_policy=old_policy,
         )
         losses = defaultdict[str, float](float)
-        for micro in micro_batches:
+        for number, micro in enumerate(micro_batches, start=1):
+            phase("learning", number, len(micro_batches))
             for name, value in self._accumulate(micro, metrics, betas).items():
                 losses[name] += float(value)
         return micro_batches, losses
@@ -355,6 +358,7 @@ class PolicyModule(lightning.LightningModule):
         self.replaced_at[self.version] = time.monotonic()
         self.replaced_at.pop(self.version - VERSIONS_REMEMBERED, None)
         self.version += 1
+        phase("publishing the weights")
         self.backend.update_weights(self.version)
         moved = {}
         for name, reference in self.moving_references.items():

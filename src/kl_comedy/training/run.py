@@ -26,7 +26,6 @@ from kl_comedy.training.callbacks import (
     ConsoleProgress,
     EvaluationCallback,
     MetricsCallback,
-    SignalWarning,
     configured_callbacks,
 )
 from kl_comedy.training.distributed import LAUNCHED, cluster_environment, process_state_restored
@@ -35,6 +34,7 @@ from kl_comedy.training.extension import check_extension
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run_folder import Outcome, changed_plugins, find_run, finished_run, runs_named_alike
 from kl_comedy.training.run_record import RunRecord
+from kl_comedy.training.run_warnings import RunWarnings
 from kl_comedy.training.stop_signals import StopRequest, stop_requests
 from kl_comedy.training.strategies import NEWEST, strategy_for
 
@@ -76,7 +76,7 @@ def _train(run: Run, console: Console, command: str, request: StopRequest, start
         *configured_callbacks(config),
         MetricsCallback(config.train.samples_every),
         evaluation,
-        SignalWarning(),
+        RunWarnings(config),
         ConsoleProgress(console, config.train.steps),
         CheckpointCallback(config, evaluation, request),
     ]

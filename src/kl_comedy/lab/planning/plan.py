@@ -100,25 +100,39 @@ class Split:
     overrides: tuple[str, ...]
 
 
-class Plan:
-    """``config`` on ``train.devices`` x ``train.nodes`` devices, with prompts and completions of so many tokens.
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Tokens of prompts and completions; None: as many as the config allows."""
 
-    ``completion`` is the mean, ``longest`` the longest of a batch. None: as many tokens as the config allows, and the
-    mean as the longest. Raises :class:`UserError` for more, and for a model that cannot be had.
+    prompt: int | None = None
+    completion: int | None = None
+    """The mean completion; None: as many tokens as the longest one has."""
+    longest: int | None = None
+    """The longest completion of a batch."""
+
+
+ALLOWED_BY_THE_CONFIG = Lengths()
+
+
+class Plan:
+    """``config`` on ``train.devices`` x ``train.nodes`` devices, with prompts and completions of these lengths.
+
+    Raises :class:`UserError` for more tokens than the config allows, and for a model that cannot be had.
     """
 
     def __init__(
         self,
         config: Config,
         device: Device,
+        lengths: Lengths = ALLOWED_BY_THE_CONFIG,
         *,
-        prompt: int | None = None,
-        completion: int | None = None,
-        longest: int | None = None,
         assumed: Assumed | None = None,
         shape: Shape | None = None,
     ) -> None:
-        most_new, completion = config.rollout.max_new_tokens, completion or longest
+        prompt = lengths.prompt
+        longest = lengths.longest
+        completion = lengths.completion or longest
+        most_new = config.rollout.max_new_tokens
         for option, tokens, most in (
             ("--prompt-tokens", prompt, config.data.prompt.max_tokens),
             ("--completion-tokens", completion, most_new if longest is None else min(longest, most_new)),
@@ -127,7 +141,7 @@ class Plan:
             if tokens is not None and not 1 <= tokens <= most:
                 raise UserError(f"{option}: got {tokens}; allowed: 1 to {most}, the most that the config lets through")
         self.config, self.device = config, device
-        self.tokens = {"prompt": prompt, "completion": completion, "longest": longest}
+        self.lengths = lengths
         self.longest = longest or most_new
         self.assumed, self.shape = assumed or Assumed(), shape or shape_of(config.model)
         self.load = workload(config, self.shape, device, prompt, completion)
@@ -561,7 +575,7 @@ class Plan:
             shape = self.shape if config.model.lora == self.config.model.lora else shape_of(config.model)
         except UserError:  # the model has none of the modules that adapters usually go to
             return None
-        plan = Plan(config, self.device, **self.tokens, assumed=self.assumed, shape=shape)
+        plan = Plan(config, self.device, self.lengths, assumed=self.assumed, shape=shape)
         return Remedy(overrides=_as_overrides(changes), peak_bytes=plan.peak_bytes) if plan.fits else None
 
     def _candidates(self) -> Iterator[Iterator[Changes]]:
@@ -599,15 +613,12 @@ def splits(
     config: Config,
     device: Device,
     total: int,
-    *,
-    prompt: int | None = None,
-    completion: int | None = None,
-    longest: int | None = None,
+    lengths: Lengths = ALLOWED_BY_THE_CONFIG,
 ) -> tuple[Split, ...]:
     """Ways to divide ``total`` devices between trainer ranks and engines: those that fit first, the fastest first.
 
     Without engines in the config, vLLM's servers draw, in bf16 where ``train.precision`` is. Where all devices train,
-    the ranks draw, or the config's engines take a share of the same GPUs. Tokens as for :class:`Plan`. Raises
+    the ranks draw, or the config's engines take a share of the same GPUs. Lengths as for :class:`Plan`. Raises
     :class:`UserError` where no division gives every rank as many prompts.
     """
     shape, sampler, divided = shape_of(config.model), sampler_name(config), list[Split]()
@@ -624,7 +635,7 @@ def splits(
         servers, gpus_each = (ranks // each, each) if shared else (engines, 0)
         changes = _division(config, ranks, servers=servers, gpus_each=gpus_each)
         tried = changed(config, changes)
-        plan = Plan(tried, device, prompt=prompt, completion=completion, longest=longest, shape=shape)
+        plan = Plan(tried, device, lengths, shape=shape)
         time = plan.timing
         divided.append(
             Split(

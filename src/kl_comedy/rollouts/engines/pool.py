@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from kl_comedy.errors import RunFailed, UserError, bad_value
+from kl_comedy.phases import phase
 from kl_comedy.processes import ChildProcess
 from kl_comedy.rollouts.engines.client import ANOTHER_RUN, Client, Refused, ServerTrouble
 from kl_comedy.rollouts.engines.options import ServerOptions
@@ -255,6 +256,8 @@ class _Batch(Generic[T]):
     def collect(self, threads: int, servers: Sequence[Server]) -> list[T]:
         """Wait for the answers of ``threads`` threads. Raises as :func:`dispatch`."""
         answers: dict[int, T] = {}
+        answered = 0
+        total = sum(map(len, self._tasks))
         running = threads
         while len(answers) < len(self._tasks):
             # Each thread puts None when it ends, so that this wait ends too when no thread is left to answer.
@@ -268,6 +271,8 @@ class _Batch(Generic[T]):
                 continue
             number, answer = event
             answers[number] = answer
+            answered += len(self._tasks[number])
+            phase("sampling", answered, total)
         return [answers[number] for number in range(len(self._tasks))]
 
     def dismiss(self, threads: int) -> None:

@@ -1,0 +1,136 @@
+"""The site in a real browser: nothing is wider than the screen, text can be read, code can be copied, search finds."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from browser import Browser, program
+from built_site import IS_INSTALLED, WITHOUT, served, whole_site
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(program() is None, reason="no browser is installed"),
+    pytest.mark.skipif(not IS_INSTALLED, reason=WITHOUT),
+]
+WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+PAGES = [
+    "",
+    "decision/",
+    "your_own/",
+    "configuration/",
+    "clusters/",
+    "evidence/",
+    "evidence/lags/",
+    "api/kl/",
+    "api/python/",
+    "files/examples/own_trainer.py/",
+]
+"""One of each kind: the start, tables, commands, results, docstrings, a file of source."""
+
+
+@pytest.fixture(scope="module")
+def address():
+    with served(whole_site()) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def tab():
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+def when(tab, value):
+    """The value of a JavaScript expression as soon as it is true, not 0 and not empty."""
+    look = f"() => {{ const value = {value}; value && value.length !== 0 ? done(value) : setTimeout(look, 50); }}"
+    return tab.evaluate(f"new Promise((done) => {{ const look = {look}; look(); }})")
+
+
+WIDER_THAN_SCREEN = """
+(() => {
+  const width = document.documentElement.clientWidth;
+  if (document.documentElement.scrollWidth <= width) return [];
+  const wide = [...document.querySelectorAll('article *')].filter((node) => {
+    const box = node.getBoundingClientRect();
+    return box.right > width + 1 && getComputedStyle(node).position !== 'absolute';
+  });
+  return wide.slice(0, 3).map((node) => node.outerHTML.slice(0, 200)).concat(['scrolls sideways']);
+})()
+"""
+
+
+@pytest.mark.parametrize("size", WIDTHS)
+def test_no_page_scrolls_sideways(tab, address, size):
+    """Every page of the site; tables and code have scroll bars of their own."""
+    site = whole_site()
+    wide = {}
+    for file in sorted(site.rglob("index.html")):
+        path = file.parent.relative_to(site).as_posix()
+        # A file of source is one block of code: a few of them stand for all.
+        if path.startswith("files/configs/") and "core" not in path:
+            continue
+        tab.open(f"{address}/{path}/".replace("/./", "/"), *WIDTHS[size])
+        found = tab.evaluate(WIDER_THAN_SCREEN)
+        if found:
+            wide[path] = found
+    assert wide == {}
+
+
+def axe():
+    """The source of axe-core, from the package that ships it."""
+    spec = importlib.util.find_spec("axe_core_python")
+    assert spec is not None, "the extra dev has axe-core-python"
+    return (Path(spec.origin).parent / "axe.min.js").read_text(encoding="utf-8")
+
+
+CONTRASTS = """
+axe.run(document, {runOnly: ['color-contrast'], resultTypes: ['violations']}).then((result) =>
+  result.violations.flatMap((rule) => rule.nodes.map((node) => [node.html.slice(0, 120), node.any[0].message])))
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("page", PAGES)
+def test_text_has_a_contrast_of_4_5(tab, address, page, scheme):
+    tab.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    tab.open(f"{address}/{page}", *WIDTHS["desktop"])
+    expected = {"light": "default", "dark": "slate"}[scheme]
+    assert tab.evaluate("document.body.getAttribute('data-md-color-scheme')") == expected
+    tab.evaluate(f"{axe()}; true")
+    assert tab.evaluate(CONTRASTS) == []
+
+
+@pytest.mark.parametrize("page", ["", "your_own/", "clusters/", "evidence/evidence/", "api/kl/"])
+def test_code_is_highlighted_and_can_be_copied(tab, address, page):
+    tab.open(f"{address}/{page}", *WIDTHS["desktop"])
+    blocks = tab.evaluate("[...document.querySelectorAll('article pre > code')].length")
+    assert blocks > 1
+    highlighted = "[...document.querySelectorAll('article [class*=language-] pre > code')].length"
+    assert tab.evaluate(highlighted) == blocks
+    assert tab.evaluate("document.querySelectorAll('article [class*=language-] pre > code span[class]').length") > 0
+    # The script of the theme adds the buttons after the page is loaded.
+    button = "document.querySelectorAll('article .md-clipboard, article [data-md-type=copy]').length"
+    assert when(tab, button) >= blocks
+
+
+def test_search_finds_a_field_of_a_kl_term(tab, address):
+    tab.open(f"{address}/?q=weight_power", *WIDTHS["desktop"])
+    found = "[...document.querySelectorAll('.md-search-result__link')].map((link) => link.href)"
+    links = when(tab, found)
+    assert any("api/kl/" in link or "configuration/" in link for link in links), links
+
+
+def test_no_page_asks_another_host(tab, address):
+    tab.requests.clear()
+    tab.open(f"{address}/evidence/", *WIDTHS["desktop"])
+    assert [request for request in tab.requests if not request.startswith((address, "data:"))] == []
+
+
+@pytest.mark.parametrize("size", WIDTHS)
+def test_the_start_page_shows_its_picture_and_its_doors(tab, address, size):
+    tab.open(f"{address}/", *WIDTHS[size])
+    assert tab.evaluate("document.querySelector('article img').naturalWidth") > 100
+    doors = tab.evaluate("[...document.querySelectorAll('.grid li > p:first-child')].map((door) => door.textContent)")
+    assert doors == ["Ask about my flag", "Train", "Extend", "Read the evidence"]

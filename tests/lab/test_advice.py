@@ -1,0 +1,240 @@
+"""The advice does not contradict itself, each piece has its proof and says what was trained, and `explain` uses it."""
+
+import pytest
+import yaml
+
+from kl_comedy.errors import UserError
+from kl_comedy.kl import claimed_target
+from kl_comedy.kl.recipes import resolve_terms
+from kl_comedy.lab.advice import (
+    FILE,
+    REGIME_OF_SAMPLES,
+    UNTRAINED,
+    Cell,
+    Measured,
+    Strength,
+    advice,
+    advised,
+    contradictions,
+    evidence_in_words,
+    measured,
+    read_advice,
+    strength,
+    what_to_use,
+)
+from kl_comedy.lab.peers import GOALS, SYSTEMS, advise, find_system, read
+
+
+@pytest.fixture
+def changed(tmp_path):
+    """Read a copy of the advice after ``change`` has altered its plain data."""
+
+    def read_changed(change):
+        raw = yaml.safe_load(FILE.read_text())
+        change(raw)
+        file = tmp_path / "advice.yaml"
+        file.write_text(yaml.safe_dump(raw))
+        return read_advice(file)
+
+    return read_changed
+
+
+# --- contradictions -------------------------------------------------------------------------------------------------
+def test_nothing_is_both_recommended_and_forbidden():
+    assert contradictions(advice()) == []
+
+
+@pytest.mark.parametrize(
+    ("situation", "recipe", "rule"),
+    [
+        # What the pages once said: each of these was recommended in one place and forbidden in another.
+        ("stale_sampled", "is/k3_per_decision", "ratio_on_sampled_cost"),
+        ("stale_full", "rb/full", "exact_cost_without_baseline"),
+        ("fresh_sampled", "comedy/k1_in_loss", "k1_in_loss"),
+        ("fresh_sampled", "comedy/k3_in_reward", "k3_in_reward"),
+        ("stale_sampled", "trl/rloo", "total_cost"),
+    ],
+)
+def test_a_planted_contradiction_is_found(changed, situation, recipe, rule):
+    def plant(raw):
+        raw["situations"][situation]["kl"] = recipe
+        raw["names"][recipe] = recipe
+
+    assert f"{situation} advises {recipe}, which {rule} forbids" in contradictions(changed(plant))
+
+
+def test_a_planted_rule_that_forbids_an_advice_is_found(changed):
+    def plant(raw):
+        raw["never"]["exact_in_loss"] = {
+            "words": "exact KL in the loss",
+            "terms": {"estimator": "exact", "placement": "loss"},
+            "why": {"stale": "planted"},
+            "recipe": "rb/token",
+            "contrasts": [],
+        }
+
+    assert contradictions(changed(plant)) == ["stale_full advises rb/token, which exact_in_loss forbids"]
+
+
+def test_a_rule_must_forbid_its_own_example(changed):
+    table = changed(lambda raw: raw["never"]["k1_in_loss"].update(recipe="grpo"))
+    assert contradictions(table) == [
+        "k1_in_loss names grpo, which it does not forbid on fresh samples",
+        "k1_in_loss names grpo, which it does not forbid on stale samples",
+    ]
+
+
+def test_evidence_about_another_term_is_found(changed):
+    def plant(raw):
+        raw["situations"]["stale_full"]["contrasts"] = ["robust_over_none"]
+        raw["never"]["k1_in_loss"]["contrasts"] = ["total_behind_k3"]
+
+    assert contradictions(changed(plant)) == [
+        "stale_full quotes robust_over_none, which is about rb/robust",
+        "k1_in_loss quotes total_behind_k3, which is about comedy/k1_in_reward",
+    ]
+
+
+def test_an_advice_is_a_kl_or_a_config(changed):
+    table = changed(lambda raw: raw["situations"]["sampler"].pop("config"))
+    assert contradictions(table) == ["sampler needs either kl or config"]
+
+
+def test_k3_in_the_reward_is_allowed_beside_k3_in_the_loss():
+    rule = advice().never["k3_in_reward"]
+    assert rule.forbids(resolve_terms("comedy/k3_in_reward"), "fresh")
+    assert not rule.forbids(resolve_terms("comedy/k3_both"), "fresh")
+
+
+def test_a_rule_does_not_forbid_a_pull_towards_the_sampler():
+    terms = resolve_terms([{"estimator": "k1", "placement": "loss", "reference": "sampler"}])
+    assert advice().forbidding(terms, "fresh") is None
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_flags_that_a_system_is_advised_are_forbidden(system):
+    """On the samples of the goal that they are advised for."""
+    samples_of_regime = {regime: samples for samples, regime in REGIME_OF_SAMPLES.items()}
+    forbidden = []
+    for item in advise(find_system(system)):
+        samples = samples_of_regime[item.goal.regime]
+        if item.flags and advice().forbidding(read(item.flags).terms, samples) is not None:
+            forbidden.append((item.flags, samples))
+    assert forbidden == []
+
+
+# --- proof and evidence ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("situation", advice().situations.values(), ids=lambda situation: situation.name)
+def test_the_proof_of_an_advice_is_the_claim_of_its_term(situation):
+    """The exact tests enumerate whether claims hold."""
+    targets = {claimed_target(term, REGIME_OF_SAMPLES[situation.samples]) for term in situation.terms}
+    assert targets <= {situation.target}
+
+
+@pytest.mark.parametrize("item", [*advice().situations.values(), *advice().never.values()], ids=lambda item: item.name)
+def test_each_advice_names_what_was_trained_or_says_that_nothing_was(item):
+    text = evidence_in_words(item, advice(), measured())
+    if item.contrasts:
+        assert "seeds" in text or "runs" in text
+        assert strength(item, measured()).of >= len(item.contrasts)
+    else:
+        assert text == UNTRAINED
+        assert strength(item, measured()).of == 0
+
+
+def test_every_contrast_is_evidence_for_something_and_is_measured():
+    named = set()
+    for item in [*advice().situations.values(), *advice().never.values()]:
+        named |= set(item.contrasts)
+    assert named == set(advice().contrasts) == set(measured().contrasts)
+    assert set(advice().spreads) == set(measured().spreads)
+
+
+def cell(low, high):
+    means = {"a_mean": 0.5, "b_mean": 0.5, "difference": (low + high) / 2, "low": low, "high": high}
+    counts = {"pairs": 5, "ahead": 3, "behind": 2, "a_collapsed": 0, "a_runs": 5, "b_collapsed": 0, "b_runs": 5}
+    return Cell(setting="somewhere", **means, **counts)
+
+
+def test_strength_counts_intervals_on_either_side_of_zero(changed):
+    def one_contrast_each(raw):
+        raw["situations"]["stale_full"]["contrasts"] = ["token_over_k3"]
+        raw["never"]["k1_in_loss"]["contrasts"] = ["k1_loss_behind_async"]
+
+    table = changed(one_contrast_each)
+    cells = (cell(0.01, 0.02), cell(0.01, 0.03), cell(-0.02, -0.01), cell(-0.01, 0.01))
+    result = Measured(contrasts={"token_over_k3": cells, "k1_loss_behind_async": cells}, spreads={})
+    assert strength(table.situations["stale_full"], result) == Strength(2, 1, 4)
+    # A rule is supported where its side is behind.
+    assert strength(table.never["k1_in_loss"], result) == Strength(1, 2, 4)
+
+
+# --- faults of the file ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda raw: raw.update(sitations={}), "sitations: no such key"),
+        (lambda raw: raw["situations"]["sampler"].update(samples="old"), "situations.sampler.samples: got 'old'"),
+        (lambda raw: raw["situations"]["sampler"].update(contrasts=["mask_over_cat"]), "did you mean 'mask_over_cap'"),
+        (lambda raw: raw["situations"]["sampler"].update(pages=["first"]), "sampler.pages: got 'first'"),
+        (lambda raw: raw["situations"]["sampler"].pop("words"), "or give words"),
+        (lambda raw: raw["contrasts"]["mask_over_cap"].update(export="trust"), "contrasts.mask_over_cap.export"),
+        (lambda raw: raw["never"]["k1_in_loss"]["terms"].update(placment="loss"), "did you mean 'placement'"),
+        (lambda raw: raw["never"]["k1_in_loss"]["why"].update(old="no"), "never.k1_in_loss.why: got 'old'"),
+    ],
+)
+def test_a_fault_of_the_file_is_named(changed, change, message):
+    with pytest.raises(UserError, match=message):
+        changed(change)
+
+
+# --- what `explain` says --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("kl", "fresh", "stale"),
+    [
+        ("comedy/k1_in_loss", "never.", "never."),
+        ("rb/full", "this is what we advise.", "never."),
+        ("is/k3_per_decision", "we advise", "never."),
+        ("grpo", "we advise", "this is what we advise."),
+        ("verl/low_var_kl", "we advise", "this is what we advise, with clamps"),
+        ("rb/token", "we advise exact KL in the reward, to go (rb/full;", "this is what we advise."),
+        ("liu/k2_loss", "we advise k1 in the reward", "we advise k3 in the loss"),
+    ],
+)
+def test_what_to_use_on_fresh_and_on_stale_samples(kl, fresh, stale):
+    first, second = what_to_use(resolve_terms(kl))
+    assert first.startswith(f"fresh samples: {fresh}")
+    assert second.startswith(f"stale samples: {stale}")
+
+
+def test_a_refusal_says_what_to_use_instead_and_what_was_trained():
+    _, stale = what_to_use(resolve_terms("rb/full"))
+    assert "collapsed in 10 of 15 runs" in stale
+    assert stale.endswith("Use instead: exact KL in the loss (rb/token; needs full logits of both models).")
+
+
+def test_the_evidence_of_a_refusal_has_the_age_of_the_samples():
+    fresh, stale = what_to_use(resolve_terms("comedy/k1_in_loss"))
+    assert "old" not in fresh
+    assert "samples 10 updates old" in stale
+
+
+def test_a_teacher_and_the_sampler_have_advice_of_their_own():
+    (line,) = what_to_use(resolve_terms("opd/sampled"))
+    assert "opd/reverse" in line
+    (line,) = what_to_use(resolve_terms([{"estimator": "k2", "placement": "loss", "reference": "sampler"}]))
+    assert line.startswith("stale samples: we advise a mask of the token's probability")
+
+
+def test_nothing_is_said_without_terms_or_where_the_terms_do_not_hold():
+    assert what_to_use(()) == []
+    assert len(what_to_use(resolve_terms("grpo"), ["on_policy"])) == 1
+
+
+def test_the_goals_of_other_systems_have_the_advised_recipes():
+    assert [goal.recipe for goal in GOALS.values()] == ["rb/full", "rb/token", "rb/token"]
+    assert advised("stale_sampled") == "comedy/k3_in_loss"
+    with pytest.raises(UserError, match="is not a recipe"):
+        advised("sampler")
+    with pytest.raises(UserError, match="did you mean 'stale_full'"):
+        advised("stale_ful")

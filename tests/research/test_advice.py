@@ -1,0 +1,102 @@
+"""The measurements of the advice: that the stored ones are those of the exports, and the arithmetic on known runs."""
+
+import pandas as pd
+import pytest
+from research.studies.advice import cells_of, family, measure, range_of, rate, restricted, setting_in_words, text_of
+
+from kl_comedy.errors import UserError
+from kl_comedy.lab.advice import MEASURED, Contrast, Measured, Side, Spread, read_advice, read_measured
+
+REWARD = "metrics.eval/heldout/reward"
+
+
+def run(seed, label, reward, *, rate="0.0002", collapsed=False, beta="0.1"):
+    return {
+        "params.seed": str(seed),
+        "status": "FINISHED",
+        "tags.kl.family": label,
+        "tags.kl.betas": beta,
+        "params.optimizer.lr": rate,
+        REWARD: reward,
+        "collapsed": collapsed,
+    }
+
+
+K3 = "k3_reverse_token in loss"
+
+
+@pytest.fixture
+def runs():
+    """Three seeds of two KLs, and one more of one of them."""
+    rows = [run(seed, K3, 0.5 + 0.1 * seed) for seed in (0, 1, 2)]
+    rows += [run(seed, "no KL", 0.4 + 0.1 * seed + 0.01 * (seed == 0), collapsed=seed == 2) for seed in (2, 1, 0)]
+    rows.append(run(3, "no KL", 0.0, rate="5e-05"))
+    return pd.DataFrame(rows)
+
+
+def contrast(**changes):
+    fields = {"a": Side(kl="grpo", beta=0.1), "b": Side(kl="none"), "cells": {"params.optimizer.lr": [2.0e-4]}}
+    return Contrast(name="test", export="evidence", **{**fields, **changes})
+
+
+def test_the_stored_measurements_are_those_of_the_exports():
+    assert text_of(measure(read_advice())) == MEASURED.read_text(), (
+        "run python research/scripts/generate_docs.py --advice"
+    )
+
+
+def test_a_cell_is_paired_by_seed(runs):
+    (cell,) = cells_of(contrast(), runs)
+    assert (cell.a_mean, cell.b_mean) == (0.6, pytest.approx(0.503333))
+    assert cell.difference == pytest.approx((0.09 + 0.1 + 0.1) / 3, abs=1e-6)
+    assert cell.low < cell.difference < cell.high
+    assert (cell.pairs, cell.ahead, cell.behind) == (3, 3, 0)
+    assert (cell.a_collapsed, cell.a_runs, cell.b_collapsed, cell.b_runs) == (0, 3, 1, 3)
+    assert cell.setting == "learning rate 2e-4"
+
+
+def test_a_cell_without_runs_on_one_side_is_refused(runs):
+    with pytest.raises(UserError, match=r"contrasts\.test: no runs on one side of learning rate 5e-5"):
+        list(cells_of(contrast(cells={"params.optimizer.lr": [5.0e-5]}), runs))
+
+
+def test_an_unknown_column_is_refused(runs):
+    with pytest.raises(UserError, match=r"no run has params\.lr"):
+        restricted(runs, {"params.lr": 1})
+
+
+def test_a_restriction_compares_numbers_and_texts(runs):
+    assert len(restricted(runs, {"params.optimizer.lr": 0.0002})) == 6
+    assert len(restricted(runs, {"params.optimizer.lr": [5e-5, "0.0002"], "tags.kl.family": "no KL"})) == 4
+
+
+def test_a_range_is_of_means_over_seeds(runs):
+    result = range_of(Spread(export="evidence", where={"params.optimizer.lr": 2e-4}), runs)
+    assert (result.lowest, result.highest) == (pytest.approx(0.503333), 0.6)
+    assert (result.forms, result.seeds, result.runs, result.collapsed) == (2, 3, 6, 1)
+
+
+def test_the_family_of_a_kl_is_the_label_of_its_runs():
+    assert family("none") == "no KL"
+    assert family("grpo") == K3
+    assert family([{"estimator": "k1", "placement": "loss"}]) == "k1_reverse_token in loss"
+
+
+def test_the_stored_text_is_read_back(tmp_path, runs):
+    cells = tuple(cells_of(contrast(), runs))
+    spread = range_of(Spread(export="evidence", where={}), runs)
+    result = Measured(contrasts={"test": cells}, spreads={"all": spread})
+    file = tmp_path / "measured.yaml"
+    file.write_text(text_of(result))
+    assert read_measured(file) == result
+
+
+def test_a_setting_is_said_in_words():
+    place = {"params.lag.steps": 1, "tags.kl.betas": 0.2, "params.algorithm.updates_per_batch": 4}
+    where = {"params.optimizer.lr": 2e-4, "tags.sweep": "somewhere"}
+    words = "asynchronous, learning rate 2e-4, beta 0.2, samples 1 update old, 4 updates of each batch"
+    assert setting_in_words(contrast(setting="asynchronous", where=where), place) == words
+
+
+def test_a_learning_rate_is_short():
+    assert [rate(value) for value in (2e-4, 5e-5, 1e-3, 1.5e-4)] == ["2e-4", "5e-5", "1e-3", "1.5e-4"]
