@@ -1,19 +1,19 @@
-"""CPU seconds of queries and tables over a store of many runs: `python bench/results_queries.py [--runs 10000]`.
+"""CPU seconds of queries and tables over a store of many runs: `python bench/results_queries.py [--runs 1000]`.
 
 The store contains copies of one run (all params of a study run, provenance tags, 80 metrics, an eval curve) as 34
-configurations with seeds. The time of creating it is not included.
+configurations with seeds. The time of creating it is not included. Each command runs twice on the same store: as it
+reads a database, and through MLflow's client, one run at a time, as it reads a server.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import random
+import resource
 import sqlite3
+import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,37 +82,78 @@ def row_of_copy(row: dict[str, object], number: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--runs", type=int, default=10_000)
+    parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--store", type=Path, help="Create the store in this folder, or reuse it.")
+    parser.add_argument("--once", action="store_true", help="Only as the commands read now, without the client.")
+    parser.add_argument("--task", choices=TASKS, help=argparse.SUPPRESS)
+    parser.add_argument("--through-client", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.store or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
+        if options.task:
+            run_task(options.task, folder, through_client=options.through_client)
+            return
         if not (folder / "mlflow.db").exists():
             make_store(folder, options.runs)
-        measure(f"sqlite:///{folder / 'mlflow.db'}")
+        measure(folder, both_ways=not options.once)
 
 
-def measure(uri: str) -> None:
-    """Print the CPU seconds and the name of each task. The first includes the imports of mlflow and pandas."""
+TASKS = {
+    "table, one metric": ["table", "--group", "kl.beta", "--metric", EVAL],
+    "table with a filter": ["table", "--where", "kl.beta = '0.5000'", "--group", "kl.beta", "--metric", EVAL],
+    "table, best of each run": ["table", "--group", "kl.beta", "--metric", EVAL, "--of", "best"],
+    "compare at equal KL": ["compare", "--metric", EVAL, "--at-kl", "0.25,0.5"],
+    "plot of curves": ["plot", "--metric", EVAL, "--group", "kl.label", "--out", "{out}/plot.svg"],
+    "export to Parquet": ["export", "--out", "{out}/export.parquet"],
+    "report": ["report", "--metric", EVAL, "--out", "{out}/report.html"],
+}
+
+
+def run_task(name: str, folder: Path, *, through_client: bool) -> None:
+    """Run one command in this process. ``through_client``: reading one run at a time, as from a server."""
     from kl_comedy.cli import main as cli
+    from kl_comedy.tracking import database
 
+    if through_client:
+        database._backend = lambda client: None
     # Before a library is imported, as the entry point does it.
     cli._quiet_libraries()
-    tasks = {
-        "table, one metric": ["table", "--group", "kl.beta", "--metric", EVAL],
-        "table with a filter": ["table", "--where", "kl.beta = '0.5000'", "--group", "kl.beta", "--metric", EVAL],
-        "table, best of each run": ["table", "--group", "kl.beta", "--metric", EVAL, "--of", "best"],
-        "compare at equal KL": ["compare", "--metric", EVAL, "--at-kl", "0.25,0.5"],
-        "export to Parquet": ["export", "--out", str(Path(tempfile.gettempdir()) / "results_queries.parquet")],
-    }
-    for name, arguments in tasks.items():
-        sys.argv = ["kl-comedy", "results", *arguments, "--uri", uri]
-        start = time.process_time()
-        # The command exits, as it does in a shell.
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-            cli.run()
-        print(f"{time.process_time() - start:8.1f}  {name}", flush=True)
+    arguments = [word.format(out=folder) for word in TASKS[name]]
+    sys.argv = ["kl-comedy", "results", *arguments, "--uri", f"sqlite:///{folder / 'mlflow.db'}"]
+    cli.run()
+
+
+def measure(folder: Path, *, both_ways: bool) -> None:
+    """Print a Markdown table: CPU seconds of each command in a process of its own, imports included."""
+    print(f"| command over {runs_of(folder):,} runs | at once, CPU s |", end="")
+    print(" through the client, CPU s | ratio |" if both_ways else "")
+    print("| --- | --- |" + (" --- | --- |" if both_ways else ""))
+    for name in TASKS:
+        at_once, output = cpu_seconds(name, folder)
+        row = f"| {name} | {at_once:.1f} |"
+        if both_ways:
+            # Right after each other, so that both meet the same machine.
+            through_client, same_output = cpu_seconds(name, folder, "--through-client")
+            assert output == same_output, f"{name}: the two ways print different results"
+            row += f" {through_client:.1f} | {through_client / at_once:.1f} |"
+        print(row, flush=True)
+    print(f"\nThe report has {(folder / 'report.html').stat().st_size / 1e6:.1f} MB.")
+
+
+def cpu_seconds(name: str, folder: Path, *options: str) -> tuple[float, str]:
+    """The CPU seconds of a task in a new process, and what it printed."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, __file__, "--store", str(folder), "--task", name, *options]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, done.stdout
+
+
+def runs_of(folder: Path) -> int:
+    with sqlite3.connect(folder / "mlflow.db") as db:
+        (count,) = db.execute("SELECT COUNT(*) FROM runs").fetchone()
+    return int(count)
 
 
 if __name__ == "__main__":

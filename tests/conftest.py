@@ -19,6 +19,8 @@ os.environ.setdefault("DO_NOT_TRACK", "true")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
+# xdist gives its workers a width of 80, as if they had a terminal: tables would be fitted to it.
+os.environ.pop("COLUMNS", None)
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores: threads that spin for each other would hold up both.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -86,7 +86,7 @@ class FakeStore:
         return self.runs[run_id]
 
     def get_experiment_by_name(self, name):
-        return SimpleNamespace(experiment_id=name, lifecycle_stage="active")
+        return SimpleNamespace(experiment_id=name, lifecycle_stage="active", tags={"mlflow.experimentKind": ""})
 
     def search_runs(self, *args, **options):
         return []
@@ -102,6 +102,9 @@ class FakeStore:
     def log_batch(self, run_id, **kinds):
         for items in kinds.values():
             self.sent += [repr(vars(item)) for item in items]
+
+    def log_inputs(self, run_id, inputs):
+        self.sent += [repr(item.to_dictionary()) for item in inputs]
 
     def log_artifact(self, run_id, file, folder):
         self.sent.append(SentFile(file, folder, sha256_file(Path(file))))

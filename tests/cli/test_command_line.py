@@ -141,6 +141,9 @@ def test_tensorboard_and_wandb_have_the_metrics_of_a_resumed_run(tmp_path, name)
         events = EventAccumulator(str(folder)).Reload()
         assert [event.step for event in events.Scalars("train/reward")] == [1, 2]
         assert (folder / "hparams.yaml").read_text().count("kl.0.estimator")
+        (text,) = {event.tensor_proto.string_val[0].decode() for event in events.Tensors("run/text_summary")}
+        assert text.startswith("KL terms: `0.")
+        assert "\n| kl.regime | on_policy |" in text
     else:
         ids = {run.name.rpartition("-")[2] for run in folder.glob("offline-run-*")}
         files = list(folder.glob("offline-run-*/run-*.wandb"))
@@ -148,6 +151,8 @@ def test_tensorboard_and_wandb_have_the_metrics_of_a_resumed_run(tmp_path, name)
         assert len(files) == 2, "one of each process"
         for file in files:
             assert b"train/reward" in file.read_bytes(), file
+            assert b"tiny s0" in file.read_bytes(), "its name"
+            assert b"KL terms: `0." in file.read_bytes(), "its notes"
         assert not list(tmp_path.glob("wandb"))
 
 

@@ -104,7 +104,8 @@ def test_a_run_arrives_complete(start, uri, tmp_path):
     client = connect(uri)
     run = client.get_run(logger.run_id)
     assert run.info.status == "FINISHED"
-    assert run.info.run_name == "run"
+    assert run.info.run_name == "x s0"
+    assert run.data.tags["run_folder"] == "run"
     expected = {"seed": "0", "kl.0.beta": "0.05", "none": "null", "empty": "", "many.249": "249"}
     assert expected.items() <= run.data.params.items()
     assert len(run.data.params["long"]) <= 6000
@@ -127,6 +128,85 @@ def test_a_run_arrives_complete(start, uri, tmp_path):
     # Of two values of one step the later one counts.
     assert history(uri, [logger.run_id], "train/reward")[["step", "value"]].values.tolist() == [[1.0, 2.0]]
     assert history(uri, [logger.run_id], "nothing").empty
+
+
+HASH = "0123456789abcdef" * 4
+
+
+def inputs_of(uri, run_id):
+    """Name, digest and purpose of each data set of a run."""
+    inputs = connect(uri).get_run(run_id).inputs.dataset_inputs
+    return sorted((item.dataset.name, item.dataset.digest, item.tags[0].value) for item in inputs)
+
+
+def test_mlflows_pages_have_what_they_show(start, uri, monkeypatch):
+    monkeypatch.setattr(provenance.sys, "argv", ["/some/where/kl-comedy", "train", "token=hf_0123456789abcdefgh"])
+    data = {"data.train.dataset": "hub", "data.train.name": "openai/gsm8k", "data.train.split": None}
+    data |= {"data.eval.mine.dataset": "jsonl", "data.eval.mine.path": "/home/me/x.jsonl"}
+    hashes = {"data.hash.train": HASH, "data.hash.eval.mine": HASH[::-1], "data.hash.eval.suite": "ab" * 32}
+    logger = start(params=data, tags={**hashes, "mlflow.note.content": "what it is", "data.count.train.kept": "7"})
+    logger.finish()
+    run = connect(uri).get_run(logger.run_id)
+    assert run.data.tags["mlflow.source.name"] == "kl-comedy train"
+    assert run.data.tags["mlflow.source.type"] == "LOCAL"
+    assert run.data.tags["mlflow.note.content"] == "what it is"
+    assert run.info.user_id == run.data.tags["mlflow.user"]
+    assert inputs_of(uri, logger.run_id) == [
+        ("mine: jsonl x.jsonl", HASH[::-1][:12], "evaluation"),
+        ("suite", "abababababab", "evaluation"),
+        ("train: hub openai/gsm8k", HASH[:12], "training"),
+    ]
+    profiles = [json.loads(item.dataset.profile) for item in run.inputs.dataset_inputs]
+    assert {"sha256": HASH, "num_rows": 7} in profiles
+    assert connect(uri).get_experiment_by_name("trial").tags["mlflow.experimentKind"] == "custom_model_development"
+
+
+def test_what_the_user_writes_for_mlflows_pages_stays(start, uri, tmp_path):
+    client = connect(uri)
+    experiment = client.create_experiment("trial", tags={"mlflow.experimentKind": "genai_development"})
+    config = SimpleNamespace(uri=uri, experiment="trial", tags={"mlflow.note.content": "mine"})
+    tags = {"mlflow.note.content": "made", "data.hash.train": HASH}
+    own = RunLogger(config, run_dir=tmp_path / "own", params={}, tags=tags)
+    own.finish()
+    assert client.get_run(own.run_id).data.tags["mlflow.note.content"] == "mine"
+    assert client.get_experiment(experiment).tags["mlflow.experimentKind"] == "genai_development"
+
+    # In the pages, between a stop and a resume.
+    first = start(tags=tags)
+    log_steps(first, 1, 2)
+    first.commit(2)
+    first.finish("KILLED", "stopped")
+    client.set_tag(first.run_id, "mlflow.note.content", "edited")
+    client.update_run(first.run_id, name="edited")
+    second = start(tags=tags, resumed=ResumedFrom(step=2))
+    second.finish()
+    run = client.get_run(second.run_id)
+    assert second.run_id == first.run_id
+    assert run.info.run_name == "edited"
+    assert run.data.tags["mlflow.note.content"] == "edited"
+    assert inputs_of(uri, second.run_id) == [("train", HASH[:12], "training")]
+
+
+def test_an_experiment_of_an_earlier_version_opens_as_machine_learning(start, uri):
+    experiment = connect(uri).create_experiment("trial")
+    start().finish()
+    assert connect(uri).get_experiment(experiment).tags["mlflow.experimentKind"] == "custom_model_development"
+
+
+def test_a_server_that_takes_no_data_sets_gets_the_rest(start, uri, monkeypatch, caplog):
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import ENDPOINT_NOT_FOUND
+    from mlflow.tracking import MlflowClient
+
+    def refuse(self, run_id, inputs):
+        raise MlflowException("no such endpoint", error_code=ENDPOINT_NOT_FOUND)
+
+    monkeypatch.setattr(MlflowClient, "log_inputs", refuse)
+    logger = start(tags={"data.hash.train": HASH})
+    log_steps(logger, 1, 2)
+    logger.finish()
+    assert steps(uri, logger.run_id) == [1, 2]
+    assert "fails" not in caplog.text
 
 
 def test_points_wait_for_the_checkpoint_and_those_of_live_runs_do_not(start, uri, caplog):
@@ -333,6 +413,7 @@ def test_sync_gives_the_same_run_without_its_state(start, uri, tmp_path):
     logger.finish()
     (tmp_path / "run/tracking.json").unlink()
     result = sync(tmp_path / "run", uri, "trial")
+    assert result.state.run_name == "x s0"
     assert result.state.run_id == logger.run_id
     assert result.events == 5
     assert steps(uri, logger.run_id) == [1, 2, 3, 4, 5]

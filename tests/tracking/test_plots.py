@@ -346,6 +346,23 @@ def test_the_axes_of_a_frontier_hold_the_runs_and_not_the_widest_bar():
     assert not axes.texts, "and no label beside it"
 
 
+def test_a_long_name_is_broken_and_not_cut_off():
+    long = "exact_reverse_token in reward to_go x prefix_previous<=8 truncate own baseline"
+    figure = frontier(study_with_outcomes((long, *FAMILIES)), [FAMILY], ["r"], "metrics.kl")
+    figure.draw_without_rendering()
+    box = figure.legends[0].get_window_extent()
+    assert box.x1 <= figure.bbox.x1
+    assert box.y0 >= 0.0
+    name = next(text for text in legend_texts(figure)[1] if text.startswith("exact KL"))
+    assert "\n" in name
+    assert name.endswith("own baseline")
+
+
+def study_with_outcomes(families):
+    frame = study(families=families, betas=("0.1",), rates=("0.1",))
+    return frame.assign(**{"metrics.r": 0.5, "metrics.kl": [1.0 + number for number in range(len(frame))]})
+
+
 def frontier_study():
     """Runs of two betas with a reward each, all with the same KL."""
     frame = study(betas=("0.1", "1.0"), rates=("0.1",))

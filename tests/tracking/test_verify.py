@@ -11,9 +11,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from kl_comedy.errors import UserError
 from kl_comedy.tracking.runs import runs_frame
 from kl_comedy.tracking.store import connect
-from kl_comedy.tracking.verify import compare_metrics
+from kl_comedy.tracking.verify import compare_metrics, find_run
 from study_runs import EVAL
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
@@ -87,6 +88,14 @@ def test_a_new_value_and_a_deleted_run_are_named(kl_comedy, exported, study_copy
     counts = Counter(row["verdict"] for row in json.loads(out))
     assert code == 1
     assert counts == {"changed": 1, "missing": 2, "same": 11}
+
+
+def test_a_run_is_found_by_its_folder_where_names_repeat(study):
+    with pytest.raises(UserError, match="'study s0', which matches 7 runs of the store; name one by its folder or id"):
+        find_run(study, "study s0")
+    row = find_run(study, "k3-0.1-0")
+    assert (row["params.kl"], row["params.seed"]) == ("0.1 k3_reverse_token in loss", "0")
+    assert find_run(study, row["run_id"][:10])["run_id"] == row["run_id"]
 
 
 def test_columns_that_the_store_lacks_are_named(kl_comedy, exported, study_copy):
@@ -202,7 +211,7 @@ def test_a_run_reproduces_to_the_bit_and_a_forged_one_does_not(kl_comedy, tmp_pa
     assert code == 0, err
     assert {item["verdict"] for item in json.loads(out)} == {"equal"}, err
     assert {item["metric"].partition("/")[2][:4] for item in json.loads(out)} == {"norm", "rewa"}
-    config = f"runs/reproduced/{row['run_name']}.inputs/config.yaml"
+    config = f"runs/reproduced/{row['tags.run_folder']}.inputs/config.yaml"
     assert f"runs now: kl-comedy train {config} output=runs/reproduced resume=never tracking.uri=none\n" in err
     assert f"git checkout {row['tags.git.commit']}\n" in err
     assert "what a config means" not in err

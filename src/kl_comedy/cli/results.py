@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from kl_comedy.tracking.selection import Selection
 
 app = typer.Typer(help="Tables, plots, reports and exports of tracked runs; comparisons; checks.", no_args_is_help=True)
+
+LOCAL_PAGES = "http://127.0.0.1:5000"
+"""Where `mlflow server` serves its pages unless it is told otherwise."""
 
 DEFAULT_KL = (
     "eval/heldout/kl/exact_reverse_sequence",
@@ -552,6 +556,62 @@ def write_report(wanted: ReportOptions) -> None:
         kl=kl, parts=chosen.panels, title=wanted.title, command=command_line(), rules=rules, warnings=warnings
     )
     atomic_write(wanted.out, page)
+
+
+# --- link -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions(Source):
+    """Options of ``results link``."""
+
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(help="Config keys or tags, comma-separated; default: KL, seed, and what the runs differ in."),
+    ] = None
+    metric: Metrics = None
+    server: Annotated[
+        str | None, typer.Option(help="Address of MLflow's pages; default: the server of --uri, else a local one.")
+    ] = None
+
+    @property
+    def pages(self) -> str:
+        """The address of MLflow's pages."""
+        if self.server is not None:
+            return self.server
+        if self.uri.startswith("http"):
+            return self.uri
+        return LOCAL_PAGES
+
+    def check(self) -> None:
+        """Raise :class:`UserError` for a source that MLflow has no pages of."""
+        from kl_comedy.tracking.runs import EXPORTS
+
+        if Path(self.uri).suffix in EXPORTS and "://" not in self.uri:
+            raise UserError(f"--uri: got {self.uri!r}; an export has no pages, name an MLflow store or server")
+
+
+@command(app, "link --experiment study --columns kl.label,optimizer.lr --metric train/reward,eval/heldout/reward")
+def link(wanted: LinkOptions) -> None:
+    """Links into MLflow's pages with columns and charts chosen: the list of runs, and their charts.
+
+    The choice is stored in the experiment (as the button Share of the page stores one), so the links can be sent on.
+    """
+    from kl_comedy.tracking.mlflow_pages import choose_view, share
+    from kl_comedy.tracking.runs import translate
+    from kl_comedy.tracking.selection import read_matching
+
+    wanted.check()
+    frame = read_matching(wanted.uri, wanted.experiment, wanted.where)
+    experiments = sorted(set(frame["experiment"]))
+    # A page shows one experiment.
+    if len(experiments) > 1:
+        raise UserError(f"--experiment: these runs are of {len(experiments)}: {', '.join(experiments)}; name one")
+    page_filter, _ = translate(wanted.where or "", frame.columns)
+    view = choose_view(frame, split(wanted.columns), split(wanted.metric), page_filter)
+    for address in share(wanted.uri, experiments[0], view, wanted.pages):
+        typer.echo(address)
+    if wanted.pages == LOCAL_PAGES:
+        start = shlex.join(["mlflow", "server", "--backend-store-uri", wanted.uri, "--host", "127.0.0.1"])
+        message(f"the pages are served by: {start}")
 
 
 # --- verify ---------------------------------------------------------------------------------------------------------

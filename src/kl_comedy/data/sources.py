@@ -66,10 +66,9 @@ def _file_of(config: DatasetConfig, key: str) -> Path:
 
 def _delimiter(value: object, key: str) -> str:
     """``value`` where it can separate fields. Raises :class:`UserError`."""
-    is_character = isinstance(value, str) and len(value) == 1
-    if not is_character or value in '"\r\n':
-        raise bad_value(key, value, "one character that is not a quote or a line end")
-    return str(value)
+    if isinstance(value, str) and len(value) == 1 and value not in '"\r\n':
+        return value
+    raise bad_value(key, value, "one character that is not a quote or a line end")
 
 
 @dataclass

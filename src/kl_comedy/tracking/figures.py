@@ -116,13 +116,16 @@ def legend_below(figure: Figure, title: str = "", more: Sequence[Artist] = ()) -
     # takes 0.5, a line is 0.155 high.
     width, height = figure.get_size_inches()
     title = "\n".join(textwrap.wrap(title, int((width - 0.1) / 0.055)))
-    widest_entry = 0.5 + 0.052 * max(len(label) for label in handles)
+    # A label that is wider than the figure would leave it.
+    labels = ["\n".join(textwrap.wrap(label, int((width - 0.6) / 0.052))) for label in handles]
+    widest_entry = 0.5 + 0.052 * max(len(line) for label in labels for line in label.split("\n"))
     columns = max(1, min(len(handles), int((width - 0.1) / widest_entry)))
-    lines = math.ceil(len(handles) / columns) + title.count("\n") + 1
+    broken = sum(label.count("\n") for label in labels)
+    lines = math.ceil(len(handles) / columns) + broken + title.count("\n") + 1
     figure.set_size_inches(width, height + 0.1 + 0.155 * lines)
     figure.legend(
         list(handles.values()),
-        list(handles),
+        labels,
         loc="outside lower left",
         title=title or None,
         alignment="left",

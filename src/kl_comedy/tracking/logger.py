@@ -29,9 +29,9 @@ from lightning.pytorch.loggers import Logger
 from kl_comedy.io import atomic_write, read_file
 from kl_comedy.redaction import redact
 from kl_comedy.tracking import store
-from kl_comedy.tracking.provenance import process_tags
+from kl_comedy.tracking.provenance import FOLDER, NOTE, page_tags, process_tags
 from kl_comedy.tracking.spool import Event, Spool, merged, unreadable_lines
-from kl_comedy.tracking.upload import SPOOL_ID, SyncState, Uploader
+from kl_comedy.tracking.upload import SPOOL_ID, SyncState, Uploader, run_name
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import TrackingConfig
@@ -57,7 +57,8 @@ class RunLogger(Logger):
     """Logs the run in ``run_dir``, or with ``resumed`` continues it. Only the run's first process has one; the others
     take a :class:`NullLogger`.
 
-    The run has the name of its folder. ``params`` is the flattened config. On resume everything logged after the
+    In the store the run has the name of its config, with the seed. ``params`` is the flattened config. Tags for
+    MLflow's pages, as the description, yield to the user's (``tracking.tags``). On resume everything logged after the
     checkpoint is dropped, because it will be computed again. Without ``resumed`` an earlier spool in the folder is
     renamed. ``live`` uploads before checkpoints make points final; it is for runs without checkpoints. Raises
     :class:`~kl_comedy.errors.UserError` for a ``tracking.uri`` that MLflow cannot use.
@@ -78,11 +79,12 @@ class RunLogger(Logger):
         self._live = live
         uri = store.check_uri(config.uri)
         self._spool = Spool(run_dir)
-        run_name = self._spool.run_dir.name
-        self._uploader = Uploader(self._spool, SyncState(uri=uri, experiment=config.experiment, run_name=run_name))
+        name = run_name(params, self._spool.run_dir.name)
+        self._uploader = Uploader(self._spool, SyncState(uri=uri, experiment=config.experiment, run_name=name))
         self._steps_since_flush: set[int] = set()
         self._params: dict[str, str] = {}
         self._logged_before_resume: set[tuple[int, str]] = set()
+        self._is_described = False
         self._disk_failed = False
         self._finished = False
         # A run that was stopped before its first event has no spool to continue.
@@ -92,7 +94,7 @@ class RunLogger(Logger):
             start_tags = self._start()
         self._uploader.state.save(self._spool.run_dir)
         self.log_hyperparams(params)
-        self.set_tags({**config.tags, **tags, **start_tags, **process_tags()})
+        self.set_tags({**config.tags, **self._tags(tags), **start_tags, **process_tags()})
         self._append("status", {"status": "RUNNING", "reason": None})
         if self._uploader.to_files_only:
             log.info("tracking to files only: %s", self._spool.path)
@@ -106,8 +108,8 @@ class RunLogger(Logger):
 
     @property
     def version(self) -> str:
-        """The name of the run."""
-        return self._uploader.state.run_name
+        """The name of the run's folder."""
+        return self._spool.run_dir.name
 
     @property
     def save_dir(self) -> str:
@@ -217,6 +219,17 @@ class RunLogger(Logger):
         with self._warn_on_disk_failure():
             self._spool.close()
 
+    def _tags(self, tags: Mapping[str, str]) -> dict[str, str]:
+        """``tags``, the folder's name, and what MLflow's pages show, without what is the user's to say."""
+        all_tags = {FOLDER: self._spool.run_dir.name, **page_tags(), **tags}
+        for key in self._config.tags:
+            if key.startswith("mlflow."):
+                all_tags.pop(key, None)
+        if self._is_described:
+            # Since the first start somebody may have written another description in MLflow's pages.
+            all_tags.pop(NOTE, None)
+        return all_tags
+
     def _start(self) -> dict[str, str | None]:
         """Begin an empty spool. Returns the tags of a new run."""
         renamed_spool = self._spool.rename_earlier()
@@ -255,6 +268,7 @@ class RunLogger(Logger):
         self._warn_of_damage(events, step)
         replaced_run = self._take_over_state(last_step, unchanged_bytes)
         self._params = merged(events, "params")
+        self._is_described = NOTE in merged(events, "tags")
         if step is not None:
             self._uploader.committed_step = step
             self._logged_before_resume = {(step, name) for name in _metrics_at(events, step)}

@@ -1,14 +1,16 @@
 """Lightning loggers beside the run's own (``tracking.loggers``): a registered kind.
 
 A builder takes ``(folder, name, **options)``, the run's folder and name, and returns a Lightning Logger. It gets the
-config and every metric at its update; a resumed run repeats the updates since its checkpoint.
+config and every metric at its update; a resumed run repeats the updates since its checkpoint. A logger with a method
+``describe(note, tags)`` also gets the run's description in Markdown and its tags.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,11 @@ if TYPE_CHECKING:
     from kl_comedy.config.schema import LoggerConfig
 
 SOURCE = "lightning.pytorch.loggers"
+
+WANDB_TAGS = ("kl.regime", "kl.target")
+"""Tags of a run that W&B shows beside its name; all of them are in its config."""
+WANDB_TAG_LENGTH = 64
+"""The longest tag that W&B takes."""
 
 
 @LOGGERS.register("csv", source=SOURCE)
@@ -37,7 +44,15 @@ def tensorboard(folder: Path, name: str) -> Logger:
     """RUN/tensorboard, for `tensorboard --logdir runs`."""
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    return TensorBoardLogger(folder, name="tensorboard", version="", default_hp_metric=False)
+    class Describing(TensorBoardLogger):
+        """Shows the description among its texts: TensorBoard names a run by its folder alone."""
+
+        def describe(self, note: str, tags: Mapping[str, str]) -> None:
+            """Write the description, and the tags as a table."""
+            rows = [f"| {key} | {text.replace('|', ' ')} |" for key, text in sorted(tags.items())]
+            self.experiment.add_text("run", "\n".join([note, "", "| tag | value |", "| --- | --- |", *rows]), 0)
+
+    return Describing(folder, name="tensorboard", version="", default_hp_metric=False)
 
 
 @LOGGERS.register("wandb", source=SOURCE, needs=("wandb",))
@@ -55,6 +70,18 @@ def wandb(
     class Closing(WandbLogger):
         """Closes the W&B run with the fit: otherwise only the end of the process writes it out."""
 
+        def log_hyperparams(self, params: Any) -> None:
+            """The config with its numbers as numbers, by which W&B sorts and draws."""
+            super().log_hyperparams({key: _value(text) for key, text in dict(params).items()})
+
+        def describe(self, note: str, tags: Mapping[str, str]) -> None:
+            """Set the notes and the short tags of the W&B run; the config has all tags, as ``tags.NAME``."""
+            run = self.experiment
+            run.notes = note
+            short = [tags[key][:WANDB_TAG_LENGTH] for key in WANDB_TAGS if tags.get(key)]
+            run.tags = tuple(dict.fromkeys([*(run.tags or ()), *short]))
+            super().log_hyperparams({f"tags.{key}": text for key, text in tags.items()})
+
         def finalize(self, status: str) -> None:
             super().finalize(status)
             exit_code = 0 if status == "success" else 1  # W&B shows another run as failed
@@ -66,6 +93,20 @@ def wandb(
         # A resumed run continues its W&B run, whose id ends the name of its folder.
         options |= {"id": earlier_folders[-1].name.rpartition("-")[2], "resume": "allow"}
     return Closing(save_dir=folder, name=name, **options)
+
+
+def _value(text: Any) -> Any:
+    """What a param's text stands for; a text that JSON does not have stands for itself.
+
+    >>> _value("0.1"), _value("null"), _value("k3"), _value(2)
+    (0.1, None, 'k3', 2)
+    """
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def check_loggers(configs: Sequence[LoggerConfig]) -> None:

@@ -32,15 +32,15 @@ VARIANTS = (
     "k3_reverse_token in loss x token",
     "k3_reverse_token in loss x prefix",
     "k1_reverse_token in reward to_go x sequence",
-    "exact_reverse_token in reward to_go own baseline",
-    "k2_reverse_token in loss x token_detached",
     "exact_reverse_token in reward to_go x prefix_previous<=8 truncate own baseline",
+    "k2_reverse_token in loss x token_detached",
+    "exact_reverse_token in reward to_go own baseline",
     "k3_reverse_token in reward total before baseline + k3_reverse_token in loss",
     "k1_reverse_token in reward total before baseline + k1_reverse_token in loss",
     "k2_reverse_sequence in loss",
 )
 """Families that the stored studies often compare with one another, so that a hash must not give two of them one look.
-New ones belong at the end: a place in this table is a look."""
+The first six have six colours. New ones belong at the end: a place in this table is a look."""
 
 OTHER_COLOURS = ("#999933", "#7A4A1E", "#AA44DD", "#145A2A", "#EE6677", "#22AAAA")
 """Colours of all families that are not in :data:`METHODS`, so that an unusual one is never taken for a usual one."""

@@ -6,6 +6,7 @@ Secrets are never recorded.
 from __future__ import annotations
 
 import contextlib
+import getpass
 import hashlib
 import importlib.metadata
 import os
@@ -28,6 +29,10 @@ HOST = "process.host"
 PID = "process.pid"
 START = "process.start"
 NAMESPACE = "process.namespace"
+FOLDER = "run_folder"
+"""The name of the run's folder, by which commands find a run: names of runs are not unique."""
+NOTE = "mlflow.note.content"
+"""The run's description in MLflow's pages, in Markdown."""
 START_TOLERANCE_S = 5.0
 """How far two readings of one process's start may differ; a pid is not reused this fast."""
 
@@ -70,6 +75,21 @@ def process_tags() -> dict[str, str]:
         namespace = os.readlink("/proc/self/ns/pid")
     start = psutil.Process().create_time()
     return {HOST: socket.gethostname(), PID: str(os.getpid()), START: f"{start:.2f}", NAMESPACE: namespace}
+
+
+def page_tags() -> dict[str, str]:
+    """The tags from which MLflow's pages fill the columns Source and Created by."""
+    words = [Path(sys.argv[0]).name]
+    # As a module, the program's file is named __main__.py.
+    if words == ["__main__.py"]:
+        words = ["kl-comedy"]
+    if words == ["kl-comedy"] and len(sys.argv) > 1:
+        words.append(redact_command(sys.argv[1:2]))
+    tags = {"mlflow.source.name": " ".join(words), "mlflow.source.type": "LOCAL"}
+    # A container may run as a user without a name.
+    with contextlib.suppress(OSError, KeyError, ImportError):
+        tags["mlflow.user"] = getpass.getuser()
+    return tags
 
 
 def is_dead(tags: Mapping[str, str]) -> bool | None:

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kl_comedy.errors import UserError, bad_value, nearest
-from kl_comedy.tracking import store
+from kl_comedy.tracking import database, store
+from kl_comedy.tracking.database import StoredRun
 from kl_comedy.tracking.provenance import mark_dead_runs, search_runs
 
 if TYPE_CHECKING:
@@ -157,8 +158,23 @@ def open_runs(uri: str | Path) -> Runs:
     path = Path(uri)
     # An address is a store whatever it ends in: a SQLite file may be called runs.csv.
     if path.suffix not in EXPORTS or "://" in str(uri):
-        return Store(str(uri))
+        return _open_store(str(uri), _identity(store.sqlite_file(str(uri))))
     return _read_export(path, _changed_at(path), _changed_at(curves_file(path)))
+
+
+# A report asks one store for its runs, for each curve and for the completions of each configuration.
+@functools.lru_cache(maxsize=4)
+def _open_store(uri: str, *identity: object) -> Store:
+    """The store at ``uri``. A file that is another one now (``identity``) is opened anew."""
+    return Store(uri)
+
+
+def _identity(file: Path | None) -> tuple[int, int] | None:
+    """What tells a database file from another one of its name; None for a server, and where there is no file."""
+    if file is None or not file.is_file():
+        return None
+    status = file.stat()
+    return status.st_dev, status.st_ino
 
 
 def _changed_at(file: Path) -> int:
@@ -187,9 +203,16 @@ def read_runs(source: str | Path) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Store:
-    """The runs of an MLflow store, read through MLflow's client."""
+    """The runs of an MLflow store. A database is read at once (:mod:`kl_comedy.tracking.database`), a server through
+    MLflow's client.
+    """
 
     uri: str
+
+    @functools.cached_property
+    def _client(self) -> Any:
+        """The client, made at the first question. Raises :class:`UserError` where there is no such store."""
+        return store.open_existing(self.uri)
 
     def frame(
         self, experiment: str | None = None, where: str | None = None, *, mark_dead: bool = False
@@ -197,7 +220,7 @@ class Store:
         """:meth:`Runs.frame`; MLflow filters."""
         # Before the store is opened, which takes seconds: a filter that cannot be read is reported at once.
         mlflow_filter, columns = translate(where or "")
-        client = store.open_existing(self.uri)
+        client = self._client
         experiments = self._experiments(client, experiment)
         if mark_dead:
             try:
@@ -240,55 +263,57 @@ class Store:
         """:meth:`Runs.history`."""
         import pandas as pd
 
-        client = store.open_existing(self.uri)
+        client = self._client
+        ids = list(run_ids)
         rows = []
         with _garbage_collector_paused():
-            for run_id in run_ids:
-                try:
-                    # By time, so that the last logged value of a step wins: a resumed run logs its first steps again.
-                    points = sorted(client.get_metric_history(run_id, metric), key=lambda point: point.timestamp)
-                except Exception as error:
-                    raise store.cannot_be_read(self.uri, error) from error
-                by_step = {point.step: _logged_value(point.value) for point in points}
-                rows += [(run_id, step, by_step[step]) for step in sorted(by_step)]
+            try:
+                curves = database.points(client, ids, metric)
+                if curves is None:
+                    curves = {run_id: _points(client, run_id, metric) for run_id in ids}
+            except Exception as error:
+                raise store.cannot_be_read(self.uri, error) from error
+            for run_id in ids:
+                # The last logged value of a step wins: a resumed run logs its first steps again.
+                by_step = dict(curves.get(run_id, ()))
+                rows += [(run_id, step, _logged_value(by_step[step])) for step in sorted(by_step)]
         return pd.DataFrame(rows, columns=["run_id", "step", "value"]).astype({"step": int, "value": float})
 
     def completions(self, run_id: str, most: int = 4) -> list[dict[str, Any]]:
         """:meth:`Runs.completions`; empty where the run's artifacts are not where the store says they are."""
-        client = store.open_existing(self.uri)
-
-        def files_below(folder: str) -> list[str]:
-            files: list[str] = []
-            for item in client.list_artifacts(run_id, folder):
-                if item.is_dir:
-                    files += files_below(item.path)
-                else:
-                    files.append(item.path)
-            return files
-
+        local = database.artifact_folder(self._client, run_id)
         for folder in ("tables/eval", "tables/samples"):
-            step_of = {path: int(Path(path).stem) for path in files_below(folder) if re.search(r"/\d+\.json$", path)}
-            if step_of:
-                newest = max(step_of, key=step_of.__getitem__)
-                return self._table_rows(client, run_id, newest)[:most]
+            if local is None:
+                files = self._files_below(run_id, folder)
+            else:
+                # MLflow's client would read all params and tags of the run to find this folder.
+                paths = sorted(file for file in (local / folder).rglob("*.json") if file.is_file())
+                files = [file.relative_to(local).as_posix() for file in paths]
+            step_of = {path: int(Path(path).stem) for path in files if re.search(r"/\d+\.json$", path)}
+            if not step_of:
+                continue
+            newest = max(step_of, key=step_of.__getitem__)
+            if local is not None:
+                return _table_rows(local / newest, run_id)[:most]
+            with tempfile.TemporaryDirectory() as scratch:
+                file = self._client.download_artifacts(run_id, newest, scratch)
+                return _table_rows(Path(file), run_id)[:most]
         return []
 
-    def _table_rows(self, client: Any, run_id: str, artifact: str) -> list[dict[str, Any]]:
-        with tempfile.TemporaryDirectory() as scratch:
-            file = client.download_artifacts(run_id, artifact, scratch)
-            try:
-                rows = json.loads(Path(file).read_bytes())
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{file} of run {run_id} is not a readable table ({error})") from error
-        if not isinstance(rows, list):
-            return []
-        return [row for row in rows if isinstance(row, dict)]
+    def _files_below(self, run_id: str, folder: str) -> list[str]:
+        """The paths of the run's artifacts in ``folder`` and below."""
+        files: list[str] = []
+        for item in self._client.list_artifacts(run_id, folder):
+            if item.is_dir:
+                files += self._files_below(run_id, item.path)
+            else:
+                files.append(item.path)
+        return files
 
     def config(self, run_id: str, folder: Path) -> Path:
         """:meth:`Runs.config`: the artifact that the run uploaded."""
         try:
-            client = store.open_existing(self.uri)
-            return Path(client.download_artifacts(run_id, "config/config.yaml", str(folder)))
+            return Path(self._client.download_artifacts(run_id, "config/config.yaml", str(folder)))
         except Exception as error:
             problem = f"run {run_id} has no config that can be fetched ({store.first_line(error)})"
             raise UserError(f"{problem}; runs upload it when they end") from error
@@ -296,10 +321,27 @@ class Store:
     def plugins(self, run_id: str, folder: Path) -> list[Path]:
         """:meth:`Runs.plugins`."""
         try:
-            fetched = Path(store.open_existing(self.uri).download_artifacts(run_id, "plugins", str(folder)))
+            fetched = Path(self._client.download_artifacts(run_id, "plugins", str(folder)))
         except Exception:  # a run of an earlier version: the caller asks for the files
             return []
         return sorted(file for file in fetched.rglob("*") if file.is_file())
+
+
+def _points(client: Any, run_id: str, metric: str) -> list[tuple[int, float]]:
+    """Step and value of every point of a run's ``metric``, in the order of logging."""
+    points = sorted(client.get_metric_history(run_id, metric), key=lambda point: point.timestamp)
+    return [(point.step, point.value) for point in points]
+
+
+def _table_rows(file: Path, run_id: str) -> list[dict[str, Any]]:
+    """The rows of a stored table. Raises :class:`UserError` for a file that is none."""
+    try:
+        rows = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} of run {run_id} is not a readable table ({error})") from error
+    if not isinstance(rows, list):
+        return []
+    return [row for row in rows if isinstance(row, dict)]
 
 
 # A report asks for the frame, each curve and each run's completions of one file.
@@ -463,11 +505,15 @@ def _query(client: Any, experiments: dict[str, str], where: str) -> pd.DataFrame
     """The runs of ``experiments`` (id to name) that match MLflow's filter ``where``, newest first, one row each."""
     import pandas as pd
 
-    rows = []
     with _garbage_collector_paused():
-        for run in search_runs(client, list(experiments), where):
-            rows.append(_run_row(run, experiments))
-    frame = pd.DataFrame(rows)
+        runs = None
+        # What a filter means, MLflow decides.
+        if not where:
+            runs = database.active_runs(client, list(experiments))
+        if runs is None:
+            runs = [StoredRun.of(run) for run in search_runs(client, list(experiments), where)]
+        rows = [_run_row(run, experiments[run.experiment_id]) for run in runs]
+        frame = pd.DataFrame(rows)
     if not rows:
         return frame
     columns = list(RUN_COLUMNS)
@@ -476,32 +522,33 @@ def _query(client: Any, experiments: dict[str, str], where: str) -> pd.DataFrame
     return with_derived(frame[columns])
 
 
-def _run_row(run: Any, experiments: Mapping[str, str]) -> dict[str, Any]:
-    """The row of an MLflow run in a runs frame."""
-    info = run.info
+def _run_row(run: StoredRun, experiment: str) -> dict[str, Any]:
+    """The row of a run of ``experiment`` in a runs frame."""
     duration_s = None
     # A run that was resumed has the end of its first attempt until it ends again.
-    if info.status != "RUNNING" and info.end_time:
-        duration_s = (info.end_time - info.start_time) / 1000
+    if run.status != "RUNNING" and run.end_time:
+        duration_s = (run.end_time - run.start_time) / 1000
     row = {
-        "run_id": info.run_id,
-        "run_name": info.run_name,
-        "experiment": experiments[str(info.experiment_id)],
-        "status": info.status,
-        "start_time": info.start_time,
+        "run_id": run.run_id,
+        "run_name": run.name,
+        "experiment": experiment,
+        "status": run.status,
+        "start_time": run.start_time,
         "duration_s": duration_s,
-        "stale": _stale(run.data),
+        "stale": _stale(run.steps),
     }
-    row |= {f"params.{key}": text for key, text in run.data.params.items()}
-    row |= {f"tags.{key}": text for key, text in run.data.tags.items()}
-    row |= {f"metrics.{key}": _logged_value(value) for key, value in run.data.metrics.items()}
+    row |= {f"params.{key}": text for key, text in run.params.items()}
+    row |= {f"tags.{key}": text for key, text in run.tags.items()}
+    row |= {f"metrics.{key}": _logged_value(value) for key, value in run.metrics.items()}
     return row
 
 
-def _stale(data: Any) -> str:
-    """The metrics of a run whose last value is older than its last update, with that value's update; JSON or empty."""
+def _stale(steps: Mapping[str, int]) -> str:
+    """The metrics whose last value is older than the run's last update, with that value's update; JSON or empty.
+
+    ``steps``: the update of each metric's last value.
+    """
     # Without training's own metric, as in an evaluation, the run's last step is that of any metric.
-    steps = {metric.key: metric.step for metric in data._metric_objs}  # no public attribute has the steps
     last = steps.get(UPDATES, max(steps.values(), default=0))
     stale = {name: step for name, step in sorted(steps.items()) if step < last}
     if not stale:

@@ -40,6 +40,11 @@ QUIET_S = 5.0
 """A half-made store that nobody has written to for this long was left by a process that was killed: a running migration
 writes several times per second."""
 
+EXPERIMENT_KIND = "mlflow.experimentKind"
+MACHINE_LEARNING = "custom_model_development"
+"""MLflow's pages show an experiment of this kind as runs with params and metrics. Without the tag they ask for a kind,
+or show traces of agents first."""
+
 SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 
 ENVIRONMENT = {
@@ -324,13 +329,17 @@ def ensure_experiment(client: Any, uri: str, name: str) -> str:
         experiment = client.get_experiment_by_name(name)
         if experiment is None:
             try:
-                return str(client.create_experiment(name, artifact_location=root))
+                tags = {EXPERIMENT_KIND: MACHINE_LEARNING}
+                return str(client.create_experiment(name, artifact_location=root, tags=tags))
             except Exception:  # another process may have created it meanwhile
                 experiment = client.get_experiment_by_name(name)
                 if experiment is None:
                     raise
         if experiment.lifecycle_stage == "deleted":
             client.restore_experiment(experiment.experiment_id)
+        if EXPERIMENT_KIND not in experiment.tags:
+            # An experiment of an earlier version. A user's choice stays.
+            client.set_experiment_tag(experiment.experiment_id, EXPERIMENT_KIND, MACHINE_LEARNING)
         return str(experiment.experiment_id)
 
 

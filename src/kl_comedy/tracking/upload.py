@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.io import file_lock, read_json, write_json
 from kl_comedy.redaction import HIDDEN
 from kl_comedy.tracking import store
+from kl_comedy.tracking.datasets import HASH, dataset_inputs
 from kl_comedy.tracking.provenance import mark_dead_runs
 from kl_comedy.tracking.spool import FILE_KINDS, UNREADABLE, Event, Spool, merged
 
@@ -83,6 +84,17 @@ class SyncState:
         if self.run_id is None or self.mirrored_step is None:
             return False
         return self.mirrored_step > step
+
+
+def run_name(params: Mapping[str, Any], folder_name: str) -> str:
+    """The run's name in a store: the config's name and the seed. The folder's name where ``params`` lack them.
+
+    >>> run_name({"name": "k3-loss", "seed": 1}, "k3-loss-90e6ce2481c8-1"), run_name({}, "k3-loss-90e6ce2481c8-1")
+    ('k3-loss s1', 'k3-loss-90e6ce2481c8-1')
+    """
+    if "name" in params and "seed" in params:
+        return f"{params['name']} s{params['seed']}"
+    return folder_name
 
 
 class SyncResult(NamedTuple):
@@ -229,7 +241,8 @@ def sync(run_dir: Path | str, uri: str | None = None, experiment: str | None = N
     save_state = True
     if saved is None:
         # tracking.json is lost, and with it the run's name and experiment.
-        state = SyncState(uri=target, experiment=experiment or "kl_comedy", run_name=folder.name)
+        name = run_name(merged(spool.read(), "params"), folder.name)
+        state = SyncState(uri=target, experiment=experiment or "kl_comedy", run_name=name)
     elif saved.uri != target:
         state = SyncState(uri=target, experiment=experiment or saved.experiment, run_name=saved.run_name)
         # A run that is in one store may be uploaded to a second one; its folder keeps the state of the first one.
@@ -302,6 +315,7 @@ def _send(client: Any, run_id: str, events: Sequence[Event], spool: Spool) -> li
             # With the time at which it was logged: the same point with another time would be a second one to MLflow.
             points += [Metric(name, value, event.time, event.step or 0) for name, value in event.data.items()]
     _log_batches(client, run_id, "metrics", points, METRICS_PER_BATCH)
+    _log_datasets(client, run_id, tags, spool)
     _delete_tags(client, run_id, {key for key, text in tags.items() if text is None})
     left_out = _send_files(client, run_id, events, spool)
     _send_status(client, run_id, events)
@@ -311,6 +325,23 @@ def _send(client: Any, run_id: str, events: Sequence[Event], spool: Spool) -> li
 def _log_batches(client: Any, run_id: str, kind: str, items: Sequence[Any], size: int) -> None:
     for start in range(0, len(items), size):
         client.log_batch(run_id, **{kind: items[start : start + size]})
+
+
+def _log_datasets(client: Any, run_id: str, tags: Mapping[str, str | None], spool: Spool) -> None:
+    """Log the run's data sets as inputs, where ``tags`` have hashes of them; MLflow ignores an input that it has."""
+    if not any(tag.startswith(HASH) for tag in tags):
+        return
+    from mlflow.exceptions import MlflowException
+
+    # Of the whole spool: a resumed run logs its hashes again, and of its params only those that changed.
+    inputs = dataset_inputs(merged(spool.read(), "params"), tags)
+    try:
+        client.log_inputs(run_id, inputs)
+    except MlflowException as error:
+        # A server that does not know inputs has everything else of the run.
+        if error.error_code != "ENDPOINT_NOT_FOUND":
+            raise
+        log.info("the MLflow server takes no data sets")
 
 
 def _delete_tags(client: Any, run_id: str, keys: set[str]) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.statistics import interval
 from kl_comedy.tracking.compare import by_seed
+from kl_comedy.tracking.provenance import FOLDER
 from kl_comedy.tracking.runs import COMPLETIONS, PLUGIN_SOURCE, PLUGINS, PREFIXES, read_table, runs_frame, short
 from kl_comedy.tracking.spool import Spool, merged
 from kl_comedy.tracking.values import with_values
@@ -42,19 +43,33 @@ QUESTIONS = ("run_id", "run_ids", "metric", "of", "interval", "notes", COMPLETIO
 
 
 def find_run(uri: str, run: str) -> pd.Series[Any]:
-    """The row of the run with this name, or of the only one whose id begins so. Raises :class:`UserError`."""
+    """The row of the run with this name or folder, or of the only one whose id begins so. Raises :class:`UserError`."""
     frame = runs_frame(uri)
     if frame.empty:
         raise UserError(f"no runs in {uri}")
     has_id = frame["run_id"].str.startswith(run)
-    has_name = frame["run_name"] == run
+    # A run of an earlier version has the name of its folder.
+    has_name = (frame["run_name"] == run) | (_folders(frame) == run)
     matches = frame[has_id | has_name]
     # Several: names are not unique, and a short beginning of an id is not either.
     if len(matches) != 1:
-        raise UserError(
-            f"RUN: got {run!r}, which matches {len(matches)} runs of the store; see `kl-comedy results export`"
-        )
+        problem = f"RUN: got {run!r}, which matches {len(matches)} runs of the store"
+        if len(matches) == 0:
+            raise UserError(f"{problem}; see `kl-comedy results export`")
+        folders = list(_folders(matches))
+        shown = ", ".join(folders[:MOST_SHOWN])
+        if len(folders) > MOST_SHOWN:
+            shown += ", ..."
+        raise UserError(f"{problem}; name one by its folder or id: {shown}")
     return matches.iloc[0].dropna()
+
+
+def _folders(frame: pd.DataFrame) -> pd.Series[str]:
+    """The name of each run's folder; where a run has none, its id."""
+    tag = f"tags.{FOLDER}"
+    if tag not in frame:
+        return frame["run_id"]
+    return frame[tag].fillna(frame["run_id"])
 
 
 def plugins_of(runs: pd.DataFrame, path: Path) -> dict[str, int]:

@@ -22,6 +22,7 @@ from kl_comedy.config import Config, config_hash, load_config, plugins_of
 from kl_comedy.errors import UserError
 from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.tracking import provenance_tags, verify
+from kl_comedy.tracking.provenance import FOLDER
 from kl_comedy.tracking.runs import open_runs
 from kl_comedy.tracking.store import clean_path
 from kl_comedy.training.run_folder import PLUGIN_FOLDER, Outcome, PluginRecord, load_stored_plugins, stored_record
@@ -84,7 +85,9 @@ def find_original(uri: str, run: str) -> OriginalRun:
 
 def make_inputs_folder(original: OriginalRun, output: Path) -> Path:
     """Create the folder below ``output`` that the run's config and plugins are fetched to."""
-    folder = output / f"{clean_path(original.name)}.inputs"
+    # Runs of one name and seed may differ in other keys; their folders have different names.
+    name = original.tags.get(FOLDER, original.name)
+    folder = output / f"{clean_path(name)}.inputs"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -16,11 +16,14 @@ from rich.console import Console
 from kl_comedy.config import Config, config_hash, flatten, plugins_of, to_plain
 from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.models.onednn_linear import linear_library
+from kl_comedy.redaction import redact
 from kl_comedy.registry import plugin_line
 from kl_comedy.tracking import provenance_files, provenance_tags
 from kl_comedy.tracking.logger import NullLogger, ResumedFrom, RunLogger
 from kl_comedy.tracking.loggers import build_loggers
+from kl_comedy.tracking.provenance import NOTE
 from kl_comedy.tracking.store import param_texts
+from kl_comedy.tracking.upload import run_name
 from kl_comedy.training.checkpoint import newest_checkpoint
 from kl_comedy.training.distributed import RankFailed, Ranks, RankWatch
 from kl_comedy.training.export import save_policy, write_card
@@ -39,7 +42,7 @@ from kl_comedy.training.run_folder import (
 from kl_comedy.training.run_outcome import resume_command, run_summary, write_failed_batch
 from kl_comedy.training.stop_signals import StopRequest
 from kl_comedy.training.strategies import RankLauncher
-from kl_comedy.training.tags import kl_label, policy_tags, term_tags
+from kl_comedy.training.tags import description, kl_label, policy_tags, term_tags
 
 log = logging.getLogger("kl_comedy")
 
@@ -166,11 +169,12 @@ class RunRecord(Callback):
             if opened.checkpoint is not None:
                 resume_step = opened.step
             resumed = ResumedFrom(step=resume_step)
+        self._run_tags = self._tags(run, prompts, module) | hash_tags
         logger = RunLogger(
             config.tracking,
             run_dir=run.path,
             params=flatten(to_plain(config)),
-            tags=self._tags(run, prompts, module) | hash_tags,
+            tags=self._run_tags,
             resumed=resumed,
             live=config.train.checkpoint_every == 0,
         )
@@ -191,7 +195,7 @@ class RunRecord(Callback):
         config = self._config
         # Kept for the model card at the end: enumerating takes a second.
         self._certificate = term_tags(config, list(module.terms.values()))
-        return {
+        tags = {
             **provenance_tags(plugins=plugins_of(config)),
             "host.products": linear_library(),
             "config.hash": config_hash(config),
@@ -203,12 +207,21 @@ class RunRecord(Callback):
             "run.command": self._command,
             "run.dir": str(run.path),
         }
+        return {**tags, NOTE: description(tags)}
 
     def _other_loggers(self, run: RunDir) -> list[Any]:
-        """Those of ``tracking.loggers``, which get the config without secrets."""
-        loggers = build_loggers(self._config.tracking.loggers, run.path, run.path.name)
+        """Those of ``tracking.loggers``, which get config, description and tags without secrets."""
+        params = flatten(to_plain(self._config))
+        loggers = build_loggers(self._config.tracking.loggers, run.path, run_name(params, run.path.name))
+        tags = {**self._config.tracking.tags, **self._run_tags}
+        texts = {key: redact(text, key) for key, text in tags.items()}
+        note = texts[NOTE]
+        # The others are what MLflow's own pages are made of.
+        shown = {key: text for key, text in texts.items() if not key.startswith("mlflow.")}
         for logger in loggers:
-            logger.log_hyperparams(param_texts(flatten(to_plain(self._config))))
+            logger.log_hyperparams(param_texts(params))
+            if hasattr(logger, "describe"):
+                logger.describe(note, shown)
         return loggers
 
     def _announce(self, opened: OpenedRun) -> None:

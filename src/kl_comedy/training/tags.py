@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kl_comedy.config import Config
 from kl_comedy.kl import KLTerm
@@ -84,6 +84,38 @@ def policy_tags(config: Config) -> dict[str, str]:
         "policy.relative_bias": _rounded(certificate.relative_bias),
         "policy.cosine": f"{certificate.cosine:.4g}",
     }
+
+
+def description(tags: Mapping[str, str]) -> str:
+    """A run's description in Markdown, from its tags: what it optimizes, and the commands that run it again.
+
+    >>> tags = {"kl.label": "no KL", "kl.verdict": "none: no term", "kl.regime": "on_policy"}
+    >>> print(description({**tags, "run.command": "kl-comedy train c.yaml", "git.commit": "unknown"}))
+    KL terms: `no KL`
+    <BLANKLINE>
+    Certificate (on-policy): none: no term
+    <BLANKLINE>
+    ```
+    kl-comedy train c.yaml
+    ```
+    """
+    # As code, because Markdown would take the underscores of a label for italics.
+    parts = [f"KL terms: `{tags['kl.label']}`"]
+    regime = tags["kl.regime"].replace("_", "-")
+    parts.append(f"Certificate ({regime}): {tags['kl.verdict']}")
+    if "policy.label" in tags:
+        policy = f"Policy term: `{tags['policy.label']}`"
+        if "policy.verdict" in tags:
+            policy += f"; {tags['policy.verdict']}"
+        parts.append(policy)
+    commands = []
+    if tags.get("git.commit", "unknown") != "unknown":
+        commands.append(f"git checkout {tags['git.commit']}")
+        if tags.get("git.dirty") == "true":
+            commands.append("git apply code.diff  # of the artifacts, folder provenance")
+    commands.append(tags["run.command"])
+    parts.append("\n".join(["```", *commands, "```"]))
+    return "\n\n".join(parts)
 
 
 def _rounded(value: float) -> str:

@@ -106,9 +106,9 @@ class Lengths:
 
     prompt: int | None = None
     completion: int | None = None
-    """Of the mean completion; None: as many as the longest one has."""
+    """The mean completion; None: as many tokens as the longest one has."""
     longest: int | None = None
-    """Of the longest completion of a batch."""
+    """The longest completion of a batch."""
 
 
 ALLOWED_BY_THE_CONFIG = Lengths()
