@@ -623,7 +623,12 @@ BLIND = (
         "return 0",
         tests="tests/tracking/test_spool.py",
     ),
-    Mutant("the column n is that of a group's first metric", '$lines["n"].max()', '$lines["n"].iloc[0]'),
+    Mutant(
+        "the column n is that of a group's first metric",
+        'n = $lines["n"].max()',
+        'n = $lines["n"].iloc[0]',
+        inside="where it rests on another number of runs",
+    ),
     Mutant(
         "stop strings are measured in characters",
         "len($text.encode())",

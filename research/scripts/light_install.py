@@ -78,7 +78,7 @@ def build_wheel(folder: Path) -> Path:
     copy = folder / "source"
     folders = ("src", "configs", "slurm/profiles")
     listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders, cwd=ROOT)
-    names = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"]
+    names = ["pyproject.toml", "setup.py", "README.md", "LICENSE"]
     names += listed.rstrip("\0").split("\0")
     for name in names:
         source = ROOT / name

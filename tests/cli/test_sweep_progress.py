@@ -117,6 +117,16 @@ def test_a_terminal_shows_the_line_and_takes_it_away_at_the_end(tmp_path, clock)
     assert text.rstrip().endswith("\x1b[2K") or "\x1b[2K" in text[-40:]
 
 
+def test_the_end_of_a_cell_and_the_report_show_at_once(tmp_path, clock):
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with sweep_progress(FakeSweep(tmp_path, 2), console, clock=lambda: clock.now) as show:
+        show(training(2, running=[0, 1]))
+        show(training(2, running=[1], ended=[0]))
+        show(training(2, ended=[0, 1]))
+        show(StageState(stage="report", cells=(), running=(), ended=frozenset(), failures=frozenset()))
+    assert "writing the report" in Text.from_ansi(console.file.getvalue()).plain
+
+
 def test_a_log_has_a_line_a_minute(tmp_path, clock):
     console = Console(file=io.StringIO(), width=20)
     with sweep_progress(FakeSweep(tmp_path, 6), console, clock=lambda: clock.now) as show:

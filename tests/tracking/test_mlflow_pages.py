@@ -111,12 +111,20 @@ def tab():
     opened.close()
 
 
+def show(tab, address):
+    """Open the address without waiting for it: MLflow's page writes the view into its own address while it loads."""
+    tab.ask("Emulation.setDeviceMetricsOverride", width=1800, height=900, deviceScaleFactor=1, mobile=False)
+    # From another document, because the two addresses differ after the # alone.
+    tab.ask("Page.navigate", url="about:blank")
+    tab.ask("Page.navigate", url=address)
+
+
 def wait_for_text(tab, *texts):
     """Wait until the page shows all of the texts; what it shows."""
     deadline = time.monotonic() + 90
     shown = ""
     while time.monotonic() < deadline:
-        shown = tab.evaluate("document.body.innerText")
+        shown = tab.evaluate("document.body ? document.body.innerText : ''")
         if all(text in shown for text in texts):
             return shown
         time.sleep(0.3)
@@ -132,10 +140,10 @@ def test_in_a_browser_the_links_show_the_columns_and_the_charts(kl_comedy, study
     code, out, err = kl_comedy("results", "link", "--uri", study_copy, "--server", server)
     assert code == 0, err
     runs, charts = out.splitlines()
-    tab.open(runs, 1800, 900)
+    show(tab, runs)
     shown = wait_for_text(tab, "kl.label", "kl.verdict", "seed", EVAL, "study s2", "0.05 k3_reverse_token in loss")
     assert "run_folder" not in shown, "a column that nobody chose"
     assert "Judges" not in shown, "what is for agents"
-    tab.open(charts, 1800, 900)
+    show(tab, charts)
     shown = wait_for_text(tab, "Overview", EVAL, KL)
     assert shown.index("Overview") < shown.rindex("train/reward")

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from commands import resumed_at
 from kl_comedy.config import load_config, to_yaml
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.training import extension
@@ -84,6 +85,7 @@ def test_an_extension_that_was_interrupted_is_begun_again(tmp_path, monkeypatch)
     extended = go(tmp_path, *LONGER, f"resume={first.path}")
     assert extended.summary["extends"] == {"run": first.path.name, "update": 2}
     assert min(step for step, _ in metrics_of(extended.run)) == 1
+    assert resumed_at(extended.run.path) == [2], "it began at update 0"
     assert len(list(tmp_path.glob("tiny-*"))) == 2
 
 

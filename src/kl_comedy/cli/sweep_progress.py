@@ -34,15 +34,19 @@ def sweep_progress(
     plain_lines = PlainLines(clock)
     estimate = SweepEstimate(sweep, clock)
     read_at = -READ_EVERY_S
+    shown: tuple[str, frozenset[int]] | None = None
     with Bars(SpinnerColumn(), line, console=console, transient=True) as bars:
         task = bars.add_task(f"starting {len(sweep.manifest.cells)} cells")
 
         def show(state: StageState) -> None:
-            nonlocal read_at
-            # The manager polls its workers several times per second; the files of the cells change more slowly.
-            if clock() - read_at < READ_EVERY_S:
+            nonlocal read_at, shown
+            # The manager polls its workers several times per second; the files of the cells change more slowly. What
+            # the manager knows itself, the end of a cell, is shown at once.
+            is_news = shown != (state.stage, state.ended)
+            if not is_news and clock() - read_at < READ_EVERY_S:
                 return
             read_at = clock()
+            shown = (state.stage, state.ended)
             if console.is_terminal:
                 bars.update(task, description=estimate.line(state))
             elif plain_lines.due(PHASE_EVERY_S):
@@ -64,6 +68,8 @@ class SweepEstimate:
 
     def line(self, state: StageState) -> str:
         """What is done, what runs, and the time left where there is an estimate."""
+        if state.stage == "report":
+            return "writing the report"
         if state.stage != self._stage:
             self._begin(state)
         ended = len(state.ended)

@@ -77,6 +77,7 @@ def run_local(sweep: Sweep, work: Work, workers: int, report: Report, watch: Wat
         trained = _run_stage(sweep, "train", work.train, workers, show)
         if sweep.manifest.evaluate is not None:
             _run_stage(sweep, "evaluate", (*work.evaluate, *trained), workers, show)
+        watch(StageState(stage="report", cells=(), running=(), ended=frozenset(), failures=frozenset()))
         # In a process of its own, as on a cluster: the report imports pandas, and its memory goes with it.
         writer = _start(sweep, "report")
         try:

@@ -269,7 +269,7 @@ def plot_curves(
         _limit_curves(row[0], smoothed[metric]["value"], log=metric in log)
         _name_axes(row, "optimizer updates", metric, _notes_of_axis(smooth, log=metric in log))
 
-    most_seeds = [int(curve.mean["n"].max()) for curve in drawn]
+    most_seeds = [curve.most_seeds for curve in drawn]
     title = _what_is_drawn(_middle_of_curves(points, log), most_seeds, common_count)
     if any(curve.is_cut for curve in drawn):
         title += "; bands are cut at the range of the metric"
@@ -435,7 +435,12 @@ class _Curve(NamedTuple):
 
     @property
     def has_band(self) -> bool:
-        return bool(self.mean["n"].max() >= SEEDS_OF_AN_INTERVAL)
+        return self.most_seeds >= SEEDS_OF_AN_INTERVAL
+
+    @property
+    def most_seeds(self) -> int:
+        """The number of seeds at the step that has most of them."""
+        return int(max(self.mean["n"]))
 
 
 def _curves_of(
