@@ -218,7 +218,7 @@ def test_tables_sort_and_filter(tab, page):
         assert len(values) == 7
         assert values == sorted(values, reverse=order == "descending")
     field = "document.getElementById('runs-filter')"
-    tab.evaluate(f"{field}.value = 'k3-0.05 collapsed'; {field}.dispatchEvent(new Event('input'))")
+    tab.evaluate(f"{field}.value = 'k3 0.05 collapsed'; {field}.dispatchEvent(new Event('input'))")
     assert tab.evaluate("document.querySelectorAll('#runs-table tbody tr:not([hidden])').length") == 1
     assert tab.evaluate("document.getElementById('runs-filter-count').textContent") == "1 of 21 rows"
 
