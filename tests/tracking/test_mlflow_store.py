@@ -139,6 +139,21 @@ def inputs_of(uri, run_id):
     return sorted((item.dataset.name, item.dataset.digest, item.tags[0].value) for item in inputs)
 
 
+@pytest.mark.parametrize(
+    ("program", "source"),
+    [
+        ("/some/where/kl-comedy", "kl-comedy train"),
+        ("/some/where/kl_comedy/cli/__main__.py", "kl-comedy train"),
+        ("/some/where/study.py", "study.py"),
+        ("-c", "python"),
+        ("", "python"),
+    ],
+)
+def test_a_run_names_the_program_that_made_it(monkeypatch, program, source):
+    monkeypatch.setattr(provenance.sys, "argv", [program, "train"])
+    assert provenance.page_tags()["mlflow.source.name"] == source
+
+
 def test_mlflows_pages_have_what_they_show(start, uri, monkeypatch):
     monkeypatch.setattr(provenance.sys, "argv", ["/some/where/kl-comedy", "train", "token=hf_0123456789abcdefgh"])
     data = {"data.train.dataset": "hub", "data.train.name": "openai/gsm8k", "data.train.split": None}

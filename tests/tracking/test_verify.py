@@ -58,6 +58,16 @@ def test_a_fresh_table_is_the_same(kl_comedy, exported, study_copy, suffix, tabl
     assert n_cells >= 2 * n_rows
 
 
+def test_a_text_that_may_begin_a_formula_is_the_same_in_csv(kl_comedy, exported, study_copy):
+    client = connect(study_copy)
+    run_id = pd.read_csv(exported("csv"), dtype=str)["run_id"][0]
+    client.set_tag(run_id, "note", "-c, or =1+1")
+    file = exported("csv")
+    assert "'-c, or =1+1" in file.read_text()
+    code, _, err = kl_comedy("results", "verify", file, "--uri", study_copy)
+    assert code == 0, err
+
+
 def test_a_changed_cell_is_named(kl_comedy, exported, study_copy):
     file = exported("csv")
     frame = pd.read_csv(file, dtype=str, keep_default_na=False)

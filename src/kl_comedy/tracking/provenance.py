@@ -79,13 +79,17 @@ def process_tags() -> dict[str, str]:
 
 def page_tags() -> dict[str, str]:
     """The tags from which MLflow's pages fill the columns Source and Created by."""
-    words = [Path(sys.argv[0]).name]
+    program = Path(sys.argv[0]).name
     # As a module, the program's file is named __main__.py.
-    if words == ["__main__.py"]:
-        words = ["kl-comedy"]
-    if words == ["kl-comedy"] and len(sys.argv) > 1:
-        words.append(redact_command(sys.argv[1:2]))
-    tags = {"mlflow.source.name": " ".join(words), "mlflow.source.type": "LOCAL"}
+    if program == "__main__.py":
+        program = "kl-comedy"
+    # Python that runs the text after -c, or lines as they are typed, has no file.
+    if program in ("-c", ""):
+        program = "python"
+    source = program
+    if program == "kl-comedy" and len(sys.argv) > 1:
+        source = f"kl-comedy {redact_command(sys.argv[1:2])}"
+    tags = {"mlflow.source.name": source, "mlflow.source.type": "LOCAL"}
     # A container may run as a user without a name.
     with contextlib.suppress(OSError, KeyError, ImportError):
         tags["mlflow.user"] = getpass.getuser()

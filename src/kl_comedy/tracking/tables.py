@@ -40,7 +40,7 @@ def render(frame: pd.DataFrame, format: str, notes: Sequence[str] = ()) -> str:
         return json.dumps([dict(zip(names, map(_json, row), strict=True)) for row in rows], indent=1)
     if format == "csv":
         # Names of metrics and tags come from configs and plugins, so the header is escaped too.
-        safe = frame.set_axis([_csv(name) for name in names], axis=1).map(_csv)
+        safe = frame.set_axis([csv_cell(name) for name in names], axis=1).map(csv_cell)
         return str(safe.to_csv(index=False, lineterminator="\n")).rstrip("\n")
 
     # Notes quote labels of the store, which may hold terminal escapes.
@@ -289,7 +289,7 @@ _PLAIN_NUMBER = re.compile(r"-?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|-", re.IGNORECASE |
 _FORMULA_SIGNS = ("=", "+", "-", "\u2212", "@")
 
 
-def _csv(value: Any) -> Any:
+def csv_cell(value: Any) -> Any:
     """A value as a spreadsheet shows it: a text that may begin a formula has an apostrophe in front, a number has not.
 
     Spreadsheets take full-width and other forms of a sign for it, and skip spaces and marks without width before it.

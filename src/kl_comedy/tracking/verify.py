@@ -21,6 +21,7 @@ from kl_comedy.tracking.compare import by_seed
 from kl_comedy.tracking.provenance import FOLDER
 from kl_comedy.tracking.runs import COMPLETIONS, PLUGIN_SOURCE, PLUGINS, PREFIXES, read_table, runs_frame, short
 from kl_comedy.tracking.spool import Spool, merged
+from kl_comedy.tracking.tables import csv_cell
 from kl_comedy.tracking.values import with_values
 
 if TYPE_CHECKING:
@@ -302,7 +303,8 @@ def _same(stated: Any, stored: Any) -> bool:
         # JSON cannot hold an infinite number and writes nothing in its place.
         is_infinite = isinstance(stored, float) and math.isinf(stored)
         return _empty(stated) and (_empty(stored) or is_infinite)
-    if str(stated) == str(stored):
+    # In CSV a text that may begin a formula has an apostrophe in front.
+    if str(stated) in (str(stored), str(csv_cell(stored))):
         return True
     try:
         return math.isclose(float(stated), float(stored), rel_tol=1e-12, abs_tol=0.0)
