@@ -91,7 +91,8 @@ axe.run(document, {runOnly: ['color-contrast'], resultTypes: ['violations']}).th
 """
 
 
-WITHOUT_TRANSITIONS = """
+UNFOLDED_AND_STILL = """
+document.querySelectorAll('details').forEach((details) => { details.open = true });
 document.head.insertAdjacentHTML(
   'beforeend', '<style>*, *::before, *::after {transition: none !important; animation: none !important}</style>'); true
 """
@@ -104,8 +105,9 @@ def test_text_has_a_contrast_of_4_5(tab, address, page, scheme):
     tab.open(f"{address}/{page}", *WIDTHS["desktop"])
     expected = {"light": "default", "dark": "slate"}[scheme]
     assert tab.evaluate("document.body.getAttribute('data-md-color-scheme')") == expected
-    # The theme fades colours in and out; in the middle of that they have another contrast.
-    tab.evaluate(WITHOUT_TRANSITIONS)
+    # What is folded has no place on the page, and axe takes its background from elsewhere. The theme fades colours in
+    # and out; in the middle of that they have another contrast.
+    tab.evaluate(UNFOLDED_AND_STILL)
     tab.evaluate(f"{axe()}; true")
     assert tab.evaluate(CONTRASTS) == []
 
