@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, TableOrJson, load, plural
+from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, TableOrJson, load, options_in_a_record, plural
 from kl_comedy.config import flatten, to_plain, to_yaml
 from kl_comedy.config.load import value_origins
 from kl_comedy.config.shipped import find_config
@@ -26,16 +27,22 @@ Gpu = Annotated[
 ]
 
 
-def check(
-    config: ConfigArgument,
-    overrides: Overrides = None,
-    gpu: Gpu = None,
-    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs per node; default: those of this machine")] = None,
-    memory: Annotated[bool, typer.Option(help="Estimate the memory of one process (takes longest)")] = True,
-    resolved: Annotated[bool, typer.Option("--resolved", help="Print every value, and where it comes from")] = False,
-    format: TableOrJson = "table",
-    plugin: Plugins = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Options of ``kl-comedy check``."""
+
+    config: ConfigArgument
+    overrides: Overrides = None
+    gpu: Gpu = None
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs per node; default: those of this machine")] = None
+    memory: Annotated[bool, typer.Option(help="Estimate the memory of one process (takes longest)")] = True
+    resolved: Annotated[bool, typer.Option("--resolved", help="Print every value, and where it comes from")] = False
+    format: TableOrJson = "table"
+    plugin: Plugins = None
+
+
+@options_in_a_record
+def check(wanted: CheckOptions) -> None:
     """Say what CONFIG would start: processes, engines, how weights reach the engines, memory.
 
     Exit code 2 and the reason where it cannot run. With `--resolved` the whole config as YAML instead, which `train`
@@ -45,27 +52,27 @@ def check(
 
     Example: `kl-comedy check quickstart kl.0.beta=0.1 --resolved`
     """
-    loaded = load(config, overrides, plugin)
-    if resolved:
+    loaded = load(wanted.config, wanted.overrides, wanted.plugin)
+    if wanted.resolved:
         # Before the checks below: where they refuse the config, its values are what the user wants to see.
-        _print_resolved(loaded, value_origins(find_config(config), overrides or []), format)
+        _print_resolved(loaded, value_origins(find_config(wanted.config), wanted.overrides or []), wanted.format)
     from kl_comedy.training.build import check_parts, check_training
 
     # As a run checks them, before it loads a model: what is refused there is refused here.
     check_training(loaded)
     check_parts(loaded)
-    if resolved:
+    if wanted.resolved:
         return
-    rows = what_starts(loaded, gpus)
-    if format == "table":
+    rows = what_starts(loaded, wanted.gpus)
+    if wanted.format == "table":
         # Flushed, because the line about memory takes seconds to follow.
         for name, value in rows.items():
             print(f"{name:10} {value}", flush=True)
-    if memory:
-        rows["memory"] = _memory(loaded, gpu, gpus)
-        if format == "table":
+    if wanted.memory:
+        rows["memory"] = _memory(loaded, wanted.gpu, wanted.gpus)
+        if wanted.format == "table":
             print(f"{'memory':10} {rows['memory']}")
-    if format == "json":
+    if wanted.format == "json":
         print(json.dumps(rows, indent=1))
 
 
