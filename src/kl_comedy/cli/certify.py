@@ -117,7 +117,7 @@ def certify(wanted: CertifyOptions) -> None:
         if wanted.names_terms or wanted.plot:
             raise UserError("--policy certifies against the reward gradient; ask for KL terms in a second call")
         load_plugins(wanted.plugin)
-        false_claims = _certify_policies(wanted.policy, wanted)
+        false_claims = _certify_policies(wanted)
     else:
         if wanted.plot is not None:
             _check_plot(wanted.plot)  # before the enumeration, which takes seconds to minutes
@@ -406,13 +406,13 @@ def _print_tables(
 
 
 # --- policy terms ---------------------------------------------------------------------------------------------------
-def _certify_policies(requested: Sequence[str], wanted: CertifyOptions) -> list[str]:
+def _certify_policies(wanted: CertifyOptions) -> list[str]:
     """Print one certificate per policy term and regime; return the false claims."""
     from kl_comedy.kl.oracle.certificate import LONG, TREE
     from kl_comedy.kl.oracle.policy_certificate import UPDATES, certify_policy
 
     certificates: list[PolicyCertificate] = _with_progress(
-        _policy_terms(requested),
+        _policy_terms(wanted.policy or ()),
         lambda name, term: certify_policy(name, term, regimes=wanted.regimes, updates=UPDATES, seed=wanted.seed),
     )
     if wanted.format == "json":

@@ -8,11 +8,19 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kl_comedy.cli.common import Options, check_choice, choice_option, message, print_frame, with_options
+from kl_comedy.cli.common import (
+    Options,
+    check_choice,
+    choice_option,
+    message,
+    options_in_a_record,
+    print_frame,
+    with_options,
+)
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import atomic_write
 from kl_comedy.redaction import redact_command
@@ -154,9 +162,7 @@ def command(app: typer.Typer, example: str) -> Callable[[Callable[..., Any]], Ca
     """Register a command of ``app``. The fields of its only parameter, a record, become options."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        # By its type and not by its name: a command may call its options as it likes.
-        (record,) = (hint for name, hint in get_type_hints(function).items() if name != "return")
-        app.command(function.__name__, epilog=f"Example: `kl-comedy results {example}`")(with_options(function, record))
+        app.command(function.__name__, epilog=f"Example: `kl-comedy results {example}`")(options_in_a_record(function))
         return function
 
     return register
