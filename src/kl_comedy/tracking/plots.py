@@ -192,6 +192,9 @@ def line_of(groups: Sequence[str], values: Sequence[str], members: pd.DataFrame)
     if FAMILY in members:
         families = [str(family) for family in members[FAMILY].unique()]
     family = family_of_runs(dict(zip(groups, values, strict=True)), families)
+    # A term with beta 0 does not act.
+    if BETA in members and set(members[BETA].astype(str)) == {"0.0"}:
+        family = NO_KL
     return Line(label=line_label(groups, values), family=family)
 
 
@@ -898,8 +901,14 @@ def _layout(
             if share and axes is not block[0]:
                 axes.sharex(block[0])
                 axes.sharey(block[0])
-            axes.set_title(in_words(title))
+            axes.set_title(_wrapped_title(in_words(title), width / columns))
     return figure, blocks
+
+
+def _wrapped_title(title: str, width: float) -> str:
+    """A panel's title on lines that do not reach into the next panel, which begins after ``width`` inches."""
+    # Inches: 0.45 for the labels of the axis, and 0.06 for a character.
+    return "\n".join(textwrap.wrap(title, int((width - 0.45) / 0.06)))
 
 
 def _name_axes(row: Sequence[Axes], x: str, metric: str, notes: Sequence[str] = ()) -> None:
