@@ -30,7 +30,7 @@ PAGE = 7.0
 """Inches: the widths of a column and of a page of two columns."""
 
 MOST_ENTRIES_IN_A_COLUMN = 8
-"""A legend of more entries has two columns at least."""
+"""The legend of a wide figure has two columns at least where it has more entries."""
 
 STYLE: dict[RcKeyType, Any] = {
     "font.size": 8,
@@ -124,7 +124,7 @@ def legend_below(figure: Figure, title: str = "", more: Sequence[Artist] = ()) -
     # A label that is wider than the figure would leave it.
     entry_width = width
     # One long name must not put many short ones into a single column.
-    if len(handles) > MOST_ENTRIES_IN_A_COLUMN:
+    if len(handles) > MOST_ENTRIES_IN_A_COLUMN and width > COLUMN:
         entry_width = width / 2
     labels = ["\n".join(textwrap.wrap(label, int((entry_width - 0.6) / 0.052))) for label in handles]
     widest_entry = 0.5 + 0.052 * max(len(line) for label in labels for line in label.split("\n"))
