@@ -1,10 +1,10 @@
 """Take pictures of pages in Chromium at the width of a desktop and of a phone.
 
-    python research/scripts/screenshots.py OUT NAME=PAGE [NAME=PAGE ...] [--wait 3] [--desktop-only] [--script JS]
+    python research/scripts/screenshots.py OUT NAME=PAGE [NAME=PAGE ...] [--wait 3] [--widths 1280,390] [--script JS]
 
 PAGE is an HTML file, a folder of a site (which is served on this machine while the picture is taken), or an
-address. Writes OUT/NAME-1280.png and OUT/NAME-390.png with at most 256 colours. ``--wait`` is for pages that load their
-content with scripts, such as MLflow's; ``--script`` runs in the page before its picture is taken.
+address. Writes OUT/NAME-WIDTH.png with at most 256 colours. ``--wait`` is for pages that load their
+content with scripts, such as MLflow's; ``--script`` then runs in the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.insert(0, str(SUPPORT))
 from browser import Browser  # noqa: E402
 from built_site import served  # noqa: E402
 
-WIDTHS = {"1280": (1280, 900), "390": (390, 844)}
+HEIGHT = 900
 
 
 @contextlib.contextmanager
@@ -56,23 +56,26 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("pages", nargs="+", metavar="NAME=PAGE")
     parser.add_argument("--wait", type=float, default=0.5, help="seconds between loading and the picture")
-    parser.add_argument("--desktop-only", action="store_true")
-    parser.add_argument("--script", default="", help="JavaScript that runs in the page before its picture is taken")
+    parser.add_argument("--widths", default="1280,390", help="in pixels; below 600 the page is shown as on a phone")
+    parser.add_argument(
+        "--script", default="", help="JavaScript that runs in the page half a second before its picture is taken"
+    )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    widths = {"1280": WIDTHS["1280"]} if arguments.desktop_only else WIDTHS
+    widths = [int(width) for width in arguments.widths.split(",")]
     browser = Browser()
     try:
         for named in arguments.pages:
             name, _, page = named.partition("=")
             with address_of(page) as address:
-                for width, size in widths.items():
+                for width in widths:
                     # From an empty page: an address with a fragment alone would not load again.
-                    browser.open("about:blank", *size)
-                    browser.open(address, *size)
+                    browser.open("about:blank", width, HEIGHT)
+                    browser.open(address, width, HEIGHT)
+                    time.sleep(arguments.wait)
                     if arguments.script:
                         browser.evaluate(arguments.script)
-                    time.sleep(arguments.wait)
+                        time.sleep(0.5)
                     file = arguments.out / f"{name}-{width}.png"
                     save(browser.picture(), file)
                     print(file)
