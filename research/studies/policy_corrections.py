@@ -130,7 +130,7 @@ def draw(out: Path) -> None:
         "bias": "relative bias\n(0 shown as 0.001, log axis)",
         "error_1024": "error at N = 1024,\nrelative to |G| (log axis)",
     }
-    # Corrections of the policy term are no KL families.
+    # A correction of the policy term must not look like a KL family.
     looks = {name: other_look(number).of_line() for number, name in enumerate(SHOWN)}
     lines_by_length(frame, out / "policy_corrections.svg", looks, labels, "median")
 

@@ -228,10 +228,11 @@ def test_a_term_with_beta_0_is_drawn_as_no_kl():
     assert colours(things, "mean", K3_LOSS) == {"#d55e00"}
 
 
-def test_what_is_no_family_has_no_usual_colour():
+def test_what_has_no_family_has_no_usual_colour():
     assert not {other_look(number).colour for number in range(60)} & set(COLOURS)
 
 
 def test_lines_without_any_family_differ_by_place():
     looks = line_looks({Line(f"line {number}", ""): {} for number in range(60)})
     assert len({(style.colour, style.marker) for style in looks.values()}) == 60
+    assert not {style.colour for style in looks.values()} & set(COLOURS)

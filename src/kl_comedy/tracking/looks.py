@@ -161,7 +161,7 @@ def _other_look(place: int, lines: Sequence[Any]) -> LineLook:
 
 
 def other_look(number: int) -> LineLook:
-    """Look ``number`` of 60 for lines that are no KL families, as policy corrections: none has a usual family's colour.
+    """Look ``number`` of 60 for what has no KL family, as a policy correction: none has a usual family's colour.
 
     >>> other_look(0).colour, other_look(30).colour, other_look(0).marker, other_look(30).marker
     ('#999933', '#999933', '<', 'o')
