@@ -19,7 +19,7 @@ def test_it_is_read_in_a_minute():
 
 
 def test_the_pages_written_by_hand_have_at_most_25000_words():
-    """What goes beyond belongs in a docstring, a help text or results/, or is said twice (`count_words.py` lists pages)."""
+    """What goes beyond belongs in a docstring or results/, or is said twice (`count_words.py` lists the pages)."""
     words = count_words.words_by_page()
     assert {"README.md", "CONTRIBUTING.md", "docs/index.md"} <= set(words)
     assert sum(words.values()) <= 25_000
