@@ -304,7 +304,7 @@ def _has_own_keys(system: System, parsed: Parsed) -> bool:
 
 
 def _refuse_other_runs(system: System, parsed: Parsed) -> None:
-    """Raises :class:`UserError` for SFT, DPO and the like: their flags of the same names are no KL of RL."""
+    """Raises :class:`UserError` for SFT, DPO and the like: their flags of the same names are another thing."""
     if list(_found(system.rl_runs, parsed)):
         return
     for run in system.other_runs:

@@ -34,7 +34,7 @@ BRACED = re.compile(r"(?P<length>#?)!?(?P<name>\w+|[@*#])(?P<index>\[[^]]*\])?(?
 DECLARATIONS = ("export", "local", "declare", "readonly", "typeset", "env", "set")
 BLOCK_ENDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}"}
 SILENT = {"echo", "printf", "sed", "grep", "awk", "rm", "mkdir", "ls", "sleep", "kill", "pkill"}
-"""Commands whose words are no flags of a launch."""
+"""Commands whose words do not belong to a launch."""
 
 
 KINDS = ("certain", "default", "branch", "loop", "skipped")
@@ -317,7 +317,7 @@ def without_comments(text: str) -> str:
 
 # --- statements ---------------------------------------------------------------------------------------------------
 class Parser:
-    """Tokens to statements. What is no shell is read as simple commands."""
+    """Tokens to statements. Text of another language is read as simple commands."""
 
     def __init__(self, tokens: Sequence[Token]) -> None:
         self.tokens = tokens
@@ -602,7 +602,7 @@ class Interpreter:
         skip_next = False
         for token in tokens:
             if token.operator:
-                # The file of a redirection is no argument.
+                # The file of a redirection is not an argument.
                 skip_next = token.operator in ("<", ">", ">>")
                 if token.operator in (">", ">>") and documents:
                     skip_next = False

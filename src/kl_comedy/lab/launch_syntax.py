@@ -358,7 +358,7 @@ def notebook(text: str, parsed: Parsed) -> None:
         try:
             ast.parse(cell_text)
         except SyntaxError:
-            parsed.unread.append(Unread("a cell that is no Python"))
+            parsed.unread.append(Unread("a cell in another language"))
             continue
         program.append(cell_text)
     python("\n".join(program), parsed)
