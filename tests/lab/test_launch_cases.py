@@ -164,6 +164,12 @@ def test_a_config_that_a_command_names_is_read_where_it_lies_beside_the_script(t
     assert read_launch_file(script).given == {"beta": 0.3, "use_bias_correction_kl": False}
 
 
+def test_a_trainer_that_is_given_is_not_said_to_be_assumed():
+    launch = read_launch_file(CASES / "trl_rloo.yaml", overrides=["trainer=rloo"])
+    assert launch.given == {"trainer": "rloo"}
+    assert launch.remarks == ()
+
+
 # --- --as-config --------------------------------------------------------------------------------------------------
 WITH_A_CONFIG = [case.file for case in READ if case.placement != OUTSIDE and "teacher" not in case.placement]
 

@@ -102,7 +102,8 @@ class _Values:
             default = next(flag.default for flag in self.system.flags if flag.name == name)
             told = next((value for value, marks in values.items() if list(_found(marks, self.parsed))), None)
             if told is None and default in values:
-                self.others.append(f"{name}: nothing in the file names it; {default} is assumed (or give {name}=...)")
+                # Among the notes, so that a value that is given later replaces it.
+                self.notes[name] = [f"{name}: nothing in the file names it; {default} is assumed (or give {name}=...)"]
             # The default stays unwritten in the text that `explain` prints.
             if told is not None and told != default:
                 self.given[name] = told
