@@ -9,6 +9,7 @@ import pytest
 from commands import resumed_at
 from kl_comedy.config import load_config, to_yaml
 from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.tracking.logger import copy_record
 from kl_comedy.training import extension
 from kl_comedy.training.extension import begin_extension, check_extension, extension_of
 from kl_comedy.training.run_folder import RunDir, runs_named_alike, saved
@@ -130,6 +131,12 @@ def test_a_damaged_checkpoint_is_passed_over_and_left_as_it_is(tmp_path):
     # What the earlier run logged at update 2 is not of this run, which makes that update itself.
     assert {step for step, _ in metrics_of(extended.run)} == {1, 2, 3, 4}
     assert sorted(path.name for path in first.checkpoints.iterdir()) == names
+
+
+def test_only_what_was_logged_up_to_the_checkpoint_is_copied(short, tmp_path):
+    copy_record(short.path, tmp_path, up_to=1)
+    assert {step for step, _ in metrics_of(RunDir(path=tmp_path))} == {1}
+    assert {step for step, _ in metrics_of(short)} == {1, 2}
 
 
 def test_a_run_does_not_extend_itself(short, tmp_path):
