@@ -165,6 +165,16 @@ def test_a_quiet_rank_neither_prints_nor_listens():
     assert console.file.getvalue() == ""
 
 
+def test_the_clock_runs_from_the_evaluation_before_the_first_update():
+    run = Run(terminal=True)
+    run.now += 90
+    run.progress._bar.refresh()
+    assert "0/100 0:01:30" in Text.from_ansi(run.console.file.getvalue()).plain
+    run.progress.on_train_start(None, run.module)
+    run.update(10)
+    assert "1/100 0:01:40" in "\n".join(run.end())
+
+
 def test_after_an_error_the_bar_is_gone_and_phases_are_nobodys():
     run = Run(terminal=True)
     run.progress.on_exception(None, run.module, RuntimeError())
