@@ -23,6 +23,7 @@ CONFIG = "configs/quickstart.yaml"
 MISTAKES = {
     "audit nowhere.yaml": "no such config file",
     f"audit {CONFIG} kl.0.estimator=k33": "did you mean 'k3'",
+    f"audit {CONFIG} --terms own,grpoo": "did you mean 'grpo'",
     f"check {CONFIG} optimizer.lr=-1": "optimizer.lr",
     "evaluate nowhere.yaml": "no such config file",
     f"evaluate {CONFIG} --suite gsm8kk": "did you mean 'gsm8k'",

@@ -63,8 +63,11 @@ def audit(wanted: AuditOptions) -> None:
     load_plugins(wanted.plugin)
     target = find_config(wanted.config)
     load_run_plugins(target, given=wanted.plugin)
-    from kl_comedy.lab.audit.source import AuditSource
+    from kl_comedy.lab.audit.source import AuditSource, check_term_names
 
+    # Empty parts are dropped: a trailing comma names no term.
+    names = [name.strip() for name in wanted.terms.split(",") if name.strip()]
+    check_term_names(names, "--terms")
     source = AuditSource.read(target, wanted.overrides or [])
     folder = Path(source.config.output)
     if wanted.out is not None:
@@ -77,8 +80,6 @@ def audit(wanted: AuditOptions) -> None:
     # Imports Lightning, which takes seconds: a mistake in the config is reported before it.
     from kl_comedy.lab.audit.run import run_audit
 
-    # Empty parts are dropped: a trailing comma names no term.
-    names = [name.strip() for name in wanted.terms.split(",") if name.strip()]
     with stages(stderr_console()) as show_progress:
         report = run_audit(
             source,
