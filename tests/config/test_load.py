@@ -213,6 +213,14 @@ def test_asynchronous_sampling_that_waits_for_every_update_is_warned_of(caplog):
     assert "lag.max_steps is 0" in caplog.text
 
 
+def test_replayed_samples_that_are_fresh_are_warned_of(caplog):
+    check_training(load_config(None, ["lag={mode: replayed, steps: 1}"]))
+    check_training(load_config(None, ["lag={mode: on_policy}"]))
+    assert "lag.steps is 0" not in caplog.text
+    check_training(load_config(None, ["lag={mode: replayed}"]))
+    assert "lag.steps is 0" in caplog.text
+
+
 WRONG_FILES = {
     "": ["is empty", "model, data, rewards, kl, optimizer.lr, train.steps", "init run"],
     "optimizer: {lrr: 1}": ["optimizer.lrr", "'lr'"],

@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kl_comedy.cli.common import check_choice, choice_option, command_line, message, print_rows, stderr_console
+from kl_comedy.cli.common import (
+    check_choice,
+    choice_option,
+    command_line,
+    message,
+    output_option,
+    print_rows,
+    stderr_console,
+)
 from kl_comedy.cli.results_options import (
     DEFAULT_URI,
     EXPORT_FORMATS,
@@ -175,7 +183,7 @@ class PlotOptions(Query):
     """Options of ``results plot``."""
 
     metric: Annotated[list[str], typer.Option(help="Metrics, comma-separated; a row of panels each; * matches any.")]
-    out: Annotated[Path, typer.Option(help="File to write: .svg, .pdf or .png.")]
+    out: Annotated[Path, output_option("File to write: .svg, .pdf or .png.")]
     kind: Annotated[str, choice_option("--kind", "curves", "frontier", "plane", "heatmap")] = "curves"
     kl: Kl = None
     log: Annotated[
@@ -504,7 +512,7 @@ def make_aggregate(wanted: AggregateOptions) -> ResultTable:
 class ReportOptions(Query):
     """Options of ``results report``."""
 
-    out: Annotated[Path, typer.Option(help="File to write: .html.")]
+    out: Annotated[Path, output_option("File to write: .html.")]
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "Study"
     parts: Annotated[
         list[str] | None, typer.Option(help="A section with table and pictures for each value of these keys.")
