@@ -7,6 +7,7 @@ config and every metric at its update; a resumed run repeats the updates since i
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import json
@@ -63,12 +64,13 @@ def tensorboard(folder: Path, name: str) -> Logger:
 
             Lightning writes it only together with metrics of update 0, which would be points that nobody measured.
             """
-            if importlib.util.find_spec("tensorboard") is not None:
-                from torch.utils.tensorboard.summary import hparams
-            else:
-                from tensorboardX.summary import hparams
+            # The package that Lightning writes with: torch's writer needs tensorboard, tensorboardX has its own.
+            writing_package = "torch.utils.tensorboard"
+            if importlib.util.find_spec("tensorboard") is None:
+                writing_package = "tensorboardX"
+            summaries = importlib.import_module(f"{writing_package}.summary")
             # Without the first of the three, which lists the columns of one run, the page shows those of all runs.
-            _, start, end = hparams(params, {})
+            _, start, end = summaries.hparams(params, {})
             writer = self.experiment._get_file_writer()
             writer.add_summary(start, 0)
             writer.add_summary(end, 0)
