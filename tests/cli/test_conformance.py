@@ -83,7 +83,7 @@ def test_options_arguments_and_result_are_named(losses):
         (("own_losses_of_a_test:k3",), "TARGET: got 'k3'; allowed: .* did you mean 'k2'"),
         (("own_losses_of_a_test:number",), "TARGET: got 'number'; allowed: a function"),
         (("own_losses_of_a_test:k2", "--claims", "token_revers"), "claims: got 'token_revers'; .*'token_reverse'"),
-        (("own_losses_of_a_test:k2", "--claims", "[a]"), "--claims: got .*; allowed: a target, or a mapping"),
+        (("own_losses_of_a_test:k2", "--claims", "[a]"), r"claims: got '\[a\]'; allowed: sequence_reverse"),
         (("own_losses_of_a_test:k2", "--regime", "offline"), "regimes: got 'offline'; allowed: on_policy"),
         (("own_losses_of_a_test:k2", "--options", "k3"), "--options: got 'k3'; allowed: a mapping"),
         (("own_losses_of_a_test:k2", "--result", "kl"), "--result: name the parameters too"),

@@ -1,9 +1,12 @@
 """Each mistake that trainers have made is named in one line of the report, with the smallest batch that shows it."""
 
+import time
+
 import pytest
 import torch
 
 from kl_comedy.conformance import check
+from kl_comedy.kl.claims import REGIMES
 
 ON = {"claims": "token_reverse", "regimes": ("on_policy",)}
 OFF = {"claims": {"off_policy": "token_reverse"}, "regimes": ("off_policy",)}
@@ -33,6 +36,15 @@ def swapped_sign(logp, ref_logp, mask):
 def value_without_its_gradient(logp, ref_logp, mask):
     """k3 in the loss: the commonest form."""
     return k3(logp, ref_logp) * mask
+
+
+def value_of_a_completion_without_its_gradient(logp, ref_logp, mask):
+    """The same, where the values of the tokens are not returned."""
+    return (k3(logp, ref_logp) * mask).sum(-1)
+
+
+def value_of_one_completion_without_its_gradient(logp, ref_logp, mask):
+    return (k3(logp, ref_logp) * mask).sum()
 
 
 def forward_over_the_vocabulary(logp_full, ref_logp_full, mask):
@@ -88,6 +100,9 @@ CAUSES = [
     (swapped_sign, ON, "wrong sign"),
     (value_without_its_gradient, ON, "wrong direction: the gradient is the forward KL's"),
     (value_without_its_gradient, ON, "multiply each token's value by its ratio"),
+    (value_without_its_gradient, OFF, "multiply each token's value by its ratio"),
+    (value_of_a_completion_without_its_gradient, OFF, "multiply each token's value by its ratio"),
+    (value_of_one_completion_without_its_gradient, OFF, "multiply each token's value by its ratio"),
     (forward_over_the_vocabulary, ON, "wrong direction: the gradient is the forward KL's"),
     (without_a_ratio, OFF, r"a ratio is missing: multiply each token by its own exp\(logp - behaviour_logp\)"),
     (ratio_of_the_completion, OFF, "the ratio of the whole completion stands where each token's own"),
@@ -211,3 +226,14 @@ def test_a_leak_shows_the_smallest_batch_with_masked_tokens():
     header, *rows = report.problem_example.splitlines()
     assert header.startswith("smallest batch with masked tokens")
     assert any("mask [1 0 0 1]" in row for row in rows)
+
+
+def test_a_divergence_that_is_hit_everywhere_still_counts_as_none():
+    check(total_variation, claims="none", regimes=("on_policy",)).assert_ok()
+
+
+def test_a_check_takes_less_than_five_seconds():
+    """In all regimes, of a loss for which every completion is called alone and a cause is searched."""
+    start = time.process_time()
+    check(value_of_one_completion_without_its_gradient, claims=dict.fromkeys(REGIMES, "token_reverse"))
+    assert time.process_time() - start < 5

@@ -69,9 +69,7 @@ def conformance(wanted: ConformanceOptions) -> None:
         if wanted.target not in SYSTEMS:
             raise bad_value("TARGET", wanted.target, (*SYSTEMS, "module:function", "path/file.py:function"))
         if wanted.arguments or wanted.options or wanted.result:
-            raise UserError(
-                f"--arguments, --options, --result: {wanted.target}'s functions are called as it calls them"
-            )
+            raise UserError(f"--arguments, --options, --result: not for {wanted.target}, whose functions are known")
         version, losses = released(wanted.target)
         for loss in losses:
             title = f"{wanted.target} {version}, {loss.settings}"
@@ -94,11 +92,11 @@ def _checked(loss: Callable[..., Any], wanted: ConformanceOptions) -> Report:
     from kl_comedy.conformance import check
     from kl_comedy.kl.claims import REGIMES
 
-    claims: Any = {}
+    claims: str | dict[str, Any] = {}
     if wanted.claims is not None:
-        claims = parse_yaml("--claims", wanted.claims)
-        if not isinstance(claims, str | dict):
-            raise bad_value("--claims", wanted.claims, "a target, or a mapping from regimes to targets")
+        claims = wanted.claims
+        if claims.startswith("{"):
+            claims = _mapping("--claims", claims)
     return check(
         loss,
         claims=claims,
@@ -127,9 +125,10 @@ def _adapted(wanted: ConformanceOptions) -> Callable[..., Any]:
 
 
 def _mapping(option: str, text: str) -> dict[str, Any]:
-    value = parse_yaml(option, text)
-    if not isinstance(value, dict):
+    # Of a bare word the parser makes a mapping with an empty value.
+    if not text.startswith("{"):
         raise bad_value(option, text, "a mapping, as '{name: value}'")
+    value: dict[str, Any] = parse_yaml(option, text)
     return value
 
 

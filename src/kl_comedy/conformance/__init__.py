@@ -346,9 +346,9 @@ def _slopes(loss: _Loss, result: _Result) -> Slopes:
     columns = _token_columns(batch.step_T)
     mask_BT = result.batch.rows.mask_BT
     ratio_BT = (batch.tensors["logp"] - batch.tensors["behaviour_logp"]).detach()[:, columns]
-    value_BT = None
-    if result.returned.dim() == 2:
-        value_BT = torch.where(mask_BT, result.returned.detach().double()[:, columns], 0.0)
+    value_BT = loss.value_of_tokens(batch, result.returned.detach())
+    if value_BT is not None:
+        value_BT = torch.where(mask_BT, value_BT.double()[:, columns], 0.0)
     swapped_BTV = None
     swapped_B = loss.with_swapped_arguments(batch)
     if swapped_B is not None:
@@ -585,6 +585,26 @@ class _Loss:
         mask_BT[0] = False
         masked = dataclasses.replace(batch, tensors={**batch.tensors, "mask": mask_BT})
         return self._value(masked, slice(0, 2)).detach()
+
+    def value_of_tokens(self, batch: _Batch, returned: Tensor) -> Tensor | None:
+        """The value of each token ``[B, T]``; None where the loss of a completion is no sum over its tokens.
+
+        A loss that does not return it is called with a mask of one token at a time.
+        """
+        if returned.dim() == 2:
+            return returned
+        mask_BT = batch.tensors["mask"]
+        value_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
+        for column in _token_columns(batch.step_T):
+            alone_BT = torch.zeros_like(mask_BT)
+            alone_BT[:, column] = mask_BT[:, column]
+            one_token = dataclasses.replace(batch, tensors={**batch.tensors, "mask": alone_BT})
+            for row in alone_BT[:, column].nonzero()[:, 0].tolist():
+                value = self._value(one_token, slice(row, row + 1))
+                value_BT[row, column] = float(self._summed(value.detach(), alone_BT[row : row + 1]))
+        if not torch.allclose(value_BT.sum(-1), returned.double(), rtol=1e-4, atol=1e-6):
+            return None
+        return value_BT
 
     def with_swapped_arguments(self, batch: _Batch) -> Tensor | None:
         """The losses ``[B]`` with policy and reference exchanged; None where the loss cannot be called so."""
