@@ -58,6 +58,13 @@ def test_the_examples_run_the_test_and_the_command():
     assert hook_commands() == [workflow_commands()[0]]
 
 
+def test_the_examples_pass_as_they_are(example):
+    shutil.copy(EXAMPLE / "kl_losses.py", example)
+    done = run_in(example, workflow_commands()[0])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 passed" in done.stdout
+
+
 @pytest.mark.slow
 @fetched
 @pytest.mark.parametrize("command", sorted({*workflow_commands(), *hook_commands()}))

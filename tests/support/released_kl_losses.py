@@ -59,6 +59,6 @@ CLAIMS = {
     "trinity k2": (trinity_k2, ON_POLICY),
     "trl GRPO, use_bias_correction_kl": (
         trl_k3_with_its_ratio(),
-        {"claims": {"on_policy": "token_reverse", "off_policy": "token_reverse"}, "regimes": ("on_policy",)},
+        {"claims": dict.fromkeys(("on_policy", "off_policy"), "token_reverse"), "regimes": ("on_policy",)},
     ),
 }

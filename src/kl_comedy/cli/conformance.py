@@ -44,7 +44,7 @@ class ConformanceOptions:
     beta: Annotated[float | None, typer.Option("--beta", help="What the coefficient must be")] = None
     reduction: Annotated[str, choice_option("--reduction", "sum", "token_mean")] = "sum"
     near_only: Annotated[bool, typer.Option("--near-only", help="For losses that clamp")] = False
-    holes: Annotated[bool, typer.Option("--holes/--no-holes", help="Show masked tokens within completions")] = True
+    no_holes: Annotated[bool, typer.Option("--no-holes", help="Show no masked tokens within completions")] = False
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the drawn policies")] = 0
     arguments: Arguments = None
     options: Options = None
@@ -58,7 +58,7 @@ def conformance(wanted: ConformanceOptions) -> None:
     TARGET is a function, or a trainer of this environment, whose own functions are then called. Exit code 1 when a
     claim fails, or when masked tokens, padding or a dtype of training spoil the loss.
 
-    Example: `kl-comedy conformance my_trainer.losses:kl_loss --claims token_reverse`
+    Example: `kl-comedy conformance examples/conformance/kl_losses.py:kl_loss --claims token_reverse --regime on_policy`
 
     Example: `kl-comedy conformance verl`
     """
@@ -104,7 +104,7 @@ def _checked(loss: Callable[..., Any], wanted: ConformanceOptions) -> Report:
         near_only=wanted.near_only,
         regimes=tuple(wanted.regime or REGIMES),
         seed=wanted.seed,
-        holes=wanted.holes,
+        holes=not wanted.no_holes,
         beta=wanted.beta,
     )
 
