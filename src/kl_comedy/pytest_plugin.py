@@ -1,4 +1,4 @@
-"""The pytest plugin: a fixture that fails a test with the report of :func:`kl_comedy.conformance.check`.
+"""The pytest plugin: a fixture that fails a test with the report of ``kl_comedy.conformance.check``.
 
 pytest imports this module in every run of every environment that has this package, so torch is imported by the first
 test that uses the fixture.

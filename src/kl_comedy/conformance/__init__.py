@@ -587,7 +587,7 @@ class _Loss:
         return self._value(masked, slice(0, 2)).detach()
 
     def value_of_tokens(self, batch: _Batch, returned: Tensor) -> Tensor | None:
-        """The value of each token ``[B, T]``; None where the loss of a completion is no sum over its tokens.
+        """The value of each token ``[B, T]``; None where the loss of a completion is not a sum over its tokens.
 
         A loss that does not return it is called with a mask of one token at a time.
         """

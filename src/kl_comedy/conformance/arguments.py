@@ -76,7 +76,7 @@ def adapt(
     >>> check(loss, claims="token_reverse", regimes=("on_policy",)).ok
     True
 
-    Raises :class:`UserError` for a name that is no tensor's, and a parameter that ``loss_fn`` does not have.
+    Raises :class:`UserError` for a name that none of the tensors has, and a parameter that ``loss_fn`` does not have.
     """
     own_names = _parameter_names(loss_fn)
     for parameter, source in arguments.items():

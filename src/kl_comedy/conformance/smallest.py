@@ -37,7 +37,7 @@ def small_policy(regime: str, vocabulary: int, length: int, seed: int = 0) -> Ba
 
 
 def smallest_miss(measure: Callable[[BatteryInstance], Measured], regime: str, claimed: str) -> str:
-    """The shortest completions on which the expected gradient is no multiple of the claimed target's; empty if none."""
+    """The shortest completions on which the expected gradient is not a multiple of the target's; empty if none."""
     for vocabulary, length in SIZES:
         # One coefficient for two policies: with one alone a wrong size could not be told from beta.
         policies = [small_policy(regime, vocabulary, length, seed) for seed in (0, 1)]
