@@ -300,7 +300,7 @@ def _explained(finding: Finding, loss: _Loss, results: Sequence[_Result], *, nea
     hit = finding.target
     if near_only:
         hit = finding.near_target
-    if finding.claimed in (None, "none"):
+    if finding.claimed is None or finding.claimed == "none":
         return finding
     if finding.claimed == hit:
         return dataclasses.replace(finding, cause=_beta_cause(finding))
