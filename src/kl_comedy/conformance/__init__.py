@@ -218,20 +218,10 @@ def check(
     policies: list[BatteryInstance] = []
     for regime in dict.fromkeys((*regimes, *claims)):
         policies = _policies(regime, seed)
-        results = []
-        for policy in policies:
-            batch = _Batch.of(policy, holes_seed)
-            results.append(_result(loss, batch, policy))
-            # A loss that clamps may overflow far from the reference, where it claims nothing.
-            is_claimed_here = policy.near or not near_only
-            # One place is enough: where one value is not finite, many are.
-            if is_claimed_here and not problems:
-                problems |= dict.fromkeys(_not_finite(loss, batch))
-        # One policy is enough: a leak is a mistake of the loss's code, and shows on any log-probs.
-        first_batch = _Batch.of(policies[0], holes_seed)
-        if not findings and not problems:
-            problems |= dict.fromkeys(_dtype_problems(loss, first_batch))
-        problems |= dict.fromkeys(_leaks(loss, first_batch, policies[0], seed))
+        results = [_result(loss, _Batch.of(policy, holes_seed), policy) for policy in policies]
+        # A loss that clamps may overflow far from the reference, where it claims nothing.
+        claimed_here = [result for result in results if result.policy.near or not near_only]
+        problems |= _problems(loss, claimed_here, seed, has_problems=bool(problems), is_first=not findings)
         finding = _Results(results).finding(regime, claims.get(regime))
         finding = dataclasses.replace(finding, expected_coefficient=beta)
         findings.append(_explained(finding, loss, results, near_only=near_only))
@@ -245,6 +235,26 @@ def check(
         problems=tuple(problems),
         problem_example=problem_example,
     )
+
+
+def _problems(
+    loss: _Loss, results: Sequence[_Result], seed: int, *, has_problems: bool, is_first: bool
+) -> dict[str, None]:
+    """What is wrong in a regime whatever the loss claims. ``has_problems``: an earlier regime had some.
+
+    ``is_first``: the regime is the first; dtypes are tried in that one alone.
+    """
+    problems = dict[str, None]()
+    for result in results:
+        # One place is enough: where one value is not finite, many are.
+        if not has_problems and not problems:
+            problems |= dict.fromkeys(_not_finite(loss, result.batch))
+    # One policy is enough for the others: they are mistakes of the loss's code, and show on any log-probs.
+    first = results[0]
+    if is_first and not problems:
+        problems |= dict.fromkeys(_dtype_problems(loss, first.batch))
+    problems |= dict.fromkeys(_leaks(loss, first.batch, first.policy, seed))
+    return problems
 
 
 def _check_names(key: str, names: Iterable[str], allowed: Sequence[str]) -> None:
