@@ -212,7 +212,7 @@ def check(
     if holes:
         holes_seed = seed
 
-    findings = []
+    findings: list[Finding] = []
     # A dict, so that a problem of two regimes is reported once and the order stays.
     problems = dict[str, None]()
     policies: list[BatteryInstance] = []
