@@ -86,7 +86,8 @@ def _prefix_ratio(slopes: Slopes) -> Tensor:
 
 
 def _completion_ratio(slopes: Slopes) -> Tensor:
-    return slopes.log_ratio_BT.sum(-1, keepdim=True).exp().expand_as(slopes.log_ratio_BT)
+    total_B1 = slopes.log_ratio_BT.sum(-1, keepdim=True)
+    return total_B1.exp().expand_as(slopes.log_ratio_BT)
 
 
 def _token_for_completion_ratio(slopes: Slopes) -> Tensor:
