@@ -107,7 +107,7 @@ def test_the_examples_fail_on_a_loss_with_a_mistake(example):
                 "use_kl_loss=True kl_loss_type=k1": "zero",
                 "use_kl_loss=True kl_loss_type=k2": "token_reverse",
                 "use_kl_loss=True kl_loss_type=low_var_kl": "token_forward",
-                "use_kl_loss=True kl_loss_type=abs": None,
+                "use_kl_loss=True kl_loss_type=abs": "token_total_variation",
                 "use_kl_loss=True kl_loss_type=k3+": "token_reverse",
             },
         ),
@@ -119,6 +119,7 @@ def test_what_the_released_trainers_optimize(system, expected):
     program = f"""
 import json
 from peers.adapters import {system}
+from kl_comedy.conformance import check
 from kl_comedy.conformance.released import released
 
 {adapters[system]}
