@@ -274,15 +274,12 @@ def train(start: Policy, terms: list[KLTerm], *, steps: int, seed: int, group_si
     return {"reward_before": reward_before, "reward_after": held_out_reward(), "kl_first": kl_first, "kl_last": kl}
 
 
-BETA = 1.0
-"""Large, so that 150 updates of one small run show the penalty above the noise of its last batch."""
-
 CONFIGURATIONS: dict[str, list[KLTerm]] = {
     "no KL": [],
-    "k1 in reward": [KLTerm("k1", placement="reward", beta=BETA)],
-    "k2 in loss": [KLTerm("k2", placement="loss", beta=BETA)],
-    "k3 in loss": [KLTerm("k3", placement="loss", beta=BETA)],
-    "k3 in both": [KLTerm("k3", placement="reward", beta=BETA), KLTerm("k3", placement="loss", beta=BETA)],
+    "k1 in reward": [KLTerm("k1", placement="reward")],
+    "k2 in loss": [KLTerm("k2", placement="loss")],
+    "k3 in loss": [KLTerm("k3", placement="loss")],
+    "k3 in both": [KLTerm("k3", placement="reward"), KLTerm("k3", placement="loss")],
 }
 
 
