@@ -1,8 +1,9 @@
 """CPU seconds of queries and tables over a store of many runs: `python bench/results_queries.py [--runs 1000]`.
 
 The store contains copies of one run (all params of a study run, provenance tags, 80 metrics, an eval curve, tables of
-long completions with their tokens, which all copies share) as 34 configurations with seeds. The time of creating it is not included. Each command runs twice on the same store: as it
-reads a database, and through MLflow's client, one run at a time, as it reads a server.
+long completions with their tokens, which all copies share) as 34 configurations with seeds. The time of creating it is
+not included. Each command runs twice on the same store: as it reads a database, and through MLflow's client, one run at
+a time, as it reads a server.
 """
 
 from __future__ import annotations

@@ -24,10 +24,15 @@ def words_of(page: str) -> int:
     return len(re.findall(r"\S*\w\S*", written))
 
 
+def words_by_page() -> dict[str, int]:
+    """The words of each page that counts, by its path."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return {str(page.relative_to(ROOT)): words_of(page.read_text("utf-8")) for page in pages}
+
+
 def main() -> None:
     """Print the words of each page, the longest first, and their sum."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-    counts = {str(page.relative_to(ROOT)): words_of(page.read_text("utf-8")) for page in pages}
+    counts = words_by_page()
     for name, count in sorted(counts.items(), key=lambda item: -item[1]):
         print(f"{count:7,}  {name}")
     print(f"{sum(counts.values()):7,}  all")

@@ -56,6 +56,15 @@ YAML_KEY = re.compile(r"[\w.]+:(?:\s|$)")
 INDENT = "    "
 """Of a code block without fences."""
 
+TABLE = re.compile(r"<table>(?P<head>.*?)<tbody>(?P<body>.*?)</tbody>\s*</table>", re.DOTALL)
+HEADING = re.compile(r"^##+ ", re.MULTILINE)
+HEAD_CELL = re.compile(r"<th[^>]*>(.*?)</th>", re.DOTALL)
+ROW = re.compile(r"<tr>.*?</tr>", re.DOTALL)
+CELL = re.compile(r"<td(?P<attributes>[^>]*)>(?P<content>.*?)</td>", re.DOTALL)
+
+WORDY_CELL = 18
+"""Characters of a table's mean cell from which a phone shows one line per cell; below it columns are compared."""
+
 CODE_OR_LINK_ON_A_PAGE = re.compile(r"<(pre|code|script|style|a)\b.*?</\1>", re.DOTALL)
 """What a reader sees as code, or as a link."""
 TAG = re.compile(r"<[^>]+>")
@@ -244,6 +253,33 @@ def _fenced(block: list[str]) -> list[str]:
     return [f"```{language_of(chr(10).join(lines))}", *lines, "```", *after]
 
 
+def with_labelled_cells(html: str) -> str:
+    """Give each cell of a table of sentences its column's head, which a phone shows instead of columns.
+
+    A table of numbers stays as it is: its columns are read down, and it scrolls sideways.
+    """
+    return TABLE.sub(_labelled, html)
+
+
+def _labelled(table: re.Match[str]) -> str:
+    heads = [TAG.sub("", head).strip() for head in HEAD_CELL.findall(table["head"])]
+    lengths = [len(TAG.sub("", cell["content"])) for cell in CELL.finditer(table["body"])]
+    if len(heads) < 3 or not lengths or sum(lengths) < WORDY_CELL * len(lengths):
+        return table[0]
+
+    def labelled_row(row: re.Match[str]) -> str:
+        remaining = iter(heads)
+
+        def labelled_cell(cell: re.Match[str]) -> str:
+            label = next(remaining, "").replace('"', "&quot;")
+            return f'<td{cell["attributes"]} data-label="{label}">{cell["content"]}</td>'
+
+        return CELL.sub(labelled_cell, row[0])
+
+    body = ROW.sub(labelled_row, table["body"])
+    return f"<table data-sentences>{table['head']}<tbody>{body}</tbody>\n</table>"
+
+
 def dead_texts(html: str) -> Iterator[str]:
     """What a reader would see of links that Markdown did not take for links."""
     text = TAG.sub("", CODE_OR_LINK_ON_A_PAGE.sub("code", html))
@@ -289,6 +325,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
     """Rewrite the links of a page, and name the languages of its code."""
     uri = page.file.src_uri
     path = repository_path(uri, _FILES)
+    if not HEADING.search(markdown):
+        # Without headings the column for a table of contents is empty: the page's tables get its width.
+        page.meta["hide"] = ["toc"]
     # A file that is shown as code has no links.
     if not path.endswith(".md"):
         return markdown
@@ -299,8 +338,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: object) -> str:
-    """Refuse a page on which a link is plain text."""
+    """Refuse a page on which a link is plain text, and prepare tables of sentences for a phone."""
     dead = list(dead_texts(html))
     if dead:
         raise _ends_build(DeadLink(f"{page.file.src_uri}: a link is shown as text: {dead[0]!r}"))
-    return html
+    return with_labelled_cells(html)

@@ -61,6 +61,13 @@ def open_problem() -> str:
     return page(parts(frame, lambdas, command=""))
 
 
+def open_problem_comparisons() -> str:
+    from research.studies.open_problem import comparison_table
+    from research.studies.pages import markdown
+
+    return markdown(comparison_table(read_frame("open_problem/open_problem.csv")))
+
+
 def policy_corrections() -> str:
     from research.studies.pages import page
     from research.studies.policy_corrections import parts
@@ -318,6 +325,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "forms": forms,
     "values": values,
     "open_problem": open_problem,
+    "open_problem_comparisons": open_problem_comparisons,
     "discount": discount,
     "baselines": baselines,
     "topk": topk,

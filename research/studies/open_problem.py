@@ -510,6 +510,131 @@ def plot_knobs(frame: pd.DataFrame, path: Path) -> None:
         legend_below(drawing, "mean over seeds")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two candidates by one figure: the ratio of the first to the second."""
+
+    words: str
+    figure: str
+    first: str
+    second: str
+    staleness: Sequence[float] | None = None
+    """Only at these; None: at all."""
+
+
+COMPARISONS = (
+    Comparison(
+        words="variance: k3 with per-decision ratios, over the exact KL (rb/per_decision)",
+        figure="variance",
+        first="per decision, k3 differentiated",
+        second="RB per decision",
+    ),
+    Comparison(
+        words="variance: k1 with the sequence ratio, over the exact KL",
+        figure="variance",
+        first="sequence IS, k1 total",
+        second="RB per decision",
+    ),
+    Comparison(
+        words="error: the exact KL with an own baseline, over without",
+        figure="error_1024",
+        first="RB + own baseline",
+        second="RB per decision",
+    ),
+    Comparison(
+        words="error: k1 with an own baseline, over without",
+        figure="error_1024",
+        first="per decision, k1 + own baseline",
+        second="per decision, k1",
+    ),
+    Comparison(
+        words="error: a cap of 8, over none",
+        figure="error_1024",
+        first="RB, prefix truncated at 8",
+        second="RB per decision",
+    ),
+    Comparison(
+        words="error: a cap of 2, over none",
+        figure="error_1024",
+        first="RB, prefix truncated at 2",
+        second="RB per decision",
+    ),
+    Comparison(
+        words="bias: ratios above 4 masked, over truncated at 4 (stale samples)",
+        figure="bias",
+        first="RB, masked above 4",
+        second="RB, prefix truncated at 4",
+        staleness=(0.6, 1.0),
+    ),
+    Comparison(
+        words="error: each ratio truncated at 4 (V-trace), over the product at 8",
+        figure="error_1024",
+        first="RB, each ratio truncated at 4",
+        second="RB, prefix truncated at 8",
+    ),
+    Comparison(
+        words="error: a window of 4 ratios, over a cap of 8 (stale samples)",
+        figure="error_1024",
+        first="RB, window of 4",
+        second="RB, prefix truncated at 8",
+        staleness=(0.3, 0.6, 1.0),
+    ),
+    Comparison(
+        words="error: self-normalized with a cap of 4, over a cap of 4 and an own baseline",
+        figure="error_1024",
+        first="RB, truncated at 4, self-normalized",
+        second="RB, prefix truncated at 4 + own baseline",
+    ),
+    Comparison(
+        words="error: doubly robust with exact values, over the exact KL (on-policy)",
+        figure="error_1024",
+        first="doubly robust, exact value",
+        second="RB per decision",
+        staleness=(0.0,),
+    ),
+    Comparison(
+        words="error: doubly robust with exact values, over a cap of 8 and an own baseline (stale samples)",
+        figure="error_1024",
+        first="doubly robust, exact value",
+        second="RB, prefix truncated at 8 + own baseline",
+        staleness=(0.3, 0.6, 1.0),
+    ),
+)
+"""What results/open_problem/details.md says in words."""
+
+
+def comparison_table(frame: pd.DataFrame, shortest: int = 8) -> pd.DataFrame:
+    """Each of :data:`COMPARISONS`: the median over seeds of its ratio, in the settings where it is least and greatest.
+
+    From completions of ``shortest`` tokens on: in shorter ones there is little to tell apart.
+    """
+    import pandas as pd
+
+    long_enough = frame[frame.length >= shortest]
+    rows = []
+    for comparison in COMPARISONS:
+        figures = long_enough
+        if comparison.staleness is not None:
+            figures = figures[figures.staleness.isin(comparison.staleness)]
+        by_candidate = figures.pivot_table(
+            index=["length", "staleness", "seed"], columns="candidate", values=comparison.figure
+        )
+        ratio = by_candidate[comparison.first] / by_candidate[comparison.second]
+        medians = ratio.groupby(["length", "staleness"]).median()
+        least_length, least_staleness = medians.idxmin()
+        greatest_length, greatest_staleness = medians.idxmax()
+        rows.append(
+            {
+                "comparison": comparison.words,
+                "least": medians.min(),
+                "where least": f"{least_length} tokens, staleness {least_staleness:g}",
+                "greatest": medians.max(),
+                "where greatest": f"{greatest_length} tokens, staleness {greatest_staleness:g}",
+            }
+        )
+    return pd.DataFrame(rows)
+
+
 def write_report(frame: pd.DataFrame, lambdas: pd.DataFrame, out: Path, *, command: str) -> None:
     """Write data, figures and a README with every table into ``out``; ``command`` is what regenerates them."""
     import pandas as pd

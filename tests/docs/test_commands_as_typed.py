@@ -29,8 +29,8 @@ from typed_commands import (
 )
 
 NOT_RUN = {
-    "kl-comedy train configs/qwen2.5_0.5b_gsm8k.yaml resume=auto": "the model comes from a hub",
-    "kl-comedy train configs/paper/on_policy_math_qwen.yaml resume=auto": "the model comes from a hub; needs 8 GPUs",
+    "kl-comedy train qwen2.5_0.5b_gsm8k resume=auto": "the model comes from a hub",
+    "kl-comedy train on_policy_math_qwen resume=auto": "the model comes from a hub; needs 8 GPUs",
     "kl-comedy evaluate runs/RUN --suite gsm8k,math500 --data-root DATA eval.samples=8 eval.temperature=0.7": (
         "14,552 completions take hours; OTHERS has the same with --limit"
     ),

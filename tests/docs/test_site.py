@@ -68,6 +68,42 @@ def test_every_link_of_this_repository_leads_to_a_file():
     assert "evidence/evidence/README.md" in files
 
 
+SENTENCES = """<table>
+<thead>
+<tr>
+<th>your samples</th>
+<th style="text-align: right;">you <code>have</code></th>
+<th>use</th>
+</tr>
+</thead>
+<tbody>
+<tr>
+<td>fresh</td>
+<td style="text-align: right;">the full logits of both models</td>
+<td>the exact KL in the reward</td>
+</tr>
+</tbody>
+</table>"""
+
+
+def test_cells_of_sentences_name_their_columns():
+    """A phone shows the names instead of columns: every cell has its own, and the text and style that it had."""
+    page = hooks.with_labelled_cells(SENTENCES)
+    assert re.findall(r'data-label="([^"]*)">([^<]*)<', page) == [
+        ("your samples", "fresh"),
+        ("you have", "the full logits of both models"),
+        ("use", "the exact KL in the reward"),
+    ]
+    assert page.count("text-align: right;") == 2
+    assert "<table data-sentences>" in page
+
+
+@pytest.mark.parametrize("cell", ["0.25", ""])
+def test_columns_of_numbers_stay_columns(cell):
+    numbers = re.sub(r"(<td[^>]*>)[^<]*<", rf"\g<1>{cell}<", SENTENCES)
+    assert hooks.with_labelled_cells(numbers) == numbers
+
+
 def without_code(match):
     return match[0] if match["target"] else "code"
 

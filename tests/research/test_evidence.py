@@ -353,7 +353,7 @@ def test_an_export_without_runs_of_the_protocol_is_an_error(exported, tmp_path):
 
 
 # --- the protocol -------------------------------------------------------------------------------------------------
-PROTOCOL = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+PROTOCOL = (Path(__file__).parents[2] / "results" / "evidence" / "protocol.md").read_text()
 
 
 def test_the_protocol_has_the_rule_of_collapse():

@@ -1,10 +1,19 @@
 """The off-policy study on small instances: what must be unbiased is, what is sampled agrees with what is enumerated."""
 
+import itertools
+
 import pandas as pd
 import pytest
 import torch
 from research.studies import open_problem
-from research.studies.open_problem import doubly_robust_moments, regret_table, write_report
+from research.studies.open_problem import (
+    COMPARISONS,
+    Comparison,
+    comparison_table,
+    doubly_robust_moments,
+    regret_table,
+    write_report,
+)
 
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, exact_moments, target_gradient, terms_loss
 
@@ -112,6 +121,28 @@ def test_the_report_is_written(frame, tmp_path):
 
 def test_regrets_start_at_one(frame):
     assert regret_table(frame)["mean, N=1024"].min() >= 1.0
+
+
+def test_every_comparison_is_of_candidates_of_the_study(frame):
+    named = {name for comparison in COMPARISONS for name in (comparison.first, comparison.second)}
+    assert named <= set(frame.candidate)
+    assert {comparison.figure for comparison in COMPARISONS} <= set(frame.columns)
+
+
+def test_a_comparison_shows_the_settings_in_which_its_ratio_is_least_and_greatest(monkeypatch):
+    """The median over seeds, not the mean; nothing of completions that are too short."""
+    one = Comparison(words="a over b", figure="variance", first="a", second="b", staleness=(0.0, 0.5))
+    monkeypatch.setattr(open_problem, "COMPARISONS", (one,))
+    ratios = {(4, 0.0): 0.01, (8, 0.0): 2.0, (8, 0.5): 0.5, (12, 0.0): 3.0, (12, 0.5): 1.0, (12, 1.0): 99.0}
+    rows = []
+    for ((length, staleness), ratio), seed in itertools.product(ratios.items(), range(3)):
+        setting = {"length": length, "staleness": staleness, "seed": seed}
+        outlier = 50.0 if seed == 2 else 1.0
+        rows.append({**setting, "candidate": "a", "variance": 10.0 * ratio * outlier})
+        rows.append({**setting, "candidate": "b", "variance": 10.0})
+    (row,) = comparison_table(pd.DataFrame(rows)).to_dict("records")
+    assert (row["least"], row["where least"]) == (0.5, "8 tokens, staleness 0.5")
+    assert (row["greatest"], row["where greatest"]) == (3.0, "12 tokens, staleness 0")
 
 
 def test_the_closed_form_of_lognormal_prefix_ratios_is_that_of_drawn_ones():

@@ -186,9 +186,8 @@ def store(tmp_path_factory):
     # Two seeds: of a configuration's runs with one seed, a report has the newest.
     for seed, (name, steps) in enumerate([("first", (1, 4, 8, 12)), ("second", (4,))]):
         tracking = SimpleNamespace(uri=uri, experiment="tokens", tags={})
-        logger = RunLogger(
-            tracking, run_dir=folder / name, params={"name": name, "seed": 0}, tags={"kl.label": "no KL"}
-        )
+        params = {"name": name, "seed": seed}
+        logger = RunLogger(tracking, run_dir=folder / name, params=params, tags={"kl.label": "no KL"})
         for step in steps:
             rows = [
                 stored(f"{name} {step}\n" + "word " * 80, value=step / 10),

@@ -36,7 +36,7 @@ SHOWN_RUNS = 24
 LOOKED_AT_RUNS = 60
 """A report asks at most so many runs for tokens: in a store of thousands, most of the older ones have none."""
 SHOWN_UPDATES = 4
-"""Of each run: the first and the last that it stored, and others evenly between them."""
+"""Updates of a run on a page: the first and the last that it stored, and others evenly between them."""
 SHOWN_BYTES = 2_500_000
 """The most that a page gets of tokens: a report of 1,000 runs has 1.3 MB without them and has to stay below 5 MB."""
 SHOWN_DIGITS = 6
