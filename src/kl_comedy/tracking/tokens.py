@@ -99,7 +99,7 @@ def traced_row(
 def token_pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> list[str]:
     r"""The part of the decoded text that each token adds; together they are ``decode(ids)``.
 
-    Of several tokens that make up one character the last has it, and the others are empty.
+    Where several tokens make up one character, the last has it and the others are empty.
 
     >>> token_pieces(lambda ids: bytes(ids).decode("utf-8", "replace"), [97, 0xC3, 0xA9, 98])
     ['a', '', 'é', 'b']
@@ -110,16 +110,12 @@ def token_pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> 
     for end in range(1, len(ids) + 1):
         # From the first token on, because a part of a text may decode otherwise than within the whole.
         text = decode(ids[:end])
-        # A character that lacks bytes decodes to U+FFFD; it may become another with the next token.
-        is_whole = not text.endswith("\ufffd") or end == len(ids)
-        if is_whole and text.startswith(before) and whole.startswith(text):
+        # A character that lacks bytes decodes to U+FFFD, which the whole text does not have there.
+        if text.startswith(before) and whole.startswith(text):
             pieces.append(text[len(before) :])
             before = text
         else:
             pieces.append("")
-    if ids:
-        # What no prefix had, where a later token changed an earlier text.
-        pieces[-1] += whole[len(before) :]
     return pieces
 
 

@@ -307,7 +307,7 @@ def accumulate_policy(metrics: MetricAccumulator, parts: PolicyLossParts, mask_B
 def token_numbers(micro: MicroBatch, policy: TokenPass, result: MicroLoss) -> dict[int, TokenNumbers]:
     """What a run stores of the tokens of its first rows: those in this micro-batch, by their position in the update.
 
-    Of the pass that the update itself takes: the metrics of the update are sums of these numbers.
+    They come from the pass that the update itself takes, and its metrics are sums of them.
     """
     experience = micro.experience
     k1_BT = policy.logp_BT - experience.ref_logp_BT
