@@ -378,8 +378,7 @@ class Study:
             values = [f"{column_head(short(metric))} {number(row[metric])}" for metric in known]
             line = f"seed {row.get('params.seed', '?')}, {_status(row)}: {', '.join(values) or 'no values'}"
             runs.append((line, self.reproduce(row)))
-        # Stable: the first of the finished runs stays first.
-        run = members.sort_values("status", key=lambda status: status != "FINISHED", kind="stable").iloc[0]
+        run = _finished_first(members).iloc[0]
         samples = []
         for completion in open_runs(self.uri).completions(str(run["run_id"])):
             text = shorten(str(completion.get("completion", "")), LONGEST_COMPLETION)
@@ -393,7 +392,7 @@ class Study:
         rows_of = []
         for keys, members in configurations:
             label = plain_words(line_label(self.groups, keys))
-            ordered = members.sort_values("status", key=lambda status: status != "FINISHED", kind="stable")
+            ordered = _finished_first(members)
             rows_of.append([(label, row) for row in ordered.to_dict("records")])
         candidates = []
         for turn in itertools.zip_longest(*rows_of):
@@ -460,6 +459,11 @@ class Study:
     def reproduce(self, row: Row) -> str:
         """The command that runs this run again and compares its metrics."""
         return shlex.join(["kl-comedy", "reproduce", row["run_id"], "--uri", self.uri])
+
+
+def _finished_first(members: pd.DataFrame) -> pd.DataFrame:
+    # Stable: the first of the finished runs stays first.
+    return members.sort_values("status", key=lambda status: status != "FINISHED", kind="stable")
 
 
 class _BarAxis(NamedTuple):

@@ -416,6 +416,8 @@ class ConsoleProgress(ProgressBar):
         if self._console.quiet:
             return
         self._bar.memory = memory_text()
+        # With its clock: without one, a run that evaluates for minutes would look as if it stood still.
+        self._bar.start_task(self._task)
         self._bar.start()
         listen(self._show_phase)
 
@@ -423,7 +425,7 @@ class ConsoleProgress(ProgressBar):
         self._version = pl_module.version
         self._time_left = TimeLeft(self._steps, self._version, clock=self._clock)
         if not self._console.quiet:
-            self._bar.reset(self._task, completed=self._version, time_left=self._time_left)
+            self._bar.update(self._task, completed=self._version, time_left=self._time_left)
 
     def _show_phase(self, text: str) -> None:
         self._bar.phase = text
