@@ -16,6 +16,7 @@ import browser
 from kl_comedy.tracking import report
 from kl_comedy.tracking.looks import family_look
 from kl_comedy.tracking.report import Bar, Cell, Study, Table, _BarAxis, render_page
+from kl_comedy.tracking.tokens import Viewer
 from study_runs import EVAL, HOSTILE, KL
 
 
@@ -84,6 +85,8 @@ def test_every_text_of_a_page_is_escaped():
         runs=table,
         configurations=[item],
         common=[(bad, bad)],
+        tokens=Viewer("[]", 1, [bad]),
+        token_uses={"t": bad},
     )
     assert "<script>x" not in html
     assert html.count("<script>") == 1
