@@ -1,6 +1,6 @@
 """Draw launch files of public repositories, in an order that a commit's hash fixes.
 
-python research/scripts/draw_launch_files.py --seed HASH [--count 20] [--wanted 200]
+python research/scripts/draw_launch_files.py [--seed HASH] [--count 20] [--wanted 200]
 
 The candidates stand in tests/lab/launch_file_candidates.txt: one line "# owner/name commit system|user" for each
 repository, then the paths of its candidate files. A candidate is a file of the repository's newest commit whose
@@ -11,6 +11,13 @@ The files are ranked by sha256(seed + repository + path). The drawn ones are the
 ``--cap`` files of one repository and at least ``--users`` (a share of ``--wanted``) of users' repositories. A file
 that a person labelled "not a training" (tests/lab/drawn_launch_files.jsonl) is passed over: it counts neither among
 the wanted ones nor toward its repository's cap. The script prints the next ``--count`` files that have no label.
+
+A label is one line of JSON: ``repo``, ``path``, ``commit`` and ``sha256`` (of the file's bytes) say which file was
+read, ``kind`` and ``system`` what it starts. For ``kind: rl``, ``kl`` says where the run has a KL term (none, loss,
+reward, both, advantage) and ``anchor`` the policy to which it is taken (reference, sampler, old policy).
+``estimators`` and ``betas`` give each term's form and coefficient, with ``from``: the file, the base config, the
+called script, or the default of the system. ``correction`` names a weight that the system puts on the KL term, and
+``unknown`` what the file alone cannot tell. To get a file again: clone the repository and check out the commit.
 """
 
 from __future__ import annotations
@@ -25,6 +32,8 @@ LAB = Path(__file__).resolve().parents[2] / "tests" / "lab"
 CANDIDATES = LAB / "launch_file_candidates.txt"
 LABELS = LAB / "drawn_launch_files.jsonl"
 PASSED_OVER = "not a training"
+SEED = "fc59c164b871fcf8d9bde4088cafdd3a24097242"
+"""The last commit before the candidates were listed: the seed of the labels that are stored."""
 
 
 class Candidate(NamedTuple):
@@ -93,7 +102,7 @@ def draw(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", required=True, help="the hash of a commit")
+    parser.add_argument("--seed", default=SEED, help="the hash of a commit")
     parser.add_argument("--count", type=int, default=20, help="how many files without a label are printed")
     parser.add_argument("--wanted", type=int, default=200, help="how many launches of trainings are drawn in all")
     parser.add_argument("--cap", type=int, default=6, help="the most files of one repository")
