@@ -117,6 +117,11 @@ def own(costs):
     return costs
 
 
+def own_score(rows, cost):
+    """A detached cost that weights the token's own score, without a ratio."""
+    return cost.detach() * rows.logp_BT.masked_fill(~rows.mask_BT, 0.0)
+
+
 def k1(d):
     return d
 
@@ -199,6 +204,44 @@ ONE_BY_ONE = {
     "slime:kl_coef=0.01,advantage_estimator=ppo,kl_loss_type=k3": (in_old_reward(k3), 0.01),
     "roll:add_token_level_kl=true,lambd=1,kl_penalty=abs": (in_old_reward(torch.abs), 0.2),
     "roll:add_token_level_kl=true,lambd=1,kl_penalty=mse": (in_old_reward(k2), 0.2),
+    "verl:use_kl_in_reward=true,adv_estimator=rloo,bypass_mode=true,rollout_correction_loss=reinforce,"
+    "rollout_is=sequence": (rloo, 0.001),
+    "ms-swift:beta=0,teacher=true,teacher_kl_coef=0.5": (in_old_reward(k1, own), 0.5),
+    "nemo-rl:adv_estimator=opd,reference_policy_kl_penalty=0": (in_old_reward(k1, own), 1.0),
+    "nemo-rl:adv_estimator=opd,reference_policy_kl_penalty=0,disable_ppo_ratio=true": (
+        lambda r: own_score(r, old_delta(r)),
+        1.0,
+    ),
+    "unsloth:": (lambda r: k3(delta(r)), 0.001),
+    "axolotl:rl_beta=0.04": (lambda r: k3(delta(r)), 0.04),
+    "axolotl:beta=0.04,rl_beta=0.1,use_bias_correction_kl=true": (lambda r: ratio(r) * k3(delta(r)), 0.04),
+    "miles:use_kl_loss=true,kl_loss_coef=0.01": (delta, 0.01),
+    "miles:use_kl_loss=true,kl_loss_coef=0.01,kl_loss_type=low_var_kl": (
+        lambda r: k3(delta(r).clamp(-20, 20)).clamp(-10, 10),
+        0.01,
+    ),
+    "miles:use_kl_loss=true,kl_loss_coef=0.01,kl_loss_type=k2,use_unbiased_kl=true": (
+        lambda r: ratio(r) * k2(delta(r)),
+        0.01,
+    ),
+    "miles:use_opd=true,opd_kl_coef=0.5": (in_old_reward(k1, own), 0.5),
+    "miles:kl_coef=0.01,advantage_estimator=reinforce_plus_plus_baseline": (in_old_reward(k1, own), 0.01),
+    "miles:kl_coef=0.01,advantage_estimator=ppo,kl_loss_type=k3": (in_old_reward(k3), 0.01),
+    "rlinf:adv_type=opd": (in_old_reward(k1, own), 1.0),
+    "rlinf:kl_beta=0.1,kl_penalty_type=k2": (lambda r: k2(-delta(r)), 0.1),
+    "tunix:": (delta, 0.04),
+    "tunix:kl_loss_mode=mse_kl": (lambda r: k2(delta(r)), 0.04),
+    "tunix:kl_loss_mode=low_var_kl": (lambda r: k3(delta(r)), 0.04),
+    "tunix:algorithm=ppo": (in_old_reward(k3), 0.04),
+    "tunix:algorithm=ppo,kl_method=kl": (in_old_reward(k1), 0.04),
+    "tunix:algorithm=ppo,kl_method=mse_kl,kl_clamp_value=4": (in_old_reward(lambda d: k2(d).clamp(-4, 4)), 0.04),
+    "molt:": (in_old_reward(k1), 0.01),
+    "molt:kl_estimator=k2,advantage_estimator=gae": (in_old_reward(lambda d: k2(d).clamp(-10, 10)), 0.01),
+    "molt:kl_estimator=k3": (in_old_reward(lambda d: k3(d).clamp(-10, 10)), 0.01),
+    "molt:use_loss=true": (delta, 0.01),
+    "molt:use_loss=true,kl_estimator=k2": (lambda r: k2(delta(r)).clamp(-10, 10), 0.01),
+    "molt:use_loss=true,kl_estimator=k3": (lambda r: k3(delta(r)).clamp(-10, 10), 0.01),
+    "molt:advantage_estimator=on_policy_distill": (in_old_reward(k1, own), 1.0),
 }
 
 # k1 in the reward, with {} one of the system's advantage estimators: the coefficient, the estimators under which a
@@ -229,6 +272,12 @@ BY_ADVANTAGE = {
         [],
     ),
     "slime:kl_coef=0.01,advantage_estimator={}": (0.01, ["ppo", "reinforce_plus_plus"], []),
+    "miles:kl_coef=0.01,advantage_estimator={}": (0.01, ["ppo", "reinforce_plus_plus"], []),
+    "easyr1:use_kl_loss=false,kl_penalty=kl,adv_estimator={}": (
+        0.01,
+        ["gae", "reinforce_plus_plus"],
+        ["grpo", "grpo_passk", "rloo", "remax"],
+    ),
     "oat:beta=0,kl_penalty_coef=0.1,critic_type={}": (0.1, ["ppo"], ["drgrpo"]),
     "trinity:kl_loss_fn=none,kl_penalty_fn=k1,algorithm_type={}": (0.001, [], ["rloo", "grpo_verl"]),
     "ms-swift:kl_in_reward=true,advantage_estimator={}": (0.04, [], ["grpo", "rloo", "reinforce_plus_plus"]),
@@ -286,6 +335,25 @@ def formulas_of_verls_estimates():
     return formulas
 
 
+def formulas_of_verls_estimates_elsewhere():
+    """rLLM, which hands its flags to verl, and RLinf's Megatron actor, which has a copy of verl's function."""
+    formulas = {}
+    for name, estimate in VERL_ESTIMATES.items():
+        formulas[f"rllm:kl_beta=0.1,kl_loss_type={name}"] = (in_loss(estimate), 0.1)
+        formulas[f"rllm:use_kl_loss=true,kl_loss_coef=0.1,kl_loss_type={name}+"] = (
+            with_the_gradient_of_k2(estimate),
+            0.1,
+        )
+        megatron = f"rlinf:training_backend=megatron,kl_beta=0.1,kl_penalty_type={name}"
+        formulas[megatron] = (in_loss(estimate), 0.1)
+        if name in ("kl", "abs", "mse", "low_var_kl"):
+            formulas[f"easyr1:kl_penalty={name}"] = (in_loss(estimate), 0.01)
+            in_reward = (in_old_reward(estimate, whole), 0.01)
+            formulas[f"easyr1:use_kl_loss=false,kl_penalty={name}"] = in_reward
+        formulas[f"rlinf:adv_type=reinpp,reinpp_kl_beta=0.1,kl_penalty_type={name}"] = (in_old_reward(estimate), 0.1)
+    return formulas
+
+
 TRINITY_ESTIMATES = {
     "k1": k1,
     "k2": k2,
@@ -307,6 +375,7 @@ LOSSES = {
     **ONE_BY_ONE,
     **formulas_by_advantage(),
     **formulas_of_verls_estimates(),
+    **formulas_of_verls_estimates_elsewhere(),
     **formulas_of_trinitys_estimates(),
 }
 
@@ -366,8 +435,30 @@ def system_of(text):
     return text.split(":")[0]
 
 
+WITHOUT_KL = {"torchtitan-rl"}
+"""Systems with no KL at all."""
+
+
 def test_every_system_has_a_formula_here():
-    assert {system_of(text) for text in (*LOSSES, *WITHIN_CLAMPS)} == set(SYSTEMS)
+    assert {system_of(text) for text in (*LOSSES, *WITHIN_CLAMPS)} | WITHOUT_KL == set(SYSTEMS)
+
+
+@pytest.mark.parametrize("name", WITHOUT_KL)
+def test_a_system_without_a_kl_has_no_terms_whatever_its_flags(name):
+    for flag in SYSTEMS[name].flags:
+        for choice in flag.choices:
+            assert read(f"{name}:{flag.name}={choice}").terms == ()
+
+
+def test_rlinfs_fsdp_loss_has_the_gradient_of_half_the_chi_square_divergence():
+    """The formula with its arguments swapped, as the source has it, against the divergence by enumeration."""
+    at = setting("on_policy")
+    swapped = exact_moments(at, lambda rows: k3(-delta(rows))).gradient_D
+    half_chi_square = exact_moments(at, lambda rows: own_score(rows, torch.expm1(delta(rows)))).gradient_D
+    assert float((swapped - half_chi_square).norm()) <= 1e-8 * float(swapped.norm())
+    kl = exact_moments(at, lambda rows: k2(delta(rows))).gradient_D
+    assert float((swapped - kl).norm()) > 0.1 * float(kl.norm())
+    assert "chi-square" in read("rlinf:kl_beta=0.001").instead
 
 
 WITHOUT_FORMULA = {
@@ -377,6 +468,7 @@ WITHOUT_FORMULA = {
     ("nemo-rl", "adv_estimator", "gae"),  # with clamps that leave no formula
     ("prime-rl", "loss_type", "ipo"),  # another coefficient of the policy loss's own term
     ("prime-rl", "algo", "opsd"),  # as opd, with another teacher
+    ("axolotl", "sync_ref_model", "true"),  # another reference, the same terms
     ("ms-swift", "kl_in_reward", "false"),  # the default of another estimator
     ("ms-swift", "scale_rewards", "gdpo"),  # takes the cost out of the reward
 }
@@ -724,7 +816,7 @@ def default_switched_on(name):
     return switched_on(reading) or reading
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if name not in WITHOUT_KL])
 def test_the_default_switched_on_has_certificates_or_words(name):
     reading = default_switched_on(name)
     certificates = reading.certificates()

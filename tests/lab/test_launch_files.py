@@ -85,6 +85,8 @@ class Example:
     system: str
     given: dict[str, Any]
     """The KL flags by our names for them; every other flag of the file is passed over."""
+    remarks: tuple[str, ...] = ()
+    """How the remarks begin."""
 
 
 EXAMPLES = [
@@ -118,7 +120,13 @@ EXAMPLES = [
         system="trl",
         given={"beta": 0.04, "use_bias_correction_kl": False, "loss_type": "dr_grpo"},
     ),
-    Example(file="trl.yaml", text=TRL_YAML, system="trl", given={"beta": 0.001}),
+    Example(
+        file="trl.yaml",
+        text=TRL_YAML,
+        system="trl",
+        given={"beta": 0.001},
+        remarks=("trainer: nothing in the file names it", "use_bias_correction_kl is true by default since TRL 1.10.0"),
+    ),
     Example(file="rl.toml", text=PRIME, system="prime-rl", given={"kl_tau": 0.01}),
     Example(
         file="dppo.sh",
@@ -150,7 +158,9 @@ def test_the_flags_of_a_file_are_read(tmp_path, example):
     launch = read_launch_file(write(tmp_path, example.file, example.text))
     assert launch.system.name == example.system
     assert launch.given == example.given
-    assert launch.remarks == ()
+    assert len(launch.remarks) == len(example.remarks)
+    for remark, beginning in zip(launch.remarks, example.remarks, strict=True):
+        assert remark.startswith(beginning)
 
 
 # --- what explain says of a file ----------------------------------------------------------------------------------
@@ -168,7 +178,7 @@ def explained_lines(path):
 
 def test_a_kl_in_reward_and_loss_is_counted_twice(tmp_path):
     answer = explained(write(tmp_path, "run.sh", VERL))
-    assert answer["placement"] == "reward (k1, 0.002) and loss (k3, 0.001)"
+    assert answer["placement"] == "reward (k1, ratio token, beta 0.002) and loss (k3, ratio none, beta 0.001)"
     assert answer["version"] == "0.9.1"
     assert any(trap.startswith("counted twice: the KL enters twice") for trap in answer["traps"])
 
@@ -186,13 +196,13 @@ def test_k1_in_the_loss_is_a_trap(tmp_path):
 
 def test_a_kl_to_the_sampler_is_named(tmp_path):
     answer = explained(write(tmp_path, "rl.toml", PRIME))
-    assert answer["placement"] == "sampler, in the loss (k2, 0.02)"
+    assert answer["placement"] == "sampler, in the loss (k2, ratio none, beta 0.02)"
 
 
 def test_explain_prints_the_system_the_placement_and_our_terms(tmp_path):
     lines = explained_lines(write(tmp_path, "t.py", TRL))
     assert lines[0].endswith("t.py: TRL, read with the flags and defaults of version 1.16.0")
-    assert lines[1] == "KL is on: loss (k3, 0.04)"
+    assert lines[1] == "KL is on: loss (k3, ratio none, beta 0.04)"
     assert "wrong gradient on-policy: optimizes the forward KL" in lines[3]
     assert "kl:" in lines
     assert "docs/decision.md" in lines[-1]
@@ -219,7 +229,8 @@ def test_a_teacher_is_no_second_kl_to_the_reference(tmp_path):
     distillation = "--use-opd --opd-kl-coef 0.5 --kl-loss-coef 0.01"
     script = SLIME.replace("--kl-coef 0.01", distillation).replace("#--use", "--use")
     answer = explained(write(tmp_path, "slime.sh", script))
-    assert answer["placement"] == "teacher, in the reward (k1, 0.5) and loss (k3, 0.01)"
+    teacher = "teacher, in the reward (k1, ratio token, beta 0.5)"
+    assert answer["placement"] == f"{teacher} and loss (k3, ratio none, beta 0.01)"
     for trap in answer["traps"]:
         assert "counted twice" not in trap
 
@@ -304,7 +315,7 @@ def aliases_of_aliases():
         pytest.param(
             "a.py",
             "from trl import DPOConfig, DPOTrainer\nDPOConfig(beta=0.1)\n",
-            "DPOTrainer has none of the KL flags of TRL",
+            "DPOConfig has none of the KL flags of TRL that explain knows: it is preference training",
             id="a trainer without a KL",
         ),
         pytest.param(

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
     from kl_comedy.kl import KLTerm
     from kl_comedy.kl.oracle.certificate import Certificate
+    from kl_comedy.lab.launch_files import LaunchFile
     from kl_comedy.lab.peers import Advice, Reading
 
-FILES = (".sh", ".bash", ".slurm", ".sbatch", ".py", ".yaml", ".yml", ".json", ".toml")
+FILES = (".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".yaml", ".yml", ".json", ".toml")
 
 
 def explain(
@@ -37,6 +38,9 @@ def explain(
     system: Annotated[
         str | None, typer.Option("--system", help="Framework of a file, if it cannot be detected")
     ] = None,
+    as_config: Annotated[
+        bool, typer.Option("--as-config", help="Print only the part of a kl_comedy config that trains the same KL")
+    ] = False,
     plugin: Plugins = None,
     format: TableOrJson = "table",
 ) -> None:
@@ -47,6 +51,8 @@ def explain(
     Example: `kl-comedy explain "verl:use_kl_loss=true,kl_loss_type=low_var_kl"`
 
     Example: `kl-comedy explain run_grpo.sh`
+
+    Example: `kl-comedy explain run_grpo.sh --as-config > same_kl.yaml`
     """
     from kl_comedy.lab.peers import is_peer, read
 
@@ -58,29 +64,52 @@ def explain(
     # has a colon.
     looks_like_a_file = path.suffix in FILES and ":" not in first
     if os.path.isfile(path) or looks_like_a_file:  # Path.is_file raises for a long text
-        _explain_file(path, system, overrides, format)
+        launch = _launch_file(path, system, overrides)
+        if as_config:
+            _print_config(launch)
+        else:
+            _explain_file(path, launch, format)
     elif system is not None:
         raise UserError(f"--system needs a file; {shown(first)} is not one")
+    elif as_config:
+        raise UserError(f"--as-config needs a launch script or config; {shown(first)} is not one")
     elif is_peer(text):
         _explain_peer(read(text), format)
     else:
         _explain_recipe(text, format)
 
 
-def _explain_file(path: Path, system: str | None, overrides: Sequence[str], format: str) -> None:
-    """Print where the KL of a launch script or config is and its traps; then what its flags optimize."""
+def _launch_file(path: Path, system: str | None, overrides: Sequence[str]) -> LaunchFile:
+    """The file with its flags; the overrides come last, as they do on the system's own command line."""
     from kl_comedy.lab.launch_files import read_launch_file
 
     if not path.is_file():
         raise UserError(f"{path}: no such file")
-    # The overrides come last, as they do on the system's own command line.
-    launch = read_launch_file(path, system=system, overrides=overrides)
+    return read_launch_file(path, system=system, overrides=overrides)
+
+
+def _print_config(launch: LaunchFile) -> None:
+    """Print the part of our config that trains the same KL; remarks as comments."""
+    from omegaconf import OmegaConf
+
+    from kl_comedy.lab.peers import config_of
+
+    reading = launch.reading()
+    print(f"# The KL of {launch.system.title} {launch.system.version} with the flags {reading.text}")
+    for line in (*launch.remarks, *reading.notes):
+        print(f"# {printable(line)}")
+    print(OmegaConf.to_yaml(OmegaConf.create(config_of(reading))).rstrip())
+
+
+def _explain_file(path: Path, launch: LaunchFile, format: str) -> None:
+    """Print where the KL of a launch script or config is and its traps; then what its flags optimize."""
     # Its errors name a flag only; which file sets it is known here.
     with error_prefix(str(path)):
         reading = launch.reading()
     summary: dict[str, Any] = {
         "file": str(path),
-        "placement": _placement(reading),
+        "placement": placement_of(reading),
+        "kl": _kl_rows(reading),
         "traps": _traps(reading),
         "remarks": [printable(remark) for remark in launch.remarks],
     }
@@ -104,18 +133,43 @@ def _print_list(title: str, lines: Sequence[str]) -> None:
         print(f"  - {line}")
 
 
-def _placement(reading: Reading) -> str:
+def placement_of(reading: Reading) -> str:
     """Where the KL is, with estimates and coefficients; a cost before the baseline is in the reward."""
     if reading.terms is None:
         return "in a form that no term of ours has"
     places = []
-    for term in reading.terms:
-        place = f"{term.placement} ({term.estimator}, {term.beta:g})"
+    for row in _kl_rows(reading):
+        gradient = f", gradient of {row['gradient']}" if row["gradient"] != "own" else ""
+        place = f"{row['placement']} ({row['estimator']}{gradient}, ratio {row['ratio']}, beta {row['beta']:g})"
         # Those two are no penalty towards the initial policy, which is what KL usually means here.
-        if term.reference in ("sampler", "teacher"):
-            place = f"{term.reference}, in the {place}"
+        if row["reference"] in ("sampler", "teacher"):
+            place = f"{row['reference']}, in the {place}"
         places.append(place)
     return " and ".join(places) or "none"
+
+
+def _kl_rows(reading: Reading) -> list[dict[str, Any]]:
+    """Each term in the words of the first lines: placement, estimator, gradient, ratio, beta and reference.
+
+    The ratio is that of the policy to the one that sampled, by which the term is multiplied; a cost before the baseline
+    has the one of the policy loss.
+    """
+    rows = []
+    for term, certified in zip(reading.terms or (), reading.certified_terms(), strict=True):
+        ratio = certified.correction
+        if certified.cap is not None and ratio != "none":
+            ratio = f"{ratio} capped at {certified.cap:g}"
+        rows.append(
+            {
+                "placement": term.placement,
+                "estimator": term.estimator,
+                "gradient": "own" if term.gradient == "natural" else term.gradient,
+                "ratio": ratio,
+                "beta": term.beta,
+                "reference": term.reference,
+            }
+        )
+    return rows
 
 
 def _corrections(reading: Reading) -> str:

@@ -1,78 +1,49 @@
-"""Launch scripts and configs of other systems: shell, Python, YAML and TOML to the flags that bear on the KL.
+"""Launch scripts and configs of other systems: the system of a file, and its flags that bear on the KL.
 
-    file -> parse (settings, words) -> recognise the system by its marks -> its flags -> peers.read_flags
+    file -> launch_syntax.parse -> recognise the system by its marks -> its flags -> peers.read_flags
 
-Nothing in a file is executed or imported: Python is read as a syntax tree, shell line by line. A value that is not a
-literal is reported. Only settings that a flag of the system names are used.
+Only settings that a flag of the system names are used. Everything that the answer rests on without being in the file
+for certain (a branch, a base config, a default that changed between versions) is a remark.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import json
 import re
-import shlex
-import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
-from kl_comedy.io import MAX_FILE_BYTES, MAX_KEY_PARTS, MAX_VALUES, check_yaml, read_text, yaml_errors
-from kl_comedy.lab.peers import SWITCH, SYSTEMS, Flag, Reading, System, Value, find_system, flag_key, read_flags
+from kl_comedy.lab.launch_syntax import Parsed, Setting, Unread, parse
+from kl_comedy.lab.peers import (
+    SWITCH,
+    SYSTEMS,
+    Flag,
+    Marks,
+    Reading,
+    System,
+    Value,
+    conditions_hold,
+    find_system,
+    flag_key,
+    format_value,
+    read_flags,
+)
 
-MAX_LINE = 20_000
-"""Characters of one command of a shell script: splitting it takes time by the square of them."""
-MAX_DOTS = 200
-"""Dots in one line of TOML, those within numbers aside: the parser takes memory by the square of the parts of a key."""
-TRL_CONFIGS = {"GRPOConfig": "grpo", "RLOOConfig": "rloo", "AsyncGRPOConfig": "async_grpo"}
-BEFORE_COMMAND = ("&&", "||", "|", ";", "then", "do", "export", "local", "else")
-"""Words of a shell line after which a command begins, and with it the place of assignments."""
-NOT_CONSTANT = ast.Tuple([])
-"""The value of a name that is assigned twice: an empty tuple is a literal that no flag can have."""
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]{0,200}))?\}|(\w+))")
-"""The default is bounded: without, a brace that nothing closes is looked for from every ``${A:-`` to the end."""
+__all__ = ["LaunchFile", "Parsed", "parse", "read_launch_file", "recognise"]
 
-
-@dataclass(frozen=True)
-class Setting:
-    """A key with its text: None for a lone ``--key``. ``literal``: whether the text is the value."""
-
-    key: str
-    text: str | None
-    literal: bool = True
-
-
-@dataclass
-class Parsed:
-    """Everything that a file sets, in order, and the other words of its commands."""
-
-    settings: list[Setting] = field(default_factory=list)
-    words: list[str] = field(default_factory=list)
-    written: int = 0
-
-    def add(self, key: str, text: str | None, literal: bool = True) -> None:
-        if key.count(".") >= MAX_KEY_PARTS:
-            raise UserError(f"the key {shown(key)} has more than {MAX_KEY_PARTS} parts")
-        self.settings.append(Setting(flag_key(key), text, literal))
-        if len(self.settings) > MAX_VALUES:
-            raise UserError(f"sets more than {MAX_VALUES:,} keys; a launch script or config is expected")
-
-    def count_written(self, text: str) -> str:
-        """``text``, the value of a variable at one place: lines such as ``a=$a$a`` double it each time."""
-        self.written += len(text)
-        if self.written > MAX_FILE_BYTES:
-            raise UserError(f"its variables stand for more than {MAX_FILE_BYTES:,} characters")
-        return text
+ENOUGH_HINTS = 2
+"""Marks that several systems share, each on its own a coincidence."""
+CLEARLY_MORE = 2
+"""How many times the marks of any other a system must have to be chosen: a path may name a second system."""
+CUSTOM = "custom"
+"""The value of a flag with ``custom`` in its choices that names something registered elsewhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFile:
-    """The KL flags that a file sets. ``remarks`` name values that were not literal, or given twice."""
+    """The KL flags that a file sets. ``remarks`` name what the file does not say for certain."""
 
     system: System
     given: Mapping[str, Value]
@@ -85,8 +56,8 @@ class LaunchFile:
 def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequence[str] = ()) -> LaunchFile:
     """Parse ``path`` and find the KL flags of its system, or of ``system``; ``overrides`` (``key=value``) come last.
 
-    Raises :class:`UserError` for a file that is too large or cannot be parsed, a system that is not recognised, and a
-    value that a flag cannot have.
+    Raises :class:`UserError` for a file that is too large or cannot be parsed, a system that is not recognised, a run
+    of another kind, and a value that a flag cannot have.
     """
     with error_prefix(str(path)):
         parsed = parse(path)
@@ -96,33 +67,121 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
             key, equals, override_text = override.partition("=")
             if not equals or _flag_of(chosen, flag_key(key)) is None:
                 raise bad_value("override", override, [f"{flag.where}=VALUE" for flag in chosen.flags])
-            parsed.add(key, override_text)
-        given: dict[str, Value] = _trainer(parsed) if chosen.name == "trl" else {}
-        repeated: list[str] = []
-        not_literal: dict[str, str] = {}
-        for setting in parsed.settings:
-            flag = _flag_of(chosen, setting.key)
-            if flag is None:
-                continue
-            if not _is_readable(setting, flag):
-                taken = "the earlier value" if flag.name in given else "its default"
-                not_literal[flag.name] = (
-                    f"{setting.key}: {shown(setting.text)} is not a literal; {taken} is taken (give {flag.name}=...)"
-                )
-                continue
-            value = flag.parse(_text_of_flag(setting, flag), setting.key)
-            if given.get(flag.name, value) != value:
-                repeated.append(f"{setting.key}: given more than once; the last value is taken")
-            given[flag.name] = value
-            not_literal.pop(flag.name, None)  # a later literal replaces what could not be read
-        remarks = dict.fromkeys([*not_literal.values(), *repeated])  # each once, in order
-        return LaunchFile(system=chosen, given=given, remarks=tuple(remarks))
+            parsed.add(Setting(key, override_text))
+        values = _Values(chosen, parsed)
+        values.read()
+        remarks = list(values.remarks())
+        if not values.given and not remarks:
+            remarks.append(f"no flag of the KL is set in the file: the answer is the defaults of {chosen.title}")
+        remarks += [*_unread_remarks(chosen, parsed), *_version_remarks(chosen, values.given)]
+        return LaunchFile(system=chosen, given=values.given, remarks=tuple(dict.fromkeys(remarks)))
+
+
+# --- the values of the flags --------------------------------------------------------------------------------------
+@dataclass
+class _Values:
+    """The flags of one file. ``notes`` are remarks by the flag that they are about: a later value may replace them."""
+
+    system: System
+    parsed: Parsed
+    given: dict[str, Value] = field(default_factory=dict)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    skipped: dict[str, Setting] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+    def read(self) -> None:
+        self._told_by_marks()
+        for setting in _in_scope(self.system, self.parsed.settings):
+            flag = _flag_of(self.system, setting.key)
+            if flag is not None:
+                self._take(flag, setting)
+
+    def _told_by_marks(self) -> None:
+        """Flags that are given by a class, a command or a section, and not by a value."""
+        for name, values in self.system.told_by.items():
+            default = next(flag.default for flag in self.system.flags if flag.name == name)
+            told = next((value for value, marks in values.items() if list(_found(marks, self.parsed))), None)
+            if told is None and default in values:
+                # Among the notes, so that a value that is given later replaces it.
+                self.notes[name] = [f"{name}: nothing in the file names it; {default} is assumed (or give {name}=...)"]
+            # The default stays unwritten in the text that `explain` prints.
+            if told is not None and told != default:
+                self.given[name] = told
+
+    def _take(self, flag: Flag, setting: Setting) -> None:
+        if setting.origin.kind == "skipped":
+            self.skipped[flag.name] = setting
+            return
+        is_none = setting.text is not None and setting.text.lower() in ("none", "null", "")
+        if is_none and not flag.nullable and CUSTOM not in flag.choices and "none" not in flag.choices:
+            # `beta: null` in a config, `kl_coef: str | None = None` in a launcher: nothing is given.
+            return
+        if not _is_readable(setting, flag):
+            taken = "the earlier value" if flag.name in self.given else "its default"
+            self.notes[flag.name] = [
+                f"{setting.key}: {shown(setting.text)} is not a literal; {taken} is taken (give {flag.name}=...)"
+            ]
+            return
+        value = self._value(flag, setting)
+        notes = []
+        if self.given.get(flag.name, value) != value:
+            self.others.append(f"{setting.key}: given more than once; the last value is taken")
+        if value == CUSTOM and setting.text != CUSTOM:
+            notes.append(
+                f"{setting.key}: {shown(setting.text)} is registered elsewhere; what it does is not in the file"
+            )
+        notes += _origin_notes(setting)
+        # A later literal replaces what could not be read.
+        self.notes[flag.name] = notes
+        self.given[flag.name] = value
+
+    def _value(self, flag: Flag, setting: Setting) -> Value:
+        text = _text_of_flag(setting, flag)
+        is_name = CUSTOM in flag.choices and text is not None and re.fullmatch(r"[A-Za-z]\w*", text.strip("\"'"))
+        if (
+            is_name
+            and text is not None
+            and text.strip("\"'").lower() not in {choice.lower() for choice in flag.choices}
+        ):
+            return CUSTOM
+        return flag.parse(text, setting.key)
+
+    def remarks(self) -> Iterator[str]:
+        for notes in self.notes.values():
+            yield from notes
+        yield from self.others
+        for name, setting in self.skipped.items():
+            flag = next(flag for flag in self.system.flags if flag.name == name)
+            written = _written(setting)
+            acting = format_value(self.given.get(name, flag.default))
+            yield (
+                f"{written}: set in a branch that the file's own values do not take ({setting.origin.why}); "
+                f"{acting} is taken (or give {name}=...)"
+            )
+
+
+def _origin_notes(setting: Setting) -> list[str]:
+    """What is said of a value that does not hold in every case."""
+    why = setting.origin.why
+    if setting.origin.kind == "branch":
+        return [f"{_written(setting)}: set in a branch ({why}), which is taken as far as the file says"]
+    if setting.origin.kind == "loop":
+        return [f"{_written(setting)}: {why}, the values of a loop; the first is taken"]
+    if setting.origin.kind == "default" and why:
+        return [f"{_written(setting)}: {why}"]
+    return []
+
+
+def _written(setting: Setting) -> str:
+    if setting.text is None:
+        return f"--{setting.key}"
+    return f"{setting.key}={setting.text[:60]}"
 
 
 def _is_readable(setting: Setting, flag: Flag) -> bool:
     """Whether the value of a flag can be known from the file."""
     # A switch that is followed by a variable stands alone: `--use_kl_loss ${EXTRA_ARGS}`.
-    is_lone_switch = flag.is_switch and str(setting.text).startswith("${")
+    is_lone_switch = flag.is_switch and str(setting.text).startswith("$")
     return setting.literal or is_lone_switch
 
 
@@ -135,58 +194,130 @@ def _text_of_flag(setting: Setting, flag: Flag) -> str | None:
     return None
 
 
-def recognise(parsed: Parsed) -> System:
-    """The system with most of its marks in a file.
+def _in_scope(system: System, settings: Sequence[Setting]) -> list[Setting]:
+    """The settings of the system's own classes, where the file makes any; else all.
 
-    Raises :class:`UserError` for none, for a tie, and for a run of another kind: SFT, DPO, a reward model.
+    A script that makes a TRL config also calls models and data sets, whose arguments have names such as ``beta``.
     """
-    # Words, their parts between / and ., and every prefix of a key: a mark may be any of them.
-    present = set(parsed.words)
-    for word in parsed.words:
-        present.update(re.split(r"[/.]", word))
-    for setting in parsed.settings:
-        parts = setting.key.split(".")
-        for n in range(len(parts)):
-            present.add(".".join(parts[: n + 1]))
+    classes = [re.compile(pattern) for pattern in system.classes]
+    scopes = {setting.scope for setting in settings if setting.scope}
+    of_the_system = {scope for scope in scopes if any(pattern.fullmatch(scope) for pattern in classes)}
+    if not of_the_system:
+        return list(settings)
+    return [setting for setting in settings if not setting.scope or setting.scope in of_the_system]
 
-    counts = {}
-    for name, candidate in SYSTEMS.items():
-        marks = {flag_key(mark) for mark in candidate.marks}
-        counts[name] = len(present & marks)
-    most = max(counts.values())
-    best = [name for name, count in counts.items() if count == most and count > 0]
-    # A tie is not decided by order: the flags of two systems mean different things.
-    if len(best) != 1:
+
+def _unread_remarks(system: System, parsed: Parsed) -> Iterator[str]:
+    """Base configs, ``**options`` and here-documents: what they set is missing in the answer."""
+    classes = [re.compile(pattern) for pattern in system.classes]
+    for unread in parsed.unread:
+        if _bears_on(unread, classes):
+            yield f"{unread.what} is not read: what it sets is missing here, and defaults of {system.title} stand in"
+
+
+def _bears_on(unread: Unread, classes: Sequence[re.Pattern[str]]) -> bool:
+    if not unread.scope:
+        return True
+    return any(pattern.fullmatch(unread.scope) for pattern in classes)
+
+
+def _version_remarks(system: System, given: Mapping[str, Value]) -> Iterator[str]:
+    """What other releases do where the file leaves a flag to its default."""
+    flags = {flag.name: flag.default for flag in system.flags}
+    flags.update(given)
+    for change in system.versions:
+        if change.flag in given:
+            continue
+        if all(name in given for name in change.given) and conditions_hold(change.when, flags):
+            yield change.says
+
+
+# --- the system ---------------------------------------------------------------------------------------------------
+def _found(marks: Marks, parsed: Parsed) -> Iterator[str]:
+    """What of a file is one of the marks."""
+    kinds = (
+        (marks.words, _word_parts(parsed)),
+        (marks.keys, [setting.key for setting in parsed.settings]),
+        (marks.sections, parsed.sections),
+        (marks.calls, parsed.calls),
+        (marks.imports, parsed.imports),
+    )
+    for patterns, texts in kinds:
+        for pattern in patterns:
+            for text in texts:
+                if re.fullmatch(pattern, text):
+                    yield text
+                    break
+    for key, values in marks.values.items():
+        for setting in parsed.settings:
+            if setting.key.rpartition(".")[2] == key and str(setting.text).strip("\"'").lower() in values:
+                yield f"{setting.key}={setting.text}"
+                break
+
+
+def _word_parts(parsed: Parsed) -> list[str]:
+    """The words of commands; and the parts of paths and modules: ``main_ppo`` of ``verl.trainer.main_ppo``."""
+    parts = dict.fromkeys(parsed.words)
+    for word in parsed.words:
+        if len(word) < 200:
+            parts.update(dict.fromkeys(re.split(r"[/.:@=\s]", word)))
+            parts[word.rsplit("/", 1)[-1]] = None
+    return list(parts)
+
+
+def recognise(parsed: Parsed) -> System:
+    """The system whose marks a file has.
+
+    Raises :class:`UserError` for none, for several, and for a run of another kind: SFT, DPO, a reward model.
+    """
+    marks = {name: list(_found(system.marks, parsed)) for name, system in SYSTEMS.items()}
+    named = [name for name in SYSTEMS if marks[name]]
+    if not named:
+        # No mark that is one system's own: several that it shares with few.
+        hints = {name: len(list(_found(system.hints, parsed))) for name, system in SYSTEMS.items()}
+        most = max(hints.values())
+        if most >= ENOUGH_HINTS:
+            named = [name for name, count in hints.items() if count == most]
+    # A fork's file has the marks of the original too.
+    originals = {original for name in named for original in SYSTEMS[name].over}
+    candidates = [name for name in named if name not in originals]
+    if len(candidates) > 1:
+        # A tie is not decided by order: the flags of two systems mean different things.
+        # The keys of a config say more than a word of a path.
+        settled = [name for name in candidates if _has_own_keys(SYSTEMS[name], parsed)]
+        candidates = settled or candidates
+        counts = sorted(len(marks[name]) for name in candidates)
+        if len(counts) > 1 and counts[-1] >= CLEARLY_MORE * counts[-2]:
+            candidates = [name for name in candidates if len(marks[name]) == counts[-1]]
+    if len(candidates) != 1:
         problem = f"no system of {', '.join(SYSTEMS)} recognised"
-        if best:
-            problem = f"could be {' or '.join(best)}"
+        if candidates:
+            problem = f"could be {' or '.join(candidates)}"
         raise UserError(f"{problem}; name it with --system (for a kl_comedy config: kl-comedy certify FILE)")
-    system = SYSTEMS[best[0]]
-    # One mark may be an import of the library that another kind of run shares; more marks are its RL run.
-    other_runs = sorted(part for part in present if re.fullmatch(system.other_runs, part))
-    if other_runs and counts[system.name] == 1:
-        raise UserError(
-            f"{other_runs[0]} has none of the KL flags of {system.title} that explain knows; "
-            f"--system {system.name} reads the file all the same"
-        )
+    system = SYSTEMS[candidates[0]]
+    _refuse_other_runs(system, parsed)
     return system
 
 
-def _trainer(parsed: Parsed) -> dict[str, Value]:
-    """TRL's trainer, which is given by a class, a command or a script, not by a flag."""
-    trainers = set()
-    for word in parsed.words:
-        for trainer in TRL_CONFIGS.values():
-            if re.search(rf"\b{trainer}(\.py)?$", word):
-                trainers.add(trainer)
-        if word in TRL_CONFIGS:
-            trainers.add(TRL_CONFIGS[word])
-    # GRPO is the default, and stays unwritten in the text that `explain` prints.
-    if len(trainers) != 1 or "grpo" in trainers:
-        return {}
-    return {"trainer": trainers.pop()}
+def _has_own_keys(system: System, parsed: Parsed) -> bool:
+    keys = Marks(keys=system.marks.keys, sections=system.marks.sections)
+    return any(True for _ in _found(keys, parsed))
 
 
+def _refuse_other_runs(system: System, parsed: Parsed) -> None:
+    """Raises :class:`UserError` for SFT, DPO and the like: their flags of the same names are another thing."""
+    if list(_found(system.rl_runs, parsed)):
+        return
+    for run in system.other_runs:
+        found = list(_found(run.marks, parsed))
+        if found:
+            raise UserError(
+                f"{found[0]} has none of the KL flags of {system.title} that explain knows: it is {run.name}. "
+                f"--system {system.name} reads the file all the same"
+            )
+
+
+# --- flags by their keys ------------------------------------------------------------------------------------------
 def _flag_of(system: System, key: str) -> Flag | None:
     """The flag that a key of a file means: its name, its path (perhaps under a root), or a tail of two components."""
     _, dot, last_part = key.rpartition(".")
@@ -230,204 +361,3 @@ def _last_parts(system: str) -> frozenset[str]:
             last_parts.add(name.rsplit(".", 1)[-1])
             last_parts.add(flag_key(name).rsplit(".", 1)[-1])
     return frozenset(last_parts)
-
-
-# --- parsers ------------------------------------------------------------------------------------------------------
-def parse(path: Path) -> Parsed:
-    """Read a file by its suffix (``.py``, ``.yaml``, ``.yml``, ``.json``, ``.toml``; else shell)."""
-    reader: Callable[[str, Parsed], None] = _shell
-    if path.suffix == ".py":
-        reader = _python
-    elif path.suffix == ".toml":
-        reader = _toml
-    elif path.suffix in (".yaml", ".yml", ".json"):
-        reader = _yaml
-    parsed = Parsed()
-    try:
-        reader(read_text(path), parsed)
-    except UserError:
-        raise
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        reason = str(error).partition("\n")[0][:200] or "nested too deeply"
-        if "integer string conversion" in reason:  # advice of Python for its programmers
-            reason = "a number of more than 4,300 digits"
-        raise UserError(f"cannot be read: {reason}") from None
-    return parsed
-
-
-@yaml_errors()
-def _yaml(text: str, parsed: Parsed) -> None:
-    check_yaml(text)
-    _flatten(yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)), "", parsed)
-
-
-def _toml(text: str, parsed: Parsed) -> None:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.count(".") > MAX_DOTS and re.sub(r"\d\.\d", "", line).count(".") > MAX_DOTS:
-            raise UserError(f"cannot be read: line {number} has more than {MAX_DOTS} dots, as a key with as many parts")
-    _flatten(tomllib.loads(text), "", parsed)
-
-
-def _flatten(data: Any, key: str, parsed: Parsed) -> None:
-    """Mappings, also those in a list, to dotted keys; an empty one, and any other list, is a key without a literal."""
-    if isinstance(data, Mapping) and data:
-        for name, value in data.items():
-            inner_key = f"{key}.{name}" if key else str(name)
-            _flatten(value, inner_key, parsed)
-    elif _is_list_of_mappings(data):
-        for item in data:
-            _flatten(item, key, parsed)
-    elif key:
-        text, literal = _text(data)
-        parsed.add(key, text, literal and "${" not in text)
-
-
-def _is_list_of_mappings(data: Any) -> bool:
-    return isinstance(data, list) and bool(data) and all(isinstance(item, Mapping) and item for item in data)
-
-
-def _text(value: Any) -> tuple[str, bool]:
-    """A value as one types it, and whether it is a literal that a flag can have."""
-    if isinstance(value, str):
-        return value, True
-    if value is None or isinstance(value, bool | int | float):
-        return json.dumps(value).replace("null", "none"), True
-    return type(value).__name__, False
-
-
-def _shell(text: str, parsed: Parsed) -> None:
-    """Assignments, ``key=value`` and ``--key value`` of every command; comments and quotes as a shell takes them."""
-    variables: dict[str, str] = {}
-    without_comments = re.sub(r"(?m)^[ \t]*#.*$", "", text)
-    # Comments first: one between two continued lines would otherwise hide the rest of the command.
-    joined = re.sub(r"\\\r?\n", " ", without_comments)
-    for line in joined.splitlines():
-        if len(line) > MAX_LINE:
-            raise UserError(f"a command of more than {MAX_LINE:,} characters: {shown(line[:100])}")
-        line = re.sub(r"^(\s*(?:export\s+|local\s+)?\w+)\+?=\(", r"\1= ", line)  # the words of an array are arguments
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError:  # quotes that span lines
-            words = line.split()
-        substituted = []
-        for word in words:
-            if "(" not in word:
-                word = word.rstrip(";)")  # ends a subshell or an array, and not the value
-            substituted.append(_substitute(word, variables, parsed))
-        _command(substituted, variables, parsed)
-
-
-def _substitute(word: str, variables: Mapping[str, str], parsed: Parsed) -> str:
-    """``$NAME`` and ``${NAME:-default}`` with what the file assigned; others stay."""
-
-    def value(match: re.Match[str]) -> str:
-        default = match[0] if match[2] is None else match[2]
-        return parsed.count_written(variables.get(match[1] or match[3], default))
-
-    return VARIABLE.sub(value, word)
-
-
-def _command(words: Sequence[str], variables: dict[str, str], parsed: Parsed) -> None:
-    """The words of one line; assignments before the first command name are variables."""
-    in_command = False
-    waiting = list(reversed(words))
-    while waiting:
-        word = waiting.pop()
-        key, equals, value = word.partition("=")
-        if word in BEFORE_COMMAND:
-            in_command = False
-        elif word.startswith("--") and len(word) > 2:
-            in_command = True
-            takes_next = not equals and bool(waiting) and not waiting[-1].startswith("--")
-            if takes_next:
-                value = waiting.pop()
-            is_lone = not equals and not takes_next
-            parsed.add(key, None if is_lone else value, _is_known(value))
-        elif equals and not in_command and key.isidentifier():
-            variables[key] = value
-        elif equals and re.fullmatch(r"[+~]*[\w./-]+", key):
-            in_command = True
-            parsed.add(key, value, _is_known(value))
-        else:
-            in_command = True
-            parsed.words.append(word)
-
-
-def _is_known(value: str) -> bool:
-    """Whether a word of a shell command is its own value: no variable that is not assigned here, no command."""
-    return "$" not in value and "`" not in value
-
-
-def _python(text: str, parsed: Parsed) -> None:
-    """Literal keyword arguments (of TRL's configs where there are any, else of every call), ``--flags`` in strings."""
-    nodes = list(ast.walk(ast.parse(text)))
-    calls = [node for node in nodes if isinstance(node, ast.Call)]
-    config_calls = [call for call in calls if _name(call.func) in TRL_CONFIGS]
-    constants = _constants(nodes)
-    # A script that makes a TRL config also calls models and data sets, whose arguments have names such as `beta`.
-    for call in config_calls or calls:
-        _add_keywords(call, constants, parsed)
-    parsed.words += [_name(call.func) for call in calls]
-    parsed.words += _imported(nodes)
-    for argument in _strings(nodes):
-        # The command of a script that starts another program: subprocess.run(["python", "--beta", ...]).
-        if argument.lstrip().startswith("--"):
-            _shell(argument, parsed)
-
-
-def _constants(nodes: Sequence[ast.AST]) -> dict[str, ast.expr]:
-    """The value of each name that is assigned once; a name that is assigned twice has none that could be known."""
-    constants: dict[str, ast.expr] = {}
-    for node in nodes:
-        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
-            continue
-        target = node.targets[0]
-        if not isinstance(target, ast.Name):
-            continue
-        if target.id in constants:
-            constants[target.id] = NOT_CONSTANT
-        else:
-            constants[target.id] = node.value
-    return constants
-
-
-def _add_keywords(call: ast.Call, constants: Mapping[str, ast.expr], parsed: Parsed) -> None:
-    """Add the keyword arguments of one call, with the constants that they name put in."""
-    for keyword in call.keywords:
-        value = keyword.value
-        if isinstance(value, ast.Name):
-            value = constants.get(value.id, value)
-        try:
-            plain, literal = _text(ast.literal_eval(value))
-        except (ValueError, TypeError, SyntaxError):
-            plain = ast.unparse(keyword.value)[:60]
-            literal = False
-        parsed.add(keyword.arg or f"{_name(call.func)}(**)", plain, literal)
-
-
-def _strings(nodes: Sequence[ast.AST]) -> list[str]:
-    """The strings of a program other than docstrings, which may show a command that is not run."""
-    documentation = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    strings = []
-    for node in nodes:
-        if isinstance(node, ast.Constant) and id(node) not in documentation and isinstance(node.value, str):
-            strings.append(node.value)
-    return strings
-
-
-def _name(function: ast.expr) -> str:
-    """The last name of what is called: ``GRPOConfig`` of ``trl.GRPOConfig(...)``; empty for anything else."""
-    if isinstance(function, ast.Attribute):
-        return function.attr
-    if isinstance(function, ast.Name):
-        return function.id
-    return ""
-
-
-def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.module or ""
-            yield from (alias.name for alias in node.names)

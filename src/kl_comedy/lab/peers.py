@@ -69,6 +69,15 @@ NAMES = (
     "oat",
     "torchforge",
     "ms-swift",
+    "unsloth",
+    "axolotl",
+    "miles",
+    "rlinf",
+    "rllm",
+    "tunix",
+    "molt",
+    "torchtitan-rl",
+    "easyr1",
 )
 """The systems, in the order of every table. Each has a file in ``peer_systems``."""
 
@@ -94,7 +103,8 @@ class Flag:
 
     ``default`` is the system's own, and its type says whether the flag is a switch, a number or a name out of
     ``choices``. ``path`` is the dotted path in the system's config or command line (default: the name). ``nullable``:
-    ``none`` is a value. ``aliases`` are names of older versions and other entry points.
+    ``none`` is a value. ``aliases`` are names of older versions and other entry points, ``synonyms`` older names of
+    values.
     """
 
     name: str
@@ -104,6 +114,7 @@ class Flag:
     choices: tuple[str, ...] = ()
     nullable: bool = False
     aliases: tuple[str, ...] = ()
+    synonyms: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -156,7 +167,7 @@ class Flag:
 
     def _named_values(self) -> dict[str, Value]:
         """The values that have a name, by the name in lower case."""
-        named: dict[str, Value] = {}
+        named: dict[str, Value] = dict(self.synonyms)
         for choice in self.choices:
             # The first of several that differ in case only.
             named.setdefault(choice.lower(), choice)
@@ -187,28 +198,82 @@ def format_value(value: Value) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Marks:
+    """By what a launch file is told: patterns of whole words of its commands, keys, sections (prefixes of keys), calls
+    and imports of Python; ``values`` are the values of a key, by the last part of the key."""
+
+    words: Sequence[str] = ()
+    keys: Sequence[str] = ()
+    sections: Sequence[str] = ()
+    calls: Sequence[str] = ()
+    imports: Sequence[str] = ()
+    values: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherRun:
+    """A kind of run that has none of a system's KL flags, as SFT: its name, and by what it is told."""
+
+    name: str
+    marks: Marks
+
+
+@dataclass(frozen=True, kw_only=True)
+class VersionChange:
+    """A default that differs between releases: what is said where a file leaves ``flag`` to it.
+
+    ``when`` are conditions as in a rule; ``given`` are flags that the file must set for the change to matter.
+    """
+
+    flag: str
+    says: str
+    when: Mapping[str, Any] = field(default_factory=dict)
+    given: Sequence[str] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class System:
     """A system: its KL flags, and the rules that say what they do.
 
-    ``advice`` holds, per goal of :data:`GOALS`, the flags that reach it, or why none do. ``marks`` are keys, modules
-    and programs by which a launch script or config is recognised as one of this system. ``other_runs`` is a pattern of
-    the programs and classes that train without these flags; the default matches nothing.
+    ``advice`` holds, per goal of :data:`GOALS`, the flags that reach it, or why none do.
+
+    For launch scripts and configs: ``marks`` belong to this system alone, ``hints`` to few. ``over`` are the systems of
+    which this is a fork or a patch, whose marks its files have too. ``rl_runs`` tell a run with these flags, and where
+    none is there, ``other_runs`` one without. ``told_by`` are values of flags that a file gives by a class or a
+    command. ``classes`` are the patterns of the Python classes whose arguments are flags.
     """
 
     name: str
     title: str
     version: str
     source: str
-    marks: Sequence[str]
+    marks: Marks
     flags: tuple[Flag, ...]
     rules: Rules
     advice: Mapping[str, Mapping[str, Value] | str]
-    other_runs: str = "(?!)"
+    hints: Marks = field(default_factory=Marks)
+    over: Sequence[str] = ()
+    rl_runs: Marks = field(default_factory=Marks)
+    other_runs: Sequence[OtherRun] = ()
+    told_by: Mapping[str, Mapping[str, Marks]] = field(default_factory=dict)
+    classes: Sequence[str] = ()
+    versions: Sequence[VersionChange] = ()
 
     @classmethod
     def load(cls, name: str) -> System:
         """Read the system's file in ``peer_systems``."""
         data = _load_yaml(name)
+        for marks in ("marks", "hints", "rl_runs"):
+            data[marks] = Marks(**data.get(marks, {}))
+        other_runs = []
+        for run in data.get("other_runs", ()):
+            other_runs.append(OtherRun(name=run.pop("name"), marks=Marks(**run)))
+        data["other_runs"] = tuple(other_runs)
+        told_by = {}
+        for flag_name, values in data.get("told_by", {}).items():
+            told_by[flag_name] = {value: Marks(**marks) for value, marks in values.items()}
+        data["told_by"] = told_by
+        data["versions"] = tuple(VersionChange(**change) for change in data.get("versions", ()))
         flags = []
         for flag_name, facts in data.pop("flags").items():
             # Tuples: a flag is frozen, with all that it holds.
@@ -405,6 +470,27 @@ def switched_on(reading: Reading) -> Reading | None:
     return read_flags(SYSTEMS[reading.system], {**reading.given, **reading.switch_on})
 
 
+def config_of(reading: Reading) -> dict[str, Any]:
+    """The part of a config of ours that trains the KL of a reading: its terms, and the ratio of the policy loss.
+
+    Raises :class:`UserError` where no term of ours is equivalent.
+    """
+    if reading.terms is None:
+        raise UserError(f"no config of ours trains this KL: {reading.instead}")
+    config: dict[str, Any] = {"kl": [term.to_mapping() for term in reading.terms]}
+    corrections = {name: dict(options) for name, options in reading.corrections.items()}
+    in_reward = any(term.baseline == "before" for term in reading.terms)
+    if in_reward and not corrections and reading.policy_ratio != "none":
+        # The cost is part of the returns, so it has the ratio that the policy loss gives them.
+        corrections = {reading.policy_ratio: {}}
+    if corrections:
+        config["algorithm"] = {"policy_loss": "reinforce", "correction": corrections}
+    if any(term.reference == "teacher" for term in reading.terms):
+        # The user names the model; OmegaConf refuses the config until then.
+        config["reference"] = {"teacher": {"source": "???"}}
+    return config
+
+
 def advise(system: System) -> tuple[Advice, ...]:
     """The advice of a system, in the order of :data:`GOALS`."""
     advice = []
@@ -590,6 +676,11 @@ class _RuleInterpreter:
             estimator = fields.pop("cost")
             return KLTerm(estimator, placement="reward", correction=correction, anchor="behaviour", **fields)
         return KLTerm(**fields)
+
+
+def conditions_hold(when: Mapping[str, Any], flags: Mapping[str, Value]) -> bool:
+    """Whether the conditions of a ``when`` hold with the values of the flags."""
+    return _RuleInterpreter(dict(flags), "")._applies({"when": when})
 
 
 def variables(rules: Rules) -> set[str]:

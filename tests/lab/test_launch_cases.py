@@ -1,0 +1,199 @@
+"""Launch scripts and configs as people write them, each for a kind of fault: the system, the KL and the remarks.
+
+The files of ``cases`` are our own words for public scripts; the right answers come from the source of each system.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kl_comedy.cli.main import app
+from kl_comedy.config import load_config
+from kl_comedy.errors import UserError
+from kl_comedy.kl import resolve_terms
+from kl_comedy.lab.launch_files import read_launch_file
+from kl_comedy.lab.peers import config_of
+
+CASES = Path(__file__).parent / "cases"
+OUTSIDE = "in a form that no term of ours has"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A file, the system it is of, where its KL is, and a part of each remark that has to be there."""
+
+    file: str
+    system: str
+    placement: str
+    remarks: tuple[str, ...] = ()
+
+
+READ = [
+    Case("nemo_rl_launch.sh", "nemo-rl", "loss (k2, ratio token, beta 0.02)"),
+    Case(
+        "nemo_rl_recipe.yaml",
+        "nemo-rl",
+        "loss (k3, gradient of k2, ratio none, beta 0.01)",
+        ("defaults: grpo_math_1B.yaml is not read",),
+    ),
+    Case("nemo_rl_recipe_loss.yaml", "nemo-rl", "none", ("defaults: ../grpo_base.yaml is not read",)),
+    Case("nemo_rl_opd.yaml", "nemo-rl", "teacher, in the reward (k1, ratio none, beta 1)"),
+    Case("areal_ref.yaml", "areal", "reward (k1, ratio token, beta 0.001)"),
+    Case(
+        "swift_opd.sh",
+        "ms-swift",
+        "teacher, in the reward (k1, ratio token, beta 0.5) and loss (k3, ratio none, beta 0.01)",
+    ),
+    Case("unsloth_grpo.py", "unsloth", "loss (k3, ratio none, beta 0.001)", ("beta is 0.001 by default",)),
+    Case("unsloth_grpo_beta.py", "unsloth", "loss (k3, ratio none, beta 0.04)"),
+    Case(
+        "axolotl_rl_beta.yaml", "axolotl", "loss (k3, ratio none, beta 0.04)", ("false by default in the pinned TRL",)
+    ),
+    Case("trl_kwargs_dict.py", "trl", "loss (k3, ratio token, beta 0.04)", ("since TRL 1.10.0",)),
+    Case("trl_kwargs_unknown.py", "trl", "none", ("GRPOConfig(**options) is not read", "since TRL 0.19.0")),
+    Case(
+        "trl_argparse.py", "trl", "loss (k3, ratio token, beta 0.02)", ("the default of beta, an option of the file",)
+    ),
+    Case("trl_constants.py", "trl", "loss (k3, ratio token, beta 0.03)"),
+    Case("trl_attribute.py", "trl", "loss (k3, ratio token, beta 0.04)"),
+    Case("trl_notebook.ipynb", "trl", "loss (k3, ratio token, beta 0.04)"),
+    Case("trl_flags_in_variable.sh", "trl", "loss (k3, ratio token, beta 0.04)"),
+    Case("trl_rloo.yaml", "trl", "none", ("nothing in the file names it; grpo is assumed",)),
+    Case("open_r1_launch.sh", "trl", "none", ("the config recipes/small/grpo/config_demo.yaml is not read",)),
+    Case("verl_flags_in_variable.sh", "verl", "reward (k1, ratio token, beta 0.01)"),
+    Case("verl_kl_args_branch.sh", "verl", "loss (k2, ratio none, beta 0.005)", ("set in a branch", "else")),
+    Case("verl_branches.sh", "verl", "loss (k3, ratio none, beta 0.001)", ("use_kl_in_reward=True: set in a branch",)),
+    Case("slime_conditional.sh", "slime", "none", ("kl_loss_coef=0.01: set in a branch",)),
+    Case("verl_loop.sh", "verl", "loss (k3, ratio none, beta 0.001)", ("one of 0.001, 0.01, 0.1",)),
+    Case("verl_last_wins.sh", "verl", "none", ("given more than once",)),
+    Case("verl_bypass_kl_in_reward.sh", "verl", "reward (k1, ratio sequence, beta 0.01)"),
+    Case("verl_k3plus.sh", "verl", "loss (k3, gradient of k2, ratio none, beta 0.001)"),
+    Case("verl_kl_cov.sh", "verl", "none"),
+    Case("verl_before_0.4.sh", "verl", "none", ("new in verl 0.4.0",)),
+    Case("skyrl_custom_estimator.sh", "skyrl", "loss (k2, ratio none, beta 0.001)", ("registered elsewhere",)),
+    Case("open_instruct_estimator.sh", "open-instruct", "loss (k1, ratio token, beta 0.001)"),
+    Case("openrlhf_heredoc.sh", "openrlhf", "reward (k1, ratio token, beta 0.02)"),
+    Case("tinker_launch.sh", "tinker", OUTSIDE),
+    Case("miles_launch.sh", "miles", "loss (k3, ratio none, beta 0.001)"),
+    Case("rlinf_fsdp.yaml", "rlinf", OUTSIDE),
+    Case("rllm_verl.sh", "rllm", "loss (k3, ratio none, beta 0.001)"),
+    Case("tunix_grpo.sh", "tunix", "loss (k1, ratio none, beta 0.08)", ("new in Tunix 0.1.7",)),
+    Case("molt_launch.sh", "molt", "none"),
+    Case("torchtitan_rl.sh", "torchtitan-rl", "none"),
+    Case("easyr1_launch.sh", "easyr1", "loss (k3, ratio none, beta 0.02)", ("examples/config.yaml is not read",)),
+]
+
+REFUSED = {
+    "nemo_rl_sft.yaml": "it is supervised fine-tuning",
+    "swift_sft.sh": "it is supervised training",
+    "swift_dpo.sh": "it is preference training",
+    "swift_gkd.sh": "it is distillation",
+    "open_instruct_sft.sh": "it is supervised fine-tuning",
+    "open_instruct_dpo.sh": "it is preference training",
+    "openrlhf_sft.sh": "it is supervised fine-tuning",
+    "axolotl_dpo.yaml": "it is preference training",
+    "axolotl_ebft.yaml": "it is energy-based fine-tuning",
+    "trl_gold.py": "it is distillation",
+    "unsloth_sft.py": "it is supervised fine-tuning",
+}
+
+
+def explained(file, *options):
+    result = CliRunner().invoke(app, ["explain", str(CASES / file), *options], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+@pytest.mark.parametrize("case", READ, ids=lambda case: case.file)
+def test_a_file_is_read_with_what_it_leaves_open(case):
+    from kl_comedy.cli.explain import placement_of
+
+    launch = read_launch_file(CASES / case.file)
+    assert launch.system.name == case.system
+    assert placement_of(launch.reading()) == case.placement
+    for part in case.remarks:
+        assert any(part in remark for remark in launch.remarks), launch.remarks
+
+
+@pytest.mark.parametrize("file", REFUSED)
+def test_a_run_of_another_kind_is_refused_and_named(file):
+    with pytest.raises(UserError, match=REFUSED[file]) as error:
+        read_launch_file(CASES / file)
+    assert "\n" not in str(error.value)
+
+
+def test_every_file_of_the_cases_has_an_answer_here():
+    assert {path.name for path in CASES.iterdir()} == {case.file for case in READ} | set(REFUSED)
+
+
+def test_a_pull_to_the_sampler_and_a_ratio_of_the_completion_are_notes():
+    assert "kl_cov adds 1 |log policy/old|" in explained("verl_kl_cov.sh")
+    assert "nothing is clipped" in explained("verl_bypass_kl_in_reward.sh")
+
+
+def test_the_terms_are_in_json_field_by_field():
+    rows = json.loads(explained("verl_k3plus.sh", "--format", "json"))["kl"]
+    assert rows == [
+        {
+            "placement": "loss",
+            "estimator": "k3",
+            "gradient": "k2",
+            "ratio": "none",
+            "beta": 0.001,
+            "reference": "initial",
+        }
+    ]
+
+
+def test_a_base_config_beside_the_file_is_read(tmp_path):
+    (tmp_path / "grpo_base.yaml").write_text("loss_fn: {reference_policy_kl_penalty: 0.3}\n")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("defaults: grpo_base.yaml\ngrpo: {num_prompts_per_step: 8}\n")
+    launch = read_launch_file(recipe)
+    assert launch.given == {"reference_policy_kl_penalty": 0.3}
+    assert launch.remarks == ()
+
+
+def test_a_config_that_a_command_names_is_read_where_it_lies_beside_the_script(tmp_path):
+    (tmp_path / "run.yaml").write_text("beta: 0.3\nuse_bias_correction_kl: false\n")
+    script = tmp_path / "run.sh"
+    script.write_text("trl grpo --config run.yaml\n")
+    assert read_launch_file(script).given == {"beta": 0.3, "use_bias_correction_kl": False}
+
+
+def test_a_trainer_that_is_given_is_not_said_to_be_assumed():
+    launch = read_launch_file(CASES / "trl_rloo.yaml", overrides=["trainer=rloo"])
+    assert launch.given == {"trainer": "rloo"}
+    assert launch.remarks == ()
+
+
+# --- --as-config --------------------------------------------------------------------------------------------------
+WITH_A_CONFIG = [case.file for case in READ if case.placement != OUTSIDE and "teacher" not in case.placement]
+
+
+@pytest.mark.parametrize("file", WITH_A_CONFIG)
+def test_the_config_of_a_file_is_a_config_of_ours_with_the_same_terms(file, tmp_path):
+    reading = read_launch_file(CASES / file).reading()
+    path = tmp_path / "same_kl.yaml"
+    path.write_text(f"{explained(file, '--as-config')}\nmodel: {{source: pocket}}\n")
+    config = load_config(path)
+    assert resolve_terms(config.kl) == reading.terms
+
+
+def test_a_config_has_the_ratio_that_the_policy_loss_gives_a_cost():
+    reading = read_launch_file(CASES / "verl_bypass_kl_in_reward.sh").reading()
+    assert config_of(reading)["algorithm"] == {"policy_loss": "reinforce", "correction": {"sequence": {}}}
+
+
+def test_without_an_equivalent_term_there_is_no_config():
+    result = CliRunner().invoke(app, ["explain", str(CASES / "rlinf_fsdp.yaml"), "--as-config"])
+    assert isinstance(result.exception, UserError)
+    assert "no config of ours trains this KL" in str(result.exception)
+
+
+def test_a_recipe_has_no_launch_file_to_make_a_config_of():
+    result = CliRunner().invoke(app, ["explain", "grpo", "--as-config"])
+    assert "--as-config needs a launch script or config" in str(result.exception)

@@ -1,0 +1,81 @@
+"""What words the commands of a shell script get: quotes, variables, arrays, branches, loops, functions."""
+
+import pytest
+
+from kl_comedy.errors import UserError
+from kl_comedy.lab.launch_shell import MAX_UNCLOSED, Interpreter
+
+
+def commands_of(script):
+    """Every command's words, and the kind of the origin of the last one."""
+    commands = []
+
+    def command(words):
+        commands.append(([word.text for word in words], words[-1].origin.kind))
+
+    Interpreter(command, lambda words, text: None, lambda text: text).script(script)
+    return commands
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ('X="--a 1 --b"\nrun $X c', ["run", "--a", "1", "--b", "c"]),
+        ('X="--a 1 --b"\nrun "$X" c', ["run", "--a 1 --b", "c"]),
+        ('X=(--a 1)\nX+=(--b)\nrun "${X[@]}"', ["run", "--a", "1", "--b"]),
+        ("X=(--a 1)\nrun ${X[0]}", ["run", "--a"]),
+        ("run ${X:-0.01} ${Y:+--on} ${Z:-$W}", ["run", "0.01", "$W"]),
+        ('X="$X --a"\nX+=" --b"\nrun $X', ["run", "$X", "--a", "--b"]),
+        ("read -r -d '' X <<EOF\nmodule \\\n --a 1\nEOF\nrun $X", ["run", "module", "--a", "1"]),
+        ("start() { run --a $1; }\nstart 5", ["run", "--a", "5"]),
+        ("A=1 run 'x y' # --b", ["run", "x y"]),
+        ("run a \\\n  # --b \\\n  c", ["run", "a", "c"]),
+    ],
+)
+def test_a_command_gets_the_words_that_the_shell_would_give_it(script, words):
+    assert commands_of(script)[-1] == (words, "certain")
+
+
+@pytest.mark.parametrize(
+    ("condition", "taken"),
+    [
+        ('[ "$X" = "on" ]', True),
+        ('[[ "$X" != "on" ]]', False),
+        ("[[ $X == o* ]]", True),
+        ('[ -z "$X" ]', False),
+        ("[ 3 -gt 2 ]", True),
+        ("[ ! $X = on ]", False),
+        ("[ -f file ]", True),
+        ('[ "$1" = "on" ]', True),
+    ],
+    ids=["equal", "unequal", "a pattern", "empty", "numbers", "not", "unknown: a file", "unknown: an argument"],
+)
+def test_a_condition_is_decided_where_its_sides_are_known_and_else_its_first_branch_is_taken(condition, taken):
+    first, second = commands_of(f"X=on\nif {condition}; then\n  run first\nelse\n  run second\nfi\n")
+    assert first == (["run", "first"], "branch" if taken else "skipped")
+    assert second == (["run", "second"], "skipped" if taken else "branch")
+
+
+def test_an_arm_of_a_case_is_chosen_by_its_pattern():
+    kinds = [kind for _, kind in commands_of("X=b\ncase $X in\n a) run 1 ;;\n b|c) run 2 ;;\n *) run 3 ;;\nesac\n")]
+    assert kinds == ["skipped", "branch", "skipped"]
+
+
+def test_what_a_branch_that_is_not_taken_assigns_is_forgotten():
+    assert commands_of("X=1\nif false; then X=2; fi\nrun $X")[-1] == (["run", "1"], "certain")
+
+
+def test_a_loop_runs_with_its_first_value():
+    assert commands_of("for x in 1 2; do run --a $x; done") == [(["run", "--a", "1"], "loop")]
+
+
+@pytest.mark.parametrize(
+    "script", ["a\x0bb", "\x85", "run \u2028x", "$", '"', "'", "`", "${", "$(", "case", "if", "f()"]
+)
+def test_what_is_no_shell_comes_to_an_end(script):
+    commands_of(script)
+
+
+def test_many_brackets_that_nothing_closes_are_refused():
+    with pytest.raises(UserError, match="brackets that nothing closes"):
+        commands_of("$(\n" * (MAX_UNCLOSED + 1))
