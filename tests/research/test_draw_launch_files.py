@@ -34,14 +34,20 @@ def many(repo, owner, count):
     return [Candidate(repo, "0" * 40, owner, f"examples/run_{number}.sh") for number in range(count)]
 
 
-def test_no_repository_and_no_owner_has_more_files_than_its_cap():
-    population = many("lab/system", "system", 50) + many("lab/other", "system", 50)
-    population += many("user/one", "user", 50) + many("user/two", "user", 50)
-    drawn = draw(population, {}, "seed", wanted=20, cap=8, users=0.5)
-    repos = [candidate.repo for candidate in drawn]
+def test_no_repository_has_more_files_than_the_cap():
+    population = many("lab/system", "system", 500) + many("user/one", "user", 20) + many("user/two", "user", 20)
+    repos = [candidate.repo for candidate in draw(population, {}, "seed", wanted=20, cap=8, users=0.5)]
+    assert len(repos) == 20
     assert max(repos.count(repo) for repo in set(repos)) <= 8
-    assert sum(candidate.owner == "user" for candidate in drawn) >= 10
+
+
+def test_users_have_their_share_where_the_systems_have_more_candidates():
+    population = many("user/one", "user", 50)
+    for number in range(50):
+        population += many(f"lab/system{number}", "system", 50)
+    drawn = draw(population, {}, "seed", wanted=20, cap=10, users=0.5)
     assert len(drawn) == 20
+    assert sum(candidate.owner == "user" for candidate in drawn) >= 10
 
 
 def test_a_file_that_is_passed_over_is_replaced_by_the_next_of_the_order():
