@@ -155,7 +155,9 @@ def explain_alone(name: str, content: bytes) -> Answer:
             launch = read_launch_file(path)
             reading = launch.reading()
         except UserError as error:
-            return Answer(error=str(error).replace(str(path), name))
+            message = str(error).replace(str(path), name)
+            # The list of all systems would be most of every row.
+            return Answer(error=re.sub(r"no system of .*? recognised", "no system recognised", message))
         except Exception as error:  # a fault of the reader, which is what the score is about
             return Answer(error=f"{type(error).__name__}: {error}", is_traceback=True)
     return Answer(
