@@ -61,6 +61,8 @@ MARK_START = "<!-- generated: scores -->"
 MARK_END = "<!-- end: scores -->"
 
 OUTCOMES = ("right", "right in a remark", "refused", "wrong")
+UNANSWERED = "right, as the file cannot tell"
+"""Those of the right rl files of which the reader says that the KL does not stand in them."""
 FIELDS = ("placement", "estimator", "beta", "ratio")
 ELSEWHERE = ("base config", "called script")
 NOT_A_TRAINING = "not a training"
@@ -413,6 +415,7 @@ def row_of(label: Mapping[str, Any], answer: Answer, systems: Mapping[str, str])
         "kind": label["kind"],
         "labelled": " or ".join(expected) or "none",
         "recognised": system,
+        "is_answered": not answer.error,
         "outcome": result["outcome"],
         "faults": list(result["faults"]),
     }
@@ -434,23 +437,29 @@ def score(sources: Mapping[str, bytes], labels: Sequence[Mapping[str, Any]]) -> 
 
 
 def counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]]:
-    """The outcomes of rl files, of files of other kinds, and of those that are no training."""
+    """The outcomes of rl files, of files of other kinds, and of those that are no training; :data:`UNANSWERED` too."""
     groups: dict[str, Counter[str]] = {"rl": Counter(), "other kinds": Counter(), NOT_A_TRAINING: Counter()}
     for row in rows:
         name = row["kind"] if row["kind"] in groups else "other kinds"
         groups[name][row["outcome"]] += 1
+        if row["kind"] == "rl" and row["outcome"] == "right" and not row["is_answered"]:
+            groups[name][UNANSWERED] += 1
     return groups
 
 
 def tables(scores: Sequence[Mapping[str, Any]]) -> str:
     """The counts of all stored scores, and every file that is not right of those that are shown in full."""
-    lines = ["| score | files | right | right in a remark | refused | wrong | of |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| score | files | right | of these without an answer | right in a remark | refused | wrong | of |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for stored in scores:
         for group, outcomes in counts(stored["rows"]).items():
-            total = sum(outcomes.values())
+            total = sum(outcomes[outcome] for outcome in OUTCOMES)
             if total == 0:
                 continue
             cells = [f"{outcomes[outcome]} ({outcomes[outcome] / total:.0%})" for outcome in OUTCOMES]
+            cells.insert(1, str(outcomes[UNANSWERED]))
             lines.append(f"| {stored['title']} | {group} | {' | '.join(cells)} | {total} |")
     for stored in scores:
         if stored.get("in_full"):
@@ -511,7 +520,7 @@ def main() -> None:
             stored = {"title": options.title or options.out.stem, "in_full": options.in_full, "rows": rows}
             options.out.write_text(json.dumps(stored, indent=1) + "\n")
         for group, outcomes in counts(rows).items():
-            print(group, dict(outcomes), sum(outcomes.values()))
+            print(group, dict(outcomes))
     if options.page:
         scores = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
         readme = RESULTS / "README.md"

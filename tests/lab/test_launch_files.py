@@ -139,6 +139,7 @@ EXAMPLES = [
         text=NEMO,
         system="nemo-rl",
         given={"reference_policy_kl_penalty": 0.02, "reference_policy_kl_type": "k2"},
+        remarks=("the weight whose gradient is the score is new in NeMo-RL 0.7.0",),
     ),
 ]
 
@@ -297,7 +298,7 @@ def aliases_of_aliases():
         pytest.param(
             "run.sh",
             "python train.py --lr 1\n",
-            "no system of trl, verl, .* recognised; name it with --system",
+            "no system of trl, verl, .* recognised: cannot tell from this file, .*; name it with --system",
             id="no system",
         ),
         pytest.param(
