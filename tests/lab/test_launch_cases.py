@@ -126,6 +126,7 @@ REFUSED = {
     "swift_which.sh": "it is supervised training",
     "molt_sft_arguments.sh": "it is supervised fine-tuning",
     "open_instruct_job.yaml": "it is supervised fine-tuning",
+    "open_instruct_dpo.yaml": "it is preference training",
     "open_instruct_sft.yaml": "it is supervised fine-tuning",
     "oat_sft.sh": "it is supervised fine-tuning",
     "skyrl_sft.sh": "it is supervised fine-tuning",
@@ -234,7 +235,7 @@ def test_a_base_config_beside_the_file_is_read(tmp_path):
     recipe.write_text("defaults: grpo_base.yaml\ngrpo: {num_prompts_per_step: 8}\n")
     launch = read_launch_file(recipe)
     assert launch.given == {"reference_policy_kl_penalty": 0.3}
-    assert launch.remarks == ()
+    assert not any("is not read" in remark for remark in launch.remarks)
 
 
 def test_a_config_that_a_command_names_is_read_where_it_lies_beside_the_script(tmp_path):
@@ -242,6 +243,24 @@ def test_a_config_that_a_command_names_is_read_where_it_lies_beside_the_script(t
     script = tmp_path / "run.sh"
     script.write_text("trl grpo --config run.yaml\n")
     assert read_launch_file(script).given == {"beta": 0.3, "use_bias_correction_kl": False}
+
+
+def test_a_config_that_hydra_names_is_read_where_it_lies_in_the_folder_of_configs(tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "own.yaml").write_text(
+        "actor_rollout_ref: {actor: {use_kl_loss: true, kl_loss_coef: 0.3}}\n"
+    )
+    script = tmp_path / "run.sh"
+    script.write_text("python -m verl.trainer.main_ppo --config-name=own\n")
+    launch = read_launch_file(script)
+    assert launch.given == {"use_kl_loss": True, "kl_loss_coef": 0.3}
+    assert launch.remarks == ()
+
+
+def test_a_command_in_a_condition_is_read(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("if python -m verl.trainer.main_ppo algorithm.use_kl_in_reward=True; then echo done; fi\n")
+    assert read_launch_file(script).given == {"use_kl_in_reward": True}
 
 
 def test_a_trainer_that_is_given_is_not_said_to_be_assumed():

@@ -27,6 +27,8 @@ MAX_DOTS = 200
 """Dots in one line of TOML, those within numbers aside: the parser takes memory by the square of the parts of a key."""
 MAX_NESTED_COMMANDS = 3
 """Commands in words of commands: ``srun bash -c "python ..."``."""
+MAX_NOTEBOOK_BYTES = 20_000_000
+"""A notebook holds the pictures of its outputs; its code has the limit of any other file."""
 MAX_BASES = 5
 """Base configs that name base configs."""
 PROGRAMS = ("--module", "--entrypoint", "--entry-point", "--process_main")
@@ -123,7 +125,8 @@ def parse(path: Path) -> Parsed:
     """Read a file by its suffix (``.py``, ``.ipynb``, ``.yaml``, ``.yml``, ``.json``, ``.toml``; else shell)."""
     parsed = Parsed(is_config=path.suffix in CONFIG_SUFFIXES)
     try:
-        text = read_text(path)
+        limit = MAX_NOTEBOOK_BYTES if path.suffix == ".ipynb" else MAX_FILE_BYTES
+        text = read_text(path, limit=limit)
         if path.suffix in (".yaml", ".yml", ".json"):
             _yaml(text, parsed, path)
         else:
@@ -396,6 +399,8 @@ def notebook(text: str, parsed: Parsed) -> None:
         if isinstance(cell, dict) and cell.get("cell_type") == "code":
             lines = cell.get("source", "")
             sources.append(lines if isinstance(lines, str) else "".join(map(str, lines)))
+    if sum(len(source) for source in sources) > MAX_FILE_BYTES:
+        raise UserError(f"has more than {MAX_FILE_BYTES:,} characters of code")
     program: list[str] = []
     for source in sources:
         first, _, rest = source.lstrip().partition("\n")
