@@ -325,7 +325,7 @@ class Store:
         return {path: int(Path(path).stem) for path in files if re.search(r"/\d+\.json$", path)}
 
     def _read_table(self, run_id: str, path: str) -> list[dict[str, Any]]:
-        """The rows of the run's table at ``path``. Raises :class:`UserError` for a file that is none or does not come."""
+        """The rows of the run's table at ``path``. Raises :class:`UserError` where none comes."""
         local = database.artifact_folder(self._client, run_id)
         if local is not None:
             return _table_rows(local / path, run_id)
