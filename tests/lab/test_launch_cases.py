@@ -88,7 +88,7 @@ READ = [
         "verl_own_regularizer.yaml",
         "verl",
         "none",
-        ("my_loss.reg_coef=0.02 is no flag of verl", "my_loss.regularizer=kl is no flag of verl"),
+        ("my_loss.reg_coef=0.02 is not a flag of verl", "my_loss.regularizer=kl is not a flag of verl"),
     ),
     Case("verl_config_name.sh", "verl", "none", ("the config my_ppo is not read",)),
     Case(

@@ -249,7 +249,7 @@ def _foreign_key_remarks(system: System, parsed: Parsed) -> Iterator[str]:
     scopes = _in_scope(system, parsed.settings)
     for text in _kl_keys(setting for setting in scopes if _flag_of(system, setting.key) is None):
         yield (
-            f"{text} is no flag of {system.title} that explain knows: what code of the file's own does with it is not "
+            f"{text} is not a flag of {system.title} that explain knows: what code of the file's own does with it is not "
             "in this answer"
         )
 

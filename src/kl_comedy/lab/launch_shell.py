@@ -525,7 +525,7 @@ class Interpreter:
             self.origin = before
 
     def _run_condition(self, condition: Sequence[Token]) -> None:
-        """The commands of a condition: ``if "$@"; then`` starts what a function gets. A test is none."""
+        """The commands of a condition: ``if "$@"; then`` starts what a function gets. A test starts nothing."""
         command: list[Token] = []
         for token in [*condition, Token(operator=";")]:
             if token.operator in ("&&", "||", "|", ";", "&"):
