@@ -186,8 +186,10 @@ def test_a_file_of_no_known_system_is_said_to_leave_its_kl_to_others(file):
 
 @pytest.mark.parametrize("file", SETTINGS_ELSEWHERE)
 def test_a_program_that_takes_a_config_of_its_caller_has_no_answer_of_its_own(file):
-    with pytest.raises(UserError, match="cannot tell from this file: it takes all settings from a config"):
+    with pytest.raises(UserError, match="cannot tell from this file: it takes all settings from a config") as error:
         read_launch_file(CASES / file)
+    system = str(error.value).partition("--system ")[2].partition(" ")[0]
+    assert read_launch_file(CASES / file, system=system).given == {}
 
 
 def test_every_file_of_the_cases_has_an_answer_here():

@@ -75,11 +75,12 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
         values = _Values(chosen, parsed)
         values.read()
         remarks = list(values.remarks())
-        takes_a_config = "hydra.main" in parsed.calls or list(_found(chosen.needs_config, parsed))
-        if not values.given and takes_a_config:
+        takes_a_config = "hydra.main" in parsed.calls or any(_found(chosen.needs_config, parsed))
+        # Who names the system wants its defaults.
+        if takes_a_config and not values.given and system is None:
             raise UserError(
                 "cannot tell from this file: it takes all settings from a config that its caller names, which is not "
-                "read; explain that config"
+                f"read; explain that config (--system {chosen.name} gives the defaults)"
             )
         if not values.given and not remarks:
             remarks.append(f"no flag of the KL is set in the file: the answer is the defaults of {chosen.title}")
@@ -249,8 +250,8 @@ def _foreign_key_remarks(system: System, parsed: Parsed) -> Iterator[str]:
     scopes = _in_scope(system, parsed.settings)
     for text in _kl_keys(setting for setting in scopes if _flag_of(system, setting.key) is None):
         yield (
-            f"{text} is not a flag of {system.title} that explain knows: what code of the file's own does with it is not "
-            "in this answer"
+            f"{text} is not a flag of {system.title} that explain knows: what code of the file's own does with it is "
+            "not in this answer"
         )
 
 
