@@ -305,9 +305,19 @@ def chosen_letter(text: str, letters: str) -> str | None:
             matches.extend(re.finditer(pattern, text, re.MULTILINE))
         if matches:
             last = max(matches, key=re.Match.start)
+            if _names_another(text, last.end(), letters):
+                return None
             # The group that took part: each alternative of a form has one of its own.
             return str(last[last.lastindex or 0]).upper()
     return None
+
+
+def _names_another(text: str, end: int, letters: str) -> bool:
+    """Whether a second letter follows at ``end`` on equal terms, as in ``(A) and (B).``: then none is chosen."""
+    closing = r"[)\]*_`}]{0,4}\s?"
+    joined = r"(?:,|/|&|,?\s?\b(?:and|or)\b)\s?[(\[*_`]{0,4}"
+    second = rf"{closing}{joined}[{letters}]{closing}(?:[.,;\n]|\Z)"
+    return re.compile(second).match(text, end) is not None
 
 
 @REWARDS.register(
