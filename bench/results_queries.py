@@ -1,8 +1,9 @@
 """CPU seconds of queries and tables over a store of many runs: `python bench/results_queries.py [--runs 1000]`.
 
-The store contains copies of one run (all params of a study run, provenance tags, 80 metrics, an eval curve) as 34
-configurations with seeds. The time of creating it is not included. Each command runs twice on the same store: as it
-reads a database, and through MLflow's client, one run at a time, as it reads a server.
+The store contains copies of one run (all params of a study run, provenance tags, 80 metrics, an eval curve, tables of
+long completions with their tokens, which all copies share) as 34 configurations with seeds. The time of creating it is
+not included. Each command runs twice on the same store: as it reads a database, and through MLflow's client, one run at
+a time, as it reads a server.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def make_store(folder: Path, runs: int) -> str:
     from kl_comedy.config import flatten, load_config, to_plain
     from kl_comedy.tracking import provenance_tags
     from kl_comedy.tracking.logger import RunLogger
+    from kl_comedy.tracking.tokens import STORED_ROWS
 
     uri = f"sqlite:///{folder / 'mlflow.db'}"
     config = load_config(ROOT / "configs/study/base/pocket.yaml", ["kl={recipe: comedy/k1_in_reward, beta: 0.1}"])
@@ -45,6 +47,7 @@ def make_store(folder: Path, runs: int) -> str:
         metrics[f"train/metric_{number}"] = float(number)
     for step in CURVE_STEPS:
         logger.log_metrics(metrics, step)
+        logger.log_table("samples", [long_completion(number) for number in range(STORED_ROWS)], step)
     logger.finish()
 
     # Copied in the database: writing 10,000 runs through MLflow's client would take long.
@@ -60,6 +63,18 @@ def make_store(folder: Path, runs: int) -> str:
             copies = (row_of_copy(row, number) for number in range(runs) for row in rows)
             db.executemany(f"INSERT INTO {table} VALUES ({names})", copies)
     return uri
+
+
+def long_completion(number: int) -> dict[str, object]:
+    """A row of a table of samples with as many tokens as a run stores."""
+    from kl_comedy.tracking.tokens import STORED_TOKENS
+
+    values = [random.uniform(-1, 1) for _ in range(STORED_TOKENS)]
+    words = [" token"] * STORED_TOKENS
+    columns = {"text": words, "special": {}, "k1_reverse": values, "exact_reverse": values, "log_ratio": values}
+    row = {"problem": "1+1=", "answer": "2", "completion": "".join(words), "reward": 1.0, "status": "ok"}
+    tokens = {"tokens": 2 * STORED_TOKENS, "stop_reason": "length", "group": number // 4}
+    return row | tokens | {"per_token": columns | {"use": "t" * STORED_TOKENS}}
 
 
 def row_of_copy(row: dict[str, object], number: int) -> dict[str, object]:

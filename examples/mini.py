@@ -276,10 +276,10 @@ def train(start: Policy, terms: list[KLTerm], *, steps: int, seed: int, group_si
 
 CONFIGURATIONS: dict[str, list[KLTerm]] = {
     "no KL": [],
-    "k1 in reward": [KLTerm("k1", placement="reward", beta=0.05)],
-    "k2 in loss": [KLTerm("k2", placement="loss", beta=0.05)],
-    "k3 in loss": [KLTerm("k3", placement="loss", beta=0.05)],
-    "k3 in both": [KLTerm("k3", placement="reward", beta=0.05), KLTerm("k3", placement="loss", beta=0.05)],
+    "k1 in reward": [KLTerm("k1", placement="reward")],
+    "k2 in loss": [KLTerm("k2", placement="loss")],
+    "k3 in loss": [KLTerm("k3", placement="loss")],
+    "k3 in both": [KLTerm("k3", placement="reward"), KLTerm("k3", placement="loss")],
 }
 
 

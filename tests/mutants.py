@@ -694,4 +694,59 @@ POLICY_TERM_TESTS = (
     "tests/objective/test_policy_term.py tests/exact/test_policy_certificates.py tests/objective/test_objective.py"
 )
 
-MUTANTS = EARLIER + SURVIVED + BLIND
+NEWEST = (
+    Mutant(
+        "the picture of certificates mixes the regimes",
+        "[(max(_bias($c), FLOOR), $c.variance) for $c in $first.certificates if $c.regime == $regime]",
+        "[(max(_bias($c), FLOOR), $c.variance) for $c in $first.certificates]",
+        tests="tests/lab/test_certificate_plot.py",
+    ),
+    Mutant(
+        "the bias by length is relative to the gradient that has it",
+        "float(($gradient - $target).norm() / $target.norm())",
+        "float(($gradient - $target).norm() / $gradient.norm())",
+        inside="binary policies, exact",
+        tests="tests/lab/test_certificate_plot.py",
+    ),
+    Mutant(
+        "a store that restricts its readers is read at once",
+        "type($backend) is not SqlAlchemyStore",
+        "not isinstance($backend, SqlAlchemyStore)",
+        tests="tests/tracking/test_database.py",
+    ),
+    Mutant(
+        "a database of any schema is read at once",
+        "_schema_of($backend) not in KNOWN_SCHEMAS",
+        "_schema_of($backend) is None",
+        tests="tests/tracking/test_database.py",
+    ),
+    Mutant(
+        "a secret is cut before it is redacted",
+        "repr(redact($text)[:SHOWN_CHARACTERS])",
+        "repr(redact($text[:SHOWN_CHARACTERS]))",
+        tests="tests/training/test_run_warnings.py",
+    ),
+    Mutant(
+        "a report shows the completions of a run that failed",
+        'keyword: key=lambda $status: $status != "FINISHED"',
+        'keyword: key=lambda $status: $status == "FINISHED"',
+        tests="tests/tracking/test_report.py",
+    ),
+    Mutant(
+        "an error names the first file that set the key",
+        "reversed($origins.items())",
+        "$origins.items()",
+        inside="Messages begin with their key",
+        tests="tests/config/test_load.py",
+    ),
+    Mutant(
+        "an extension renames checkpoints of the earlier run",
+        "newest_checkpoint($earlier.checkpoints, rename=False)",
+        "newest_checkpoint($earlier.checkpoints, rename=True)",
+        inside="Fill the folder of a new run with what the run",
+        tests="tests/training/test_extension.py",
+    ),
+)
+"""Bugs planted in the newest parts of the package, none of which a test of those parts had found."""
+
+MUTANTS = EARLIER + SURVIVED + BLIND + NEWEST

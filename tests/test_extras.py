@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kl_comedy import extras
 from kl_comedy.extras import EXTRA_OF, NEEDED_BY, TRAIN, MissingExtra, named_extras
 
 ROOT = Path(__file__).parents[1]
@@ -193,3 +194,10 @@ def test_other_extras_bring_the_extra_train(project, extra):
 @pytest.mark.parametrize("command", NEEDED_BY)
 def test_what_a_command_needs_has_an_extra(command):
     assert set(NEEDED_BY[command]) <= set(EXTRA_OF)
+
+
+def test_the_advice_fits_how_the_package_is_installed(tmp_path, monkeypatch):
+    assert extras.install_command("vllm") == "pip install -e '.[vllm]'"
+    # A wheel has no folder to install from.
+    monkeypatch.setattr(extras, "CHECKOUT", tmp_path)
+    assert re.fullmatch(r"pip install 'kl_comedy-[\d.]+-py3-none-any\.whl\[vllm\]'", extras.install_command("vllm"))

@@ -13,7 +13,7 @@ LAYERS = [
     ["kl", "objective", "statistics"],
     ["models", "rewards", "data", "rollouts", "tracking"],
     ["evaluation", "training", "slurm", "lab", "integrations", "conformance"],
-    ["api"],
+    ["api", "pytest_plugin"],
     ["cli"],
 ]
 WITHIN_A_LAYER = {
@@ -59,6 +59,11 @@ LIGHT = [  # one process each, in this order: a package is light if nothing befo
         "kl_comedy.conformance": ["transformers", "lightning", "mlflow", "datasets", "pandas"],
         "kl_comedy.data": ["datasets", "reasoning_gym", "transformers"],
         "kl_comedy.rewards": ["math_verify", "reasoning_gym", "transformers"],
+    },
+    {
+        # pytest imports the plugin in every run; conformance is what another project installs for its tests.
+        "kl_comedy.pytest_plugin": ["torch", "numpy", "omegaconf", "typer", "rich"],
+        "kl_comedy.conformance": ["omegaconf", "typer", "yaml", "pandas", "transformers", "lightning", "mlflow"],
     },
 ]
 

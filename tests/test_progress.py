@@ -158,6 +158,26 @@ def test_a_phase_stands_beside_its_stage(clock):
     assert shown(log) == ["evaluating 0/2  sampling 64 of 512"], "in a log, where nothing else is printed for a minute"
 
 
+def test_the_phase_of_a_stage_ends_with_it(clock):
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    with stages(console, clock=clock) as show:
+        show("evaluating", 0, 2)
+        phase("sampling", 1, 512)
+        show("evaluating", 2, 2)
+    last_line = shown(console)[-1]
+    assert "2/2" in last_line
+    assert "sampling" not in last_line
+
+
+def test_nobody_listens_to_phases_after_the_stages(clock):
+    log = Console(file=io.StringIO(), width=100)
+    with stages(log, clock=clock) as show:
+        show("evaluating", 0, 2)
+    clock.pass_(100.0)
+    phase("sampling", 1, 512)
+    assert log.file.getvalue() == ""
+
+
 def test_log_lines_stand_above_a_bar(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -209,8 +229,15 @@ def test_phases_name_what_they_are_within(heard):
     phase("scoring")
     with within("evaluating heldout"):
         phase("sampling", 12, 32)
+    with within("evaluating"), within("heldout"):
+        phase("scoring")
     phase("learning", 0, 3)
-    assert heard == ["scoring", "evaluating heldout: sampling 12 of 32", "learning 0 of 3"]
+    assert heard == [
+        "scoring",
+        "evaluating heldout: sampling 12 of 32",
+        "evaluating: heldout: scoring",
+        "learning 0 of 3",
+    ]
 
 
 def test_another_threads_phases_are_not_those_of_the_listener(heard):

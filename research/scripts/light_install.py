@@ -1,15 +1,18 @@
-"""Install the wheel without extras in a new environment, and run there what must work with torch alone.
+"""Install the wheel in new environments, and run there what must work with torch alone; with ``--train``, a run too.
 
-    python research/scripts/light_install.py [--python PYTHON ...]
+    python research/scripts/light_install.py [--python PYTHON ...] [--train]
 
-Builds the wheel, makes a virtual environment in a temporary folder for each PYTHON (default: the one that runs this,
-and the newest that is found here and that torch has a wheel for), installs the wheel under install/constraints.txt,
-and runs ``certify``, ``explain``, the example of the Python API and the example of docs/conformance.md. Fails where
-one of them fails, and where a package of the extra ``train`` is installed or imported. Prints the wheel's size, the
-installed packages and the imported ones.
+Builds the wheel and makes a virtual environment in a temporary folder for each PYTHON. By default these are one of each
+version that pyproject.toml names, as far as they are on this machine: on the path, or among pyenv's versions. Installs
+the wheel under install/constraints.txt, and runs ``certify``, ``explain``, the example of the Python API and the
+example of docs/conformance.md. Fails where one of them fails, and where a package of the extra ``train`` is installed
+or imported. Prints the wheel's size, the installed packages and the imported ones.
+
+``--train`` then makes one more environment of the Python that runs this, installs ``WHEEL[train]``, runs the first
+commands of a newcomer in an empty folder (a short run, its table, ``explain``), and prints them with their output.
 
 The environment of the caller decides where pip finds packages (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS). On Linux set
-PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, or pip takes torch's CUDA build.
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, or pip takes torch's CUDA build (4.5 GB for each PYTHON).
 """
 
 from __future__ import annotations
@@ -18,19 +21,20 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = ("lightning", "pytorch-lightning", "transformers", "mlflow", "datasets", "peft", "accelerate")
 """Distributions that only the extra ``train`` may bring."""
 
-NEWEST_MINOR = 14
-"""torch 2.13 has wheels for Python 3.14 at most."""
+CONSTRAINTS = ROOT / "install" / "constraints.txt"
 
 COMMANDS = (
     ("certify", "grpo", "rb/per_decision"),
@@ -39,6 +43,13 @@ COMMANDS = (
     ("explain", "grpo"),
     ("explain", "verl:use_kl_loss=true,kl_loss_type=low_var_kl"),
 )
+
+TRAIN_COMMANDS = (
+    (("train", "quickstart", "train.steps=3", "train.eval_every=0", "data.eval.heldout.limit=32"), "finished in"),
+    (("results", "table"), "k1_reverse_token in reward"),
+    (("explain", "verl:use_kl_loss=true,kl_loss_type=low_var_kl"), "biased"),
+)
+"""The commands of ``--train``, each with a text that its output must have."""
 
 REPORT_IMPORTS = """
 import atexit, importlib.metadata, json, sys
@@ -56,17 +67,21 @@ atexit.register(write)
 """Written into the environment, where Python runs it at every start: each process reports what it imported."""
 
 
-def run(*command: str | Path, cwd: Path | None = None) -> str:
+def run(*command: str | Path, cwd: Path | None = None, with_stderr: bool = False) -> str:
     """Run a command with nothing of this checkout on its path, and return its stdout.
 
-    Raises SystemExit where the command fails.
+    ``with_stderr``: return what it prints on stderr too, in the order of a terminal. Raises SystemExit where the
+    command fails.
     """
     arguments = [str(argument) for argument in command]
     environment = dict(os.environ)
     environment.pop("PYTHONPATH", None)
     environment.pop("PYTHONHOME", None)
-    # stderr stays that of this script, so that pip's errors are seen as they come.
-    completed = subprocess.run(arguments, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True)
+    # Each process would compile torch's modules again.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Otherwise stderr stays that of this script, so that pip's errors are seen as they come.
+    stderr = subprocess.STDOUT if with_stderr else None
+    completed = subprocess.run(arguments, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True)
     if completed.returncode != 0:
         raise SystemExit(f"light install: {' '.join(arguments)} exited {completed.returncode}\n{completed.stdout}")
     return completed.stdout
@@ -107,12 +122,41 @@ def conformance_example(folder: Path) -> Path:
     return script
 
 
-def check(python: str, wheel: Path, folder: Path) -> None:
-    """Install ``wheel`` for one Python and run the examples. Raises SystemExit where the install is not light."""
-    started = time.monotonic()
+def install(python: str, requirement: str, folder: Path, cuda: Path | None = None) -> Path:
+    """Install ``requirement`` in a new environment in ``folder``, and return the environment's Python.
+
+    ``cuda``: a folder with the CUDA packages of an earlier environment, which the new one takes over; may be empty.
+    """
     run(python, "-m", "venv", folder / "venv")
     new_python = folder / "venv" / "bin" / "python"
-    run(new_python, "-m", "pip", "install", "-qq", "-c", ROOT / "install" / "constraints.txt", wheel)
+    if cuda is not None:
+        move_cuda(cuda, site_packages(new_python))
+    # Compiling all of torch's modules takes longer than the rest: Python compiles the imported ones by itself.
+    run(new_python, "-m", "pip", "install", "-qq", "--no-compile", "-c", CONSTRAINTS, requirement)
+    return new_python
+
+
+def site_packages(python: Path) -> Path:
+    return Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+
+
+def move_cuda(source: Path, target: Path) -> None:
+    """Move NVIDIA's packages, where there are any, from one folder of packages to another.
+
+    They come with torch's CUDA build, have 2.7 GB, and are the same for every Python: pip finds them installed, and
+    replaces those whose versions torch does not ask for.
+    """
+    for package in list(source.glob("nvidia*")):
+        package.rename(target / package.name)
+
+
+def check(python: str, wheel: Path, folder: Path, cuda: Path) -> str:
+    """Install ``wheel`` for one Python, run the examples, and return the version of this Python.
+
+    ``cuda`` passes CUDA packages on from one environment to the next. Raises SystemExit where the install is not light.
+    """
+    started = time.monotonic()
+    new_python = install(python, str(wheel), folder, cuda)
     install_s = time.monotonic() - started
 
     installed = installed_versions(new_python)
@@ -130,6 +174,8 @@ def check(python: str, wheel: Path, folder: Path) -> None:
     heavy = sorted(present.intersection(FORBIDDEN))
     if heavy:
         raise SystemExit(f"light install: {', '.join(heavy)} must come with the extra train only")
+    move_cuda(site_packages(new_python), cuda)
+    return version
 
 
 def installed_versions(python: Path) -> dict[str, str]:
@@ -146,7 +192,7 @@ def run_examples(python: Path, folder: Path) -> set[str]:
     """Run the commands and examples, and return the distributions that any of their processes imported."""
     imports = folder / "imports.jsonl"
     # Python imports what a .pth file of its site-packages names at every start.
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    site = site_packages(python)
     (site / "report_imports.py").write_text(f"IMPORTED = {str(imports)!r}\n{REPORT_IMPORTS}")
     (site / "report_imports.pth").write_text("import report_imports\n")
 
@@ -166,41 +212,97 @@ def run_examples(python: Path, folder: Path) -> set[str]:
     return imported
 
 
-def newest_python() -> str | None:
-    """The newest Python here that is newer than this one and at most :data:`NEWEST_MINOR`; None without one."""
-    for minor in range(NEWEST_MINOR, sys.version_info.minor, -1):
-        candidates = [shutil.which(f"python3.{minor}")]
-        # pyenv puts a python3.N on the path that runs only where this version is selected.
-        pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-        candidates += [str(path) for path in sorted(pyenv.glob(f"versions/3.{minor}.*/bin/python"))]
-        for python in candidates:
-            if python is None:
-                continue
-            started = subprocess.run([python, "-c", ""], capture_output=True)
-            if started.returncode == 0:
-                return python
+def check_train(python: str, wheel: Path, folder: Path) -> None:
+    """Install the wheel with the extra ``train``, and print what a newcomer's first commands print in an empty folder.
+
+    Raises SystemExit where a command fails, and where its output lacks what it must have.
+    """
+    started = time.monotonic()
+    new_python = install(python, f"{wheel}[train]", folder)
+    run(new_python, "-m", "pip", "check")
+    print(f"with the extra train: {len(installed_versions(new_python))} packages in {time.monotonic() - started:.0f} s")
+    work = folder / "work"
+    work.mkdir()
+    module = run(new_python, "-c", "import kl_comedy; print(kl_comedy.__file__)", cwd=work).strip()
+    if not Path(module).is_relative_to(folder):
+        raise SystemExit(f"light install: {module} was imported, which is not what the wheel installed")
+    for arguments, expected in TRAIN_COMMANDS:
+        print(f"$ {shlex.join(['kl-comedy', *arguments])}")
+        output = run(new_python.with_name("kl-comedy"), *arguments, cwd=work, with_stderr=True)
+        print(output)
+        if expected not in output:
+            raise SystemExit(f"light install: this output lacks {expected!r}")
+    print(f"extra train: all in {time.monotonic() - started:.0f} s")
+
+
+def supported_versions() -> list[str]:
+    """The Python versions that pyproject.toml names, as ``3.11``."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    versions = [classifier.removeprefix("Programming Language :: Python :: ") for classifier in project["classifiers"]]
+    return [version for version in versions if re.fullmatch(r"3\.\d+", version)]
+
+
+def pyenv_versions() -> Path:
+    """The folder of the Python versions that pyenv installed; it need not exist."""
+    if shutil.which("pyenv") is not None:
+        return Path(run("pyenv", "root").strip()) / "versions"
+    return Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+
+
+def find_python(version: str) -> str | None:
+    """An interpreter of a version, as ``3.12``, that can make an environment; None where this machine has none."""
+    on_path = shutil.which(f"python{version}")
+    candidates = [sys.executable]
+    if on_path is not None:
+        candidates.append(on_path)
+    candidates += [str(path) for path in sorted(pyenv_versions().glob(f"{version}.*/bin/python"))]
+    # What is on the path may be of pyenv and run only where its version is selected. Debian's may lack ensurepip.
+    question = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
+    for python in candidates:
+        answer = subprocess.run([python, "-c", question], capture_output=True, text=True)
+        if answer.returncode == 0 and answer.stdout.strip() == version:
+            return python
     return None
+
+
+def pythons_here() -> list[str]:
+    """One interpreter of each supported version that this machine has; prints which versions it lacks."""
+    pythons = []
+    for version in supported_versions():
+        python = find_python(version)
+        if python is None:
+            print(f"Python {version} is not on this machine: not checked")
+        else:
+            pythons.append(python)
+    return pythons
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", nargs="+", help="interpreters to try; default: this one and the newest here")
-    pythons = parser.parse_args().python
-    if pythons is None:
-        pythons = [sys.executable]
-        newest = newest_python()
-        if newest is None:
-            print("no newer Python is here: only this one is tried")
-        else:
-            pythons.append(newest)
+    parser.add_argument("--python", nargs="+", help="interpreters to try; default: one of each supported version")
+    parser.add_argument("--train", action="store_true", help="also install the extra train, and train")
+    arguments = parser.parse_args()
+    pythons = arguments.python or pythons_here()
+    if not pythons:
+        raise SystemExit("light install: no supported Python is on this machine")
     with tempfile.TemporaryDirectory(prefix="kl_comedy_light_") as temporary:
         folder = Path(temporary)
         wheel = build_wheel(folder)
         print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.2f} MiB")
+        cuda = folder / "cuda"
+        cuda.mkdir()
+        checked = []
         for number, python in enumerate(pythons):
             folder_of_python = folder / str(number)
             folder_of_python.mkdir()
-            check(python, wheel, folder_of_python)
+            checked.append(check(python, wheel, folder_of_python, cuda))
+            # With torch's CUDA build an environment has 4.5 GB.
+            shutil.rmtree(folder_of_python)
+        print(f"light install: checked with Python {', '.join(checked)}")
+        if arguments.train:
+            folder_of_train = folder / "train"
+            folder_of_train.mkdir()
+            check_train(sys.executable, wheel, folder_of_train)
 
 
 if __name__ == "__main__":

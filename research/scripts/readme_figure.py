@@ -118,7 +118,7 @@ def reward_before_training(runs: pd.DataFrame) -> float:
 
 def draw_panel(axes: Axes, panel: Panel, runs: pd.DataFrame) -> None:
     """Mark every run: filled at the good rate, open at the high one; a dotted line is the reward before training."""
-    axes.axvline(reward_before_training(runs), color="0.3", linestyle=":", linewidth=0.9, zorder=1)
+    axes.axvline(reward_before_training(runs), color="black", linestyle=":", linewidth=0.9, zorder=1)
     for row, (family, _) in enumerate(panel.forms):
         look = family_look(family)
         good = rewards(runs, family, panel.good_rate)
@@ -129,7 +129,7 @@ def draw_panel(axes: Axes, panel: Panel, runs: pd.DataFrame) -> None:
     axes.set_yticks(range(len(panel.forms)), [name for _, name in panel.forms])
     axes.set_ylim(len(panel.forms) - 0.5, -0.5)
     axes.set_xlim(-0.02, 0.65)
-    axes.set_xlabel("held-out reward at the end")
+    axes.set_xlabel("held-out reward at the end (per problem)")
     good = f"{float(panel.good_rate):.0e}".replace("e-0", "e-")
     high = f"{float(panel.high_rate):.0e}".replace("e-0", "e-")
     axes.set_title(f"{panel.title}, five seeds\nfilled: learning rate {good}; open: {high}")

@@ -2,6 +2,7 @@
 # A temporary SLURM cluster on this machine, for tests: munge, slurmctld and NODES x slurmd on loopback, as root.
 #
 #   test_cluster.sh up        start; prints the line to evaluate:  export SLURM_CONF=...
+#   test_cluster.sh revive N  start the daemon of node N again after it was killed; the node takes jobs as before
 #   test_cluster.sh down      stop what was started here (by process id) and remove the folder
 #   test_cluster.sh install   Debian's packages (munge slurmctld slurmd slurm-client slurmdbd mariadb-server)
 #
@@ -159,6 +160,13 @@ up() {
     echo "export SLURM_CONF=$SLURM_CONF"
 }
 
+revive() { # node: ReturnToService=2 takes it back once its daemon registers, for whatever reason it was down
+    stop "slurmd-$1"
+    start "slurmd-$1" slurmd -D -N "$1"
+    export -f nodes_up; export NODES
+    wait_for 60 bash -c nodes_up
+}
+
 down() {
     if [ -f "$CLUSTER_ROOT/pids/slurmctld" ]; then
         timeout 20 scancel --user=root 2>/dev/null || true
@@ -172,10 +180,10 @@ down() {
 PATH=$PATH:/usr/sbin
 case "${1:-}" in
     install) install; exit ;;
-    up | down) ;;
-    *) sed -n '2,14s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
+    up | down | revive) ;;
+    *) sed -n '2,15s/^# \{0,1\}//p' "$0" >&2; exit 2 ;;
 esac
 : "${CLUSTER_ROOT:?set it to a folder for the files of the cluster}"
 CLUSTER_ROOT=$(realpath -m "$CLUSTER_ROOT")
 export SLURM_CONF=$CLUSTER_ROOT/slurm.conf
-"$1"
+"$@"

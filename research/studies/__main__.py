@@ -203,6 +203,7 @@ def topk(
 def discount(
     out: Out = Path("results/discount"),
     seeds: Annotated[int, typer.Option(min=1, help="Random policies per length")] = 5,
+    figures_only: FiguresOnly = False,
 ) -> None:
     """Measure bias and variance of discounted KL credit, between `own` and `to_go`, against length.
 
@@ -210,8 +211,11 @@ def discount(
 
     Example: `python -m research.studies discount --out results/discount`
     """
-    from research.studies.discount import LENGTHS, study, write_report
+    from research.studies.discount import LENGTHS, draw, study, write_report
 
+    if figures_only:
+        draw(out)
+        return
     with progress_bar("random policies", len(LENGTHS) * seeds) as advance:
         frame = study(seeds=seeds, done=advance)
     write_report(frame, out, command=f"python -m research.studies discount --seeds {seeds}")

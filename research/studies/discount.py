@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import Tree, exact_moments_by_loss, target_gradient, terms_loss
-from kl_comedy.tracking.figures import look
+from kl_comedy.tracking.figures import legend_below, plain_ticks
+from kl_comedy.tracking.looks import METHODS, Line, line_looks
 from research.studies.bias_variance import DISTANCE, relative_figures, shared_setting
 from research.studies.open_problem import errors_at
 from research.studies.pages import figure, save_csv, write_page
@@ -64,16 +65,29 @@ def by_length(frame: pd.DataFrame, column: str) -> pd.DataFrame:
 def write_report(frame: pd.DataFrame, out: Path, *, command: str) -> None:
     """Write CSV, figure and README into ``out``; ``command`` is what regenerates them."""
     save_csv(frame, out / "discount.csv")
-    with figure(out / "discount.svg", 1, 2, 2.6) as (_, ((left, right),)):
-        for number, name in enumerate(CANDIDATES):
-            middle = frame[frame.discount == name].groupby("length")[["bias", "variance"]].median()
-            left.plot(middle.index, middle.bias, label=name, **look(number))
-            right.plot(middle.index, middle.variance, label=name, **look(number))
-        # A bias of 0 has no place on a logarithmic axis; variances span decades.
-        left.set(xlabel="tokens", ylabel="relative bias", ylim=(0, None))
-        right.set(xlabel="tokens", ylabel="variance over |grad KL|²", yscale="log")
-        left.legend(title="discount", fontsize="small")
+    draw(out)
     write_page(out, parts(frame, command=command))
+
+
+def draw(out: Path) -> None:
+    """The figure, from the data in ``out``."""
+    import pandas as pd
+
+    frame = pd.read_csv(out / "discount.csv")
+    # One KL family: its discounts differ in line style and marker.
+    lines = {name: Line(f"discount {name}", METHODS[5]) for name in CANDIDATES}
+    looks = line_looks({line: {"discount": name} for name, line in lines.items()})
+    with figure(out / "discount.svg", 1, 2, 2.6) as (drawing, ((left, right),)):
+        for name, line in lines.items():
+            middle = frame[frame.discount == name].groupby("length")[["bias", "variance"]].median()
+            style = looks[line].of_line()
+            left.plot(middle.index, middle.bias, label=line.label, **style)
+            right.plot(middle.index, middle.variance, label=line.label, **style)
+        # A bias of 0 has no place on a logarithmic axis; variances span decades.
+        left.set(xlabel="length (tokens)", ylabel="relative bias", ylim=(0, None))
+        right.set(xlabel="length (tokens)", ylabel="variance over |grad KL|² (log axis)", yscale="log")
+        plain_ticks(right.yaxis)
+        legend_below(drawing, f"k1 in reward; median of {frame.seed.nunique()} seeds")
 
 
 def parts(frame: pd.DataFrame, *, command: str) -> list[str | pd.DataFrame]:

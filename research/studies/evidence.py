@@ -20,7 +20,6 @@ from kl_comedy.slurm.grid import GridPoint, expand, read_grid
 from kl_comedy.statistics import holm, parse_rule
 from kl_comedy.tracking import tables, values
 from kl_comedy.tracking.compare import SEED, EqualKL, compare_families, groups_of
-from kl_comedy.tracking.figures import legend_below, look
 from kl_comedy.tracking.runs import BETA, FAMILY, NO_KL, history, read_runs
 from research.studies import enumerated, pages
 
@@ -119,7 +118,9 @@ Row = dict[str, Any]
 
 - ``contrast``, ``at``, ``outcome``, ``sign``: what is compared, where, and what the claim says of it
 - ``key``, ``planned``, ``pairs``: the cell, and the seeds that both sides share in the plan and among the runs
-- ``a``, ``b``, ``difference``, ``low``, ``high``, ``p``, ``p_same``, ``collapsed``: only where both sides have runs
+- ``forms``: the names of both sides, of which each has a look
+- ``a``, ``b``, ``difference``, ``low``, ``high``, ``p``, ``p_same``, ``collapsed``: only where both sides have runs;
+  ``a_low`` and so on are the intervals of the sides' means
 - ``p_holm``, ``decision``: added by :func:`evaluate`
 """
 
@@ -382,6 +383,7 @@ def compare(contrast: Contrast, outcome: str, runs: pd.DataFrame, plan: pd.DataF
                 "at": _place(contrast, cell, nats),
                 "outcome": outcome,
                 "sign": contrast.signs[outcome],
+                "forms": (FORMS[contrast.a], FORMS[contrast.b]),
                 "planned": planned,
                 "pairs": 0,
                 "key": cell,
@@ -458,6 +460,10 @@ def _difference(a: Row, b: Row) -> Row:
     return {
         "a": a["mean"],
         "b": b["mean"],
+        "a_low": a["low"],
+        "a_high": a["high"],
+        "b_low": b["low"],
+        "b_high": b["high"],
         "pairs": int(a["pairs"]),
         "p": a["p"],
         "difference": a["minus_baseline"],
@@ -676,53 +682,6 @@ def table(rows: Iterable[Row]) -> str:
     return tables.markdown(header, cells)
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Differences with intervals over cells, a panel per outcome; filled where a contrast decides."""
-    shown = [row for row in rows if row.get("difference") is not None]
-    outcomes = list(dict.fromkeys(row["outcome"] for row in shown))
-    contrasts = list(dict.fromkeys(row["contrast"] for row in shown))
-    with pages.figure(path, len(outcomes), 1, 2.0) as (drawing, panels):
-        for axes, outcome in zip(panels.flat, outcomes, strict=True):
-            axes.axhline(0.0, color="0.3", linewidth=0.8)
-            if outcome in REWARDS:
-                axes.axhspan(-MARGIN, MARGIN, color="0.9", linewidth=0)
-            rows_of_outcome = [row for row in shown if row["outcome"] == outcome]
-            _draw_contrasts(axes, rows_of_outcome, contrasts)
-            axes.set(title=LABELS[outcome], ylabel="difference")
-        legend_below(drawing, "difference with 95% interval; filled: resolved after Holm, or the same")
-
-
-def _draw_contrasts(axes: Any, rows: Sequence[Row], contrasts: Sequence[str]) -> None:
-    """The differences of one outcome: cells from left to right, and in each cell the contrasts side by side."""
-    places = list(dict.fromkeys(row["at"] for row in rows))
-    for number, contrast in enumerate(contrasts):
-        points = [row for row in rows if row["contrast"] == contrast]
-        # Within 0.7 of the distance between two cells, so that the cells stay apart.
-        offset = 0.7 * ((number + 0.5) / len(contrasts) - 0.5)
-        x = [places.index(row["at"]) + offset for row in points]
-        y = [row["difference"] for row in points]
-        error = [_distances(points, "low"), _distances(points, "high")]
-        style = look(number) | {"linestyle": ""}
-        axes.errorbar(x, y, yerr=error, capsize=2, label=contrast, markerfacecolor="white", **style)
-
-        decided = [index for index, row in enumerate(points) if row["decision"]]
-        axes.plot([x[index] for index in decided], [y[index] for index in decided], **style)
-
-    axes.set(xticks=range(len(places)))
-    axes.set_xticklabels([place.replace("learning rate ", "").replace(", ", "\n") for place in places])
-
-
-def _distances(rows: Sequence[Row], bound: str) -> list[float]:
-    """From the difference to one end of its interval; 0 where it has none."""
-    distances = []
-    for row in rows:
-        if row.get(bound) is None:
-            distances.append(0.0)
-        else:
-            distances.append(abs(row[bound] - row["difference"]))
-    return distances
-
-
 GROUPS = {"rate": "optimizer.lr", "lag": "lag.steps", "updates": "algorithm.updates_per_batch"}
 """The parameters of the variables by which contrasts are split, for ``results compare --group``."""
 COMPARE = ("kl-comedy", "results", "compare", "--uri", "results/evidence/export.parquet", "--metric")
@@ -855,6 +814,9 @@ def claim_report(claim: Claim, runs: pd.DataFrame, plan: pd.DataFrame, figures: 
     if any(row.get("difference") is not None for row in rows):
         section.append(f"![{claim.hypothesis}]({claim.anchor}.svg)")
         if figures is not None:
+            # Imported here: the figures are of rows of this module.
+            from research.studies.claim_figures import draw
+
             draw(rows, figures / f"{claim.anchor}.svg")
     command_lines = commands(claim, runs)
     if command_lines:

@@ -46,8 +46,8 @@ from kl_comedy.models.introspection import head_weights
 from kl_comedy.models.logprobs import completion_hidden
 from kl_comedy.records import Rollout
 from kl_comedy.rollouts import sampling_from
-from kl_comedy.tracking.figures import legend_below, look
-from research.studies.pages import figure, save_csv, write_page
+from kl_comedy.tracking.figures import legend_below
+from research.studies.pages import figure, looks_of, save_csv, write_page
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -438,22 +438,23 @@ def draw(out: Path) -> None:
     positions = pd.read_csv(out / "positions.csv")
     ratios = pd.read_csv(out / "ratios.csv")
     ages = sorted(positions.age.unique())
+    completions_of_age = int(ratios.completions.max())
     with figure(out / "positions.svg", 3, len(ages), 2.1, sharex=True, sharey="row") as (drawing, panels):
         for age, (strength, completions, share) in zip(ages, panels.T, strict=True):
-            for number, name in enumerate(SHOWN):
+            for name, style in looks_of(SHOWN).items():
                 bins = positions[(positions.age == age) & (positions.term == name)]
                 middle = bins["from"] + BIN / 2
-                strength.plot(middle, bins.strength, label=name, **look(number))
-                completions.plot(middle, bins.completions, **look(number))
+                strength.plot(middle, bins.strength, label=name, **style)
+                completions.plot(middle, bins.completions, **style)
             tokens = ratios[ratios.age == age]
             share.plot(tokens.token, tokens.ess, color="black", linewidth=0.9)
-            strength.set(title=f"age {age}", ylim=(-1, 3))
+            strength.set(title=f"{age} updates old", ylim=(-1, 3))
             completions.set(yscale="log")
-            share.set(ylim=(0, 1.05), xlabel="token")
+            share.set(ylim=(0, 1.05), xlabel="position (tokens)")
         panels[0][0].set_ylabel("strength: share of the\nper-prefix gradient")
-        panels[1][0].set_ylabel("completions until noise\nequals that gradient")
+        panels[1][0].set_ylabel("completions until noise equals\nthat gradient (log axis)")
         panels[2][0].set_ylabel("effective share of\nthe prefix ratio")
-        legend_below(drawing, f"bins of {BIN} tokens")
+        legend_below(drawing, f"one policy, {completions_of_age} completions of each age; bins of {BIN} tokens")
 
 
 def ratio_summary(ratios: pd.DataFrame) -> pd.DataFrame:

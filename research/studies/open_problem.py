@@ -35,9 +35,18 @@ from kl_comedy.kl.oracle import (
     terms_loss,
 )
 from kl_comedy.kl.oracle.gradients import ScoreTables, score_tables
-from kl_comedy.tracking.figures import legend_below, look, plain_ticks
+from kl_comedy.tracking.figures import legend_below, plain_ticks
+from kl_comedy.tracking.looks import other_look
 from research.studies.bias_variance import debiased_norm, relative_figures
-from research.studies.pages import Looks, by_length_and_staleness, figure, lines_by_length, save_csv, write_page
+from research.studies.pages import (
+    Looks,
+    by_length_and_staleness,
+    figure,
+    lines_by_length,
+    looks_of,
+    save_csv,
+    write_page,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -459,8 +468,8 @@ def draw(out: Path) -> None:
     import pandas as pd
 
     frame = pd.read_csv(out / "open_problem.csv")
-    looks = {name: look(number) for number, name in enumerate(HEADLINE)}
-    label = {"error_1024": "error of the gradient\nat N = 1024, relative to |G*|"}
+    looks = looks_of(HEADLINE)
+    label = {"error_1024": "error of the gradient at N = 1024,\nrelative to |G*| (log axis)"}
     lines_by_length(frame, out / "error.svg", looks, label, "mean")
     plot_variance(frame, looks, out / "variance.svg")
     plot_knobs(frame, out / "knobs.svg")
@@ -479,12 +488,12 @@ def plot_variance(frame: pd.DataFrame, looks: Looks, path: Path) -> None:
             left.fill_between(ends.index, ends["min"], ends["max"], color=style["color"], alpha=0.08, linewidth=0)
             right.plot(rows.ess, rows.variance, **style | {"linestyle": "none", "markersize": 2.5, "alpha": 0.7})
         left.set(title=f"staleness {middle:g}", xlabel="length (tokens)", yscale="log")
-        left.set_ylabel("variance of one completion's gradient\n/ |G*|²")
+        left.set_ylabel("variance of one completion's gradient\n/ |G*|² (log axis)")
         right.set(title="every instance", xscale="log")
-        right.set_xlabel("effective sample size / samples (sequence ratio)")
+        right.set_xlabel("effective sample size / samples\n(sequence ratio, log axis)")
         plain_ticks(left.yaxis)
         plain_ticks(right.xaxis)
-        legend_below(drawing, "left: geometric mean over seeds, from the least to the greatest")
+        legend_below(drawing, f"left: geometric mean of {frame.seed.nunique()} seeds, from the least to the greatest")
 
 
 def plot_knobs(frame: pd.DataFrame, path: Path) -> None:
@@ -495,19 +504,20 @@ def plot_knobs(frame: pd.DataFrame, path: Path) -> None:
     with figure(path, 1, len(stale), 2.2, sharey=True) as (drawing, (panels,)):
         for axes, value in zip(panels, stale, strict=True):
             rows = frame[(frame.length == longest) & (frame.staleness == value)]
+            # From look 2 on: the first is that of the exact KL per decision, which is drawn too.
             for number, kind in enumerate(("prefix truncated at", "each ratio truncated at", "masked above")):
                 cap = rows.candidate.str.extract(rf"^RB, {kind} ([\d.]+)$", expand=False).astype(float)
                 mean = rows.assign(cap=cap).groupby("cap").error_1024.mean()
-                axes.plot(mean.index, mean, label=kind.rsplit(" ", 1)[0], **look(number))
-            for name, dash in (("RB per decision", "--"), ("RB without prefix ratio", ":")):
+                axes.plot(mean.index, mean, label=kind.rsplit(" ", 1)[0], **other_look(2 + number).of_line())
+            for name, style in looks_of(("RB per decision", "RB without prefix ratio")).items():
                 level = rows[rows.candidate == name].error_1024.mean()
-                axes.axhline(level, color="black", linestyle=dash, linewidth=0.9, label=name)
-            axes.set(title=f"staleness {value:g}", xlabel="cap of the ratio", yscale="log")
+                axes.axhline(level, color=style["color"], linestyle=style["linestyle"], linewidth=0.9, label=name)
+            axes.set(title=f"staleness {value:g}", xlabel="cap of the ratio\n(log axis)", yscale="log")
             axes.set_xscale("log", base=2)
             plain_ticks(axes.xaxis)
-        panels[0].set_ylabel(f"error at N = 1024,\nrelative to |G*|, {longest} tokens")
+        panels[0].set_ylabel(f"error at N = 1024, relative\nto |G*|, {longest} tokens (log axis)")
         plain_ticks(panels[0].yaxis)
-        legend_below(drawing, "mean over seeds")
+        legend_below(drawing, f"mean of {frame.seed.nunique()} seeds")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kl_comedy.tracking import tables
 from kl_comedy.tracking.figures import PAGE, Look, legend_below, new_figure, paper_style, plain_ticks, save_figure
+from kl_comedy.tracking.looks import METHODS, VARIANTS, looks_of_families
+from kl_comedy.tracking.runs import NO_KL
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,6 +20,60 @@ if TYPE_CHECKING:
 Looks = Mapping[str, Look]
 """How each name is drawn, in the order of the legend."""
 Aggregate = Literal["mean", "median"]
+
+FAMILIES = {
+    NO_KL: NO_KL,
+    "k1 in reward": METHODS[0],
+    "k1 in reward, total": METHODS[0],
+    "k3 in loss": METHODS[1],
+    "bare k3 in loss": METHODS[1],
+    "k1 in loss": METHODS[2],
+    "k3 in reward": METHODS[3],
+    "k2 in loss": METHODS[4],
+    "k1 in reward, to go": METHODS[5],
+    "k1 to go": METHODS[5],
+    "exact KL in loss (rb/token)": METHODS[6],
+    "exact, own token": METHODS[6],
+    "exact KL to go (rb/full)": METHODS[7],
+    "exact to go": METHODS[7],
+    "RB without prefix ratio": METHODS[7],
+    "exact KL x prefix ratio (rb/per_decision)": VARIANTS[0],
+    "exact x prefix (rb/per_decision)": VARIANTS[0],
+    "exact x prefix": VARIANTS[0],
+    "RB per decision": VARIANTS[0],
+    "k3 x token ratio": VARIANTS[1],
+    "token ratio x k3": VARIANTS[1],
+    "k3 x prefix": VARIANTS[2],
+    "per decision, k3 differentiated": VARIANTS[2],
+    "k1 x sequence ratio": VARIANTS[3],
+    "sequence IS, k1 total": VARIANTS[3],
+    "exact x prefix, bounded": VARIANTS[4],
+    "the same, ratio up to 8 (rb/robust)": VARIANTS[4],
+    "RB, prefix truncated at 8 + own baseline": VARIANTS[4],
+    "k2 x ratio": VARIANTS[5],
+    "exact to go, own baseline": VARIANTS[6],
+    "k3 in both": VARIANTS[7],
+    "k1 in both": VARIANTS[8],
+    "k1 x prefix ratio (per decision)": "k1_reverse_token in reward to_go x prefix",
+    "per decision, k1": "k1_reverse_token in reward to_go x prefix",
+    "RB + own baseline": "exact_reverse_token in reward to_go x prefix_previous own baseline",
+    "RB, self-normalized over the group": "exact_reverse_token in reward to_go x prefix_previous self-normalized",
+    "k2 x ratio, clipped": "k1_reverse_token in reward own x token<=1.2 clip",
+    "k2 in loss, bounded": "k2_reverse_token in loss input clamped at 1",
+    "k3 in loss, bounded": "k3_reverse_token in loss input clamped at 1",
+    "k3 in loss, clamped as in verl": "k3_reverse_token in loss input clamped at 20 output clamped at 10",
+    "k2 in loss, clamped as in OpenRLHF": "k2_reverse_token in loss output clamped at 10",
+    "k3 in loss, clamped at 1": "k3_reverse_token in loss output clamped at 1",
+    "exact forward KL in loss": "exact_forward_token in loss",
+}
+"""The names of KL terms on the pages and in the stored data of all studies: each to its family, which has a look.
+Estimators of one gradient have one family, as total and to-go credit times a sequence ratio."""
+
+
+def looks_of(names: Sequence[str]) -> dict[str, Look]:
+    """How each of these names of :data:`FAMILIES` is drawn: as its family in figures of runs."""
+    looks = looks_of_families(FAMILIES[name] for name in names)
+    return {name: looks[FAMILIES[name]].of_line() for name in names}
 
 
 @contextmanager
@@ -54,7 +110,7 @@ def lines_by_length(frame: pd.DataFrame, path: Path, looks: Looks, values: Mappi
         for row, (first_panel, *_) in enumerate(panels):
             plain_ticks(first_panel.yaxis)
             first_panel.set_ylabel(list(values.values())[row // rows_per_value])
-        legend_below(drawing, f"{how} over seeds")
+        legend_below(drawing, f"{how} of {frame.seed.nunique()} seeds")
 
 
 def by_length_and_staleness(frame: pd.DataFrame, column: str, names: Sequence[str], how: Aggregate) -> pd.DataFrame:

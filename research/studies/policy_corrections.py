@@ -15,7 +15,7 @@ from kl_comedy.kl.oracle import exact_moments_by_loss
 from kl_comedy.kl.oracle.gradients import silent_shares
 from kl_comedy.kl.oracle.policy_certificate import DECOUPLED, reward_gradient, reward_loss
 from kl_comedy.objective import PolicyTerm
-from kl_comedy.tracking.figures import look
+from kl_comedy.tracking.looks import other_look
 from research.studies.bias_variance import relative_figures
 from research.studies.open_problem import PARAMETERS, STALENESS, errors_at, random_settings
 from research.studies.pages import by_length_and_staleness, lines_by_length, save_csv, write_page
@@ -127,10 +127,11 @@ def draw(out: Path) -> None:
 
     frame = pd.read_csv(out / "policy_corrections.csv")
     labels = {
-        "bias": "relative bias\n(0 shown as 0.001)",
-        "error_1024": "error at N = 1024,\nrelative to |G|",
+        "bias": "relative bias\n(0 shown as 0.001, log axis)",
+        "error_1024": "error at N = 1024,\nrelative to |G| (log axis)",
     }
-    looks = {name: look(number) for number, name in enumerate(SHOWN)}
+    # A correction of the policy term must not look like a KL family.
+    looks = {name: other_look(number).of_line() for number, name in enumerate(SHOWN)}
     lines_by_length(frame, out / "policy_corrections.svg", looks, labels, "median")
 
 

@@ -40,7 +40,9 @@ from kl_comedy.lab.audit.measure import equal_blocks
 from kl_comedy.lab.audit.run import draw_completions
 from kl_comedy.records import Scored
 from kl_comedy.registry import RECIPES
-from kl_comedy.tracking.figures import legend_below, look
+from kl_comedy.tracking.figures import legend_below
+from kl_comedy.tracking.looks import looks_of_families
+from kl_comedy.tracking.plots import in_words
 from kl_comedy.tracking.runs import NO_KL
 from kl_comedy.training.build import is_off_policy
 from kl_comedy.training.experience_module import ExperienceModule
@@ -748,22 +750,32 @@ def _scale(name: str) -> str:
     return "linear" if name.startswith("certified") else "log"
 
 
+def _axis_label(name: str) -> str:
+    words = name.replace("_", " ")
+    if _scale(name) == "linear":
+        return words
+    return f"{words}\n(log axis)"
+
+
 def draw(table: pd.DataFrame, path: Path) -> None:
     """Outcomes against candidates, a point per configuration, coloured by form."""
-    forms = list(dict.fromkeys(table.form))
+    looks = looks_of_families(table.form)
+    names = {form: in_words(form) for form in dict.fromkeys(table.form)}
+    least = table.seeds.min()
+    most = table.seeds.max()
     with figure(path, len(OUTCOMES), len(DRAWN), 2.2, sharey="row", sharex="col") as (drawing, panels):
         for row, (outcome, label) in zip(panels, OUTCOMES.items(), strict=True):
             for axes, name in zip(row, DRAWN, strict=True):
-                for number, form in enumerate(forms):
+                for form, name_of_form in names.items():
                     configurations = table[table.form == form]
-                    style = look(number) | {"linestyle": "none", "markersize": 3}
-                    axes.plot(configurations[name], configurations[outcome], label=form, **style)
+                    style = looks[form].of_mark() | {"markersize": 4}
+                    axes.plot(configurations[name], configurations[outcome], label=name_of_form, **style)
                 axes.set(xscale=_scale(name))
-                axes.axhline(0, color="0.6", linewidth=0.5)
+                axes.axhline(0, color="black", linewidth=0.5)
             row[0].set_ylabel(textwrap.fill(label, 26))
         for axes, name in zip(panels[-1], DRAWN, strict=True):
-            axes.set_xlabel(name.replace("_", " "))
-        legend_below(drawing, "form")
+            axes.set_xlabel(_axis_label(name))
+        legend_below(drawing, f"KL form; a mark is the mean of {least} to {most} seeds")
 
 
 def report(gradients: pd.DataFrame, runs: pd.DataFrame, out: Path, *, command: str) -> None:

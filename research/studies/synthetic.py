@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.tracking import provenance_tags
-from kl_comedy.tracking.figures import WITHOUT_KL, Look, legend_below, look, plain_ticks
+from kl_comedy.tracking.figures import Look, legend_below, plain_ticks
 from research.studies import bias_variance, optimum
 from research.studies.bias_variance import CLAMPED, OPTIMIZED, RECOVERING, gap_table
 from research.studies.optimum import Optimization
-from research.studies.pages import Looks, figure, markdown, save_csv, three_digits, update_page
+from research.studies.pages import figure, looks_of, markdown, save_csv, three_digits, update_page
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -182,28 +182,6 @@ def _seed_table(frame: pd.DataFrame, column: str, value: str, title: str) -> str
 FLOOR = 1e-10
 """Where KLs that are zero up to rounding are drawn (nats)."""
 
-# Looks by number, as figures of runs have them (kl_comedy.tracking.figures), and not by the order of a figure.
-LOOKS: Looks = {
-    "no KL": WITHOUT_KL,
-    "k1 in reward": look(0),
-    "k3 in loss": look(1),
-    "k1 in loss": look(2),
-    "k3 in reward": look(3),
-    "k2 in loss": look(4),
-    "k1 in reward, to go": look(5),
-    "exact KL in loss (rb/token)": look(6),
-    "exact KL to go (rb/full)": look(7),
-    "k1 x sequence ratio": look(8),
-    "k1 x prefix ratio (per decision)": look(31),
-    "exact KL x prefix ratio (rb/per_decision)": look(21),
-    "k3 in loss, clamped as in verl": look(11),
-    "k2 in loss, clamped as in OpenRLHF": look(13),
-    "k3 in loss, clamped at 1": look(14),
-    "k3 in both": look(38),
-    "exact forward KL in loss": look(61),
-}
-"""A configuration looks the same in every figure, and as in figures of runs; no figure has a marker twice."""
-
 SHOWN = {
     "on_policy": (
         "k1 in reward",
@@ -244,17 +222,17 @@ TITLES = {"on_policy": "on-policy", "off_policy": "off-policy", "clamped": "clam
 LABELS = {
     "bias": "relative bias |E g - G*| / |G*|",
     "cosine": "cosine with G*\n(undefined for k1 in loss)",
-    "variance": "variance of one completion's\ngradient / |G*|²",
+    "variance": "variance of one completion's\ngradient / |G*|² (log axis)",
 }
-SPREAD = "mean over seeds (of variances geometric), from the least to the greatest"
+SPREAD = "mean of {seeds} seeds (of variances geometric), from the least to the greatest"
 
 
 def drawn(frame: pd.DataFrame, figure: str) -> Iterator[tuple[str, Look, pd.DataFrame]]:
     """Name, look and rows of each configuration that ``figure`` shows, in the order of the legend."""
     # Figures name a form alike on-policy and off-policy, where the tables say more.
     names = frame.configuration.str.replace(", bare", "").str.replace(", total", "")
-    for name in SHOWN[figure]:
-        yield name, LOOKS[name], frame[names == name]
+    for name, style in looks_of(SHOWN[figure]).items():
+        yield name, style, frame[names == name]
 
 
 def draw_length(out: Path) -> None:
@@ -268,7 +246,7 @@ def draw_length(out: Path) -> None:
             for axes, value in zip(row, ("bias", "variance"), strict=True):
                 curves(axes, exact[exact.regime == regime], regime, "length", value)
                 label(axes, value, regime, xlabel="length (tokens)")
-        legend_below(drawing, SPREAD)
+        legend_below(drawing, SPREAD.format(seeds=exact.seed.nunique()))
     plot_monte_carlo(frame, out / "length_monte_carlo.svg")
 
 
@@ -320,9 +298,10 @@ def draw_distance(out: Path) -> None:
         for row, group in zip(panels, ("on_policy", "clamped"), strict=True):
             for axes, value in zip(row, ("bias", "cosine", "variance"), strict=True):
                 curves(axes, frame, group, "distance", value)
-                label(axes, value, group, xlabel="logit distance of policy\nand reference (nats)", xscale="log")
+                xlabel = "logit distance of policy\nand reference (nats, log axis)"
+                label(axes, value, group, xlabel=xlabel, xscale="log")
                 plain_ticks(axes.xaxis)
-        legend_below(drawing, SPREAD)
+        legend_below(drawing, SPREAD.format(seeds=frame.seed.nunique()))
 
 
 def draw_optimum(out: Path) -> None:
@@ -330,6 +309,8 @@ def draw_optimum(out: Path) -> None:
     import pandas as pd
 
     frame = pd.read_csv(out / "optimum_paths.csv")
+    # The paths are of all games at once, and do not name them.
+    games = pd.read_csv(out / "optimum.csv").seed.nunique()
     beta = frame.beta.min()
     settings = list(frame.setting.unique())
     with figure(out / "optimum.svg", math.ceil(len(settings) / 2), 2, 2.6, sharey=True) as (drawing, panels):
@@ -342,11 +323,11 @@ def draw_optimum(out: Path) -> None:
                 axes.plot(rows.step + 1, ends["median"], label=name, markevery=markers, **style)
                 colour = {"color": style["color"], "alpha": 0.08, "linewidth": 0}
                 axes.fill_between(rows.step + 1, ends["min"], ends["max"], **colour)
-            axes.set(xscale="log", yscale="log", ylim=(FLOOR / 2, 20), title=setting, xlabel="update")
+            axes.set(xscale="log", yscale="log", ylim=(FLOOR / 2, 20), title=setting, xlabel="updates (log axis)")
             plain_ticks(axes.xaxis)
         for axes in panels[:, 0]:
-            axes.set_ylabel(f"KL(policy‖optimum)\n(nats, at least {FLOOR:g})")
-        legend_below(drawing, f"beta {beta:g}; median over games, from the least to the greatest")
+            axes.set_ylabel(f"KL(policy‖optimum)\n(nats, at least {FLOOR:g}, log axis)")
+        legend_below(drawing, f"beta {beta:g}; median of {games} games, from the least to the greatest")
 
 
 def draw_modes(out: Path) -> None:
@@ -356,7 +337,7 @@ def draw_modes(out: Path) -> None:
     frame = pd.read_csv(out / "modes.csv")
     lost = frame[frame.kind == "lost"]
     settings = list(frame.setting.unique())
-    names = list(lost.configuration.unique())
+    looks = looks_of(list(lost.configuration.unique()))
     # What never came back is drawn above every number of updates that was tried.
     ceiling = 3 * frame.steps.max()
     rows_of_panels = math.ceil(len(settings) / 2)
@@ -364,24 +345,25 @@ def draw_modes(out: Path) -> None:
         for axes, setting in zip(panels.flat, settings, strict=False):
             runs = lost[lost.setting == setting]
             runs = runs.assign(updates=(runs.step + 1).fillna(ceiling))
-            for position, name in enumerate(names):
+            for position, (name, style) in enumerate(looks.items()):
                 updates = runs[runs.configuration == name].groupby("rare").updates
                 # A factor, because the axis is logarithmic.
-                shift = 1.12 ** (position - len(names) / 2)
+                shift = 1.12 ** (position - len(looks) / 2)
                 shifted = [rare * shift for rare in updates.median().index]
-                axes.plot(shifted, updates.median(), label=name, **LOOKS[name])
-                axes.vlines(shifted, updates.min(), updates.max(), color=LOOKS[name]["color"], alpha=0.4, linewidth=0.8)
+                axes.plot(shifted, updates.median(), label=name, **style)
+                axes.vlines(shifted, updates.min(), updates.max(), color=style["color"], alpha=0.4, linewidth=0.8)
             axes.axhline(ceiling, color="black", linewidth=0.6)
             never = f"never within {int(runs.steps.max())} updates"
             axes.text(0.98, ceiling * 1.25, never, fontsize=7, ha="right", transform=axes.get_yaxis_transform())
-            axes.set(xscale="log", yscale="log", ylim=(8, ceiling * 3), title=setting)
+            title = f"{setting} (n={runs.seed.nunique()})"
+            axes.set(xscale="log", yscale="log", ylim=(8, ceiling * 3), title=title)
         for axes in panels[-1]:
-            axes.set_xlabel("initial probability of the mode's first token")
+            axes.set_xlabel("initial probability of the mode's first token (log axis)")
         for axes in panels[:, 0]:
-            axes.set_ylabel("updates until the mode has half\nof its optimal probability")
+            axes.set_ylabel("updates until the mode has half\nof its optimal probability (log axis)")
             plain_ticks(axes.yaxis)
         legend_below(
-            drawing, "median over seeds, from the least to the greatest; marks are shifted so that all are seen"
+            drawing, "median of n seeds, from the least to the greatest; marks are shifted so that all are seen"
         )
 
 

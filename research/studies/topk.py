@@ -27,7 +27,8 @@ from kl_comedy.kl.oracle.certificate import certify
 from kl_comedy.models.head import HeadSettings, head_columns
 from kl_comedy.models.introspection import decoder_body
 from kl_comedy.models.types import Wanted
-from kl_comedy.tracking.figures import look, plain_ticks
+from kl_comedy.tracking.figures import legend_below, plain_ticks
+from kl_comedy.tracking.looks import family_look
 from research.studies.pages import figure, save_csv, write_page
 
 if TYPE_CHECKING:
@@ -293,22 +294,30 @@ def draw(out: Path) -> None:
 
     scaling = pd.read_csv(out / "scaling.csv")
     cost = pd.read_csv(out / "cost.csv")
-    with figure(out / "topk.svg", 1, 2, 2.6) as (_, ((left, right),)):
-        # k = 0 has no place on a logarithmic axis.
-        curves = scaling[scaling.k > 0].groupby(["samples", "tokens"])
-        for number, ((samples, tokens), rows) in enumerate(curves):
-            left.plot(rows.k, rows.variance, label=f"{samples}, top-k of the {tokens}", **look(number))
-        left.set(xscale="log", yscale="log", xlabel="k", ylabel="variance of a token's\ngradient over |grad KL|²")
-        left.legend(fontsize="small")
-
-        timed = cost[cost.request.str.startswith("k = ")]
-        k = timed.request.str.removeprefix("k = ").astype(int)
-        for number, (column, label) in enumerate((("time_over_exact", "time"), ("memory_over_exact", "peak memory"))):
-            right.plot(k, timed[column], label=label, **look(number))
-        right.set(xscale="log", xlabel="k", ylabel="head, over exact", ylim=(0, None))
-        right.legend(fontsize="small")
+    # k = 0 has no place on a logarithmic axis.
+    curves = scaling[scaling.k > 0].groupby(["samples", "tokens"])
+    timed = cost[cost.request.str.startswith("k = ")]
+    k = timed.request.str.removeprefix("k = ").astype(int)
+    style = family_look("top_k_reverse_token in loss").of_line()
+    with figure(out / "topk.svg", 1, 2, 2.6) as (drawing, ((left, right),)):
+        # One KL family: its lines differ in line style, and in the shape and fill of their marks.
+        for (samples, tokens), rows in curves:
+            on_policy = {"marker": "s", "fillstyle": "full"}
+            off_policy = {"marker": "o", "fillstyle": "none"}
+            marks = on_policy if samples == "on-policy" else off_policy
+            dash = "-" if tokens == "policy" else "--"
+            label = f"left: {samples}, top-k of the {tokens}"
+            left.plot(rows.k, rows.variance, label=label, **style | marks | {"linestyle": dash})
+        left.set(xscale="log", yscale="log", xlabel="k (log axis)")
+        left.set_ylabel("variance of a token's gradient\nover |grad KL|² (log axis)")
+        right.plot(k, timed.time_over_exact, label="right: time", **style | {"marker": "v", "linestyle": "-"})
+        memory = {"marker": "^", "linestyle": "-."}
+        right.plot(k, timed.memory_over_exact, label="right: peak memory", **style | memory)
+        right.set(xscale="log", xlabel="k (log axis)", ylabel="head, over that of exact KL", ylim=(0, None))
         for axes in (left, right):
             plain_ticks(axes.xaxis)
+        plain_ticks(left.yaxis)
+        legend_below(drawing, "top-k KL in loss; one policy (n=1)")
 
 
 def write_report(forms: pd.DataFrame, scaling: pd.DataFrame, cost: pd.DataFrame, out: Path, *, command: str) -> None:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from kl_comedy.registry import ESTIMATORS
-from kl_comedy.tracking.figures import legend_below, look
-from research.studies.pages import figure, markdown, save_csv, three_digits
+from kl_comedy.tracking.figures import legend_below
+from research.studies.pages import figure, looks_of, markdown, save_csv, three_digits
 
 if TYPE_CHECKING:
     import pandas as pd
 
-# The looks of the same estimators in the figures of the synthetic study.
-LOOKS = {"k1": look(0), "k2": look(4), "k3": look(1)}
+# As the usual families of these estimators are drawn.
+LOOKS = dict(zip(("k1", "k2", "k3"), looks_of(("k1 in reward", "k2 in loss", "k3 in loss")).values(), strict=True))
 NAMES = tuple(LOOKS)
 KLS = (0.001, 0.01, 0.1, 1.0, 5.0)
 """nats"""
@@ -160,9 +160,9 @@ def draw(out: Path) -> None:
                 rows = frame[(frame.kl == kl) & (frame.estimator == name)]
                 middle = rows.groupby("samples").error.agg(_geometric_mean)
                 axes.plot(middle.index, middle, label=name, **style)
-            axes.set(xscale="log", yscale="log", title=f"KL {kl:g} nats", xlabel="samples")
-        panels[0].set_ylabel("root mean squared\nerror / KL")
-        legend_below(drawing, "geometric mean over policies")
+            axes.set(xscale="log", yscale="log", title=f"KL {kl:g} nats", xlabel="samples (log axis)")
+        panels[0].set_ylabel("root mean squared\nerror / KL (log axis)")
+        legend_below(drawing, f"geometric mean of {frame.seed.nunique()} policies")
 
 
 def write_report(frame: pd.DataFrame, out: Path, *, command: str) -> None:

@@ -23,6 +23,10 @@ REQUEUE_EXIT_CODE = 75
 another number here, scripts that are already submitted would stop requeueing."""
 
 
+class RunInterrupted(RunFailed):
+    """A run that Ctrl-C or SIGTERM ended: it finished its update and saved a checkpoint. Exit code 1."""
+
+
 class RunStopped(RunFailed):
     """A run that was asked to stop: it finished its update, saved a checkpoint, and must be started again."""
 

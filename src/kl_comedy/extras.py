@@ -7,11 +7,16 @@ Those that could not begin without a package ask for it first, by :func:`require
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from kl_comedy.errors import UserError
+
+CHECKOUT = Path(__file__).parents[2]
+"""The root of the checkout, unless the package is installed from a wheel."""
 
 TRAIN = (
     "accelerate",
@@ -85,9 +90,17 @@ def _is_installed(module: str) -> bool:
         return False  # a finder may raise where it refuses a name, as those of sandboxes and tests do
 
 
+def install_command(extra: str) -> str:
+    """The command that installs an extra: in the checkout of this package, or where it came as a wheel, from that."""
+    if (CHECKOUT / "pyproject.toml").is_file():
+        return f"pip install -e '.[{extra}]'"
+    version = importlib.metadata.version("kl_comedy")
+    return f"pip install 'kl_comedy-{version}-py3-none-any.whl[{extra}]'"
+
+
 def _missing(module: str, who_needs: str) -> MissingExtra:
     extra = EXTRA_OF[module]
-    return MissingExtra(f"{who_needs} {module}, which the extra {extra} brings: pip install -e '.[{extra}]'")
+    return MissingExtra(f"{who_needs} {module}, which the extra {extra} brings: {install_command(extra)}")
 
 
 @contextmanager

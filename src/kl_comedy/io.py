@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -211,6 +212,25 @@ def atomic_write(path: Path, content: str | bytes, *, private: bool = False) -> 
     except OSError:
         draft.unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: Path, key: str, *, is_folder: bool = False) -> None:
+    """Raise :class:`UserError` where the file ``path``, or a file in the folder ``path``, cannot be written.
+
+    Commands call this before work that takes seconds or hours. It writes nothing that stays.
+    """
+    if not is_folder and path.is_dir():
+        raise bad_value(key, str(path), "a file", "this is a folder")
+    folder = path if is_folder else path.parent
+    try:
+        # Missing folders will be created in the nearest one that exists.
+        while not folder.exists():
+            folder = folder.parent
+        # By a real file: permissions say nothing about a read-only disk, nor about what root may write.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{key}: cannot write {path}: {error.strerror or error}") from None
 
 
 def fsync_path(path: Path) -> None:

@@ -29,6 +29,16 @@ def test_in_a_pipe_each_part_is_one_whole_line(kl_comedy, kind):
     assert "…" not in out
 
 
+def test_without_a_kind_the_kinds_are_listed(kl_comedy):
+    code, out, err = kl_comedy("list")
+    assert code == 0
+    assert "kl-comedy list KIND" in err
+    rows = dict(line.split("\t") for line in out.splitlines())
+    assert rows.keys() == {"kind", *KINDS, "peers", "configs"}
+    assert rows["rewards"].split(", ") == [entry.name for entry in KINDS["rewards"]]
+    assert kl_comedy("list", "--format", "json")[1].count('"kind"') == len(rows) - 1
+
+
 def test_the_flags_of_peers_are_lines_too(kl_comedy):
     lines = kl_comedy("list", "peers")[1].splitlines()
     assert len(lines) > 20

@@ -1,11 +1,14 @@
 """A user's mistake is refused before the trainer's packages are imported, which takes seconds."""
 
+import importlib.util
 import subprocess
 import sys
 
 import pytest
 
 from commands import run_here
+from kl_comedy.errors import UserError
+from kl_comedy.io import check_writable
 
 RUN = """
 import sys
@@ -20,6 +23,7 @@ CONFIG = "configs/quickstart.yaml"
 MISTAKES = {
     "audit nowhere.yaml": "no such config file",
     f"audit {CONFIG} kl.0.estimator=k33": "did you mean 'k3'",
+    f"audit {CONFIG} --terms own,grpoo": "did you mean 'grpo'",
     f"check {CONFIG} optimizer.lr=-1": "optimizer.lr",
     "evaluate nowhere.yaml": "no such config file",
     f"evaluate {CONFIG} --suite gsm8kk": "did you mean 'gsm8k'",
@@ -52,3 +56,83 @@ def test_an_option_of_suites_without_a_suite_is_refused(option, value):
     assert out == ""
     assert option in err
     assert "--suite" in err
+
+
+OUTPUTS = {
+    "results table --format csv --out {place}.csv": "--out",
+    "results table --format parquet --out {place}.parquet": "--out",
+    "results plot --metric train/reward --out {place}.svg": "--out",
+    "results report --out {place}.html": "--out",
+    "results export --out {place}.parquet": "--out",
+    "results compare --metric train/reward --out {place}.csv": "--out",
+    "results aggregate --metric train/reward --out {place}.csv": "--out",
+    "certify none --plot {place}.svg": "--plot",
+    "audit quickstart --out {place}": "--out",
+    "train quickstart output={place}": "output",
+}
+"""A command for each option that names what is written, and that option. There is no store to read."""
+
+
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(command, tmp_path):
+    (tmp_path / "file").write_text("")
+    place = tmp_path / "file" / "new" / "x"
+    code, out, err = run_here(*command.format(place=place).split(), cwd=tmp_path)
+    assert code == 2
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith(f"error: {OUTPUTS[command]}: cannot write {place}")
+    assert line.endswith("Not a directory")
+
+
+def test_an_export_that_cannot_be_written_is_refused_before_the_work(tmp_path):
+    (tmp_path / "config.yaml").write_text("")
+    code, _, err = run_here("export", tmp_path, tmp_path / "config.yaml" / "out")
+    assert code == 2
+    assert err.startswith("error: OUT: cannot write")
+
+
+def test_the_check_of_an_output_leaves_nothing_behind(tmp_path):
+    old = tmp_path / "old.csv"
+    old.write_text("1")
+    check_writable(old, "--out")
+    check_writable(tmp_path / "a" / "b" / "new.csv", "--out")
+    check_writable(tmp_path / "a", "--out", is_folder=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["old.csv"]
+    assert old.read_text() == "1"
+    with pytest.raises(UserError, match="this is a folder"):
+        check_writable(tmp_path, "--out")
+
+
+@pytest.mark.parametrize("backend", ["vllm", "vllm_server"])
+def test_a_run_without_its_engine_is_refused_before_the_model_is_loaded(backend, monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else find_spec(name))
+    code, _, err = run_here("train", "quickstart", f"rollout.backend={backend}")
+    assert code == 2
+    assert err.startswith(f"error: rollout.backend: {backend} needs vLLM")
+    # A server that already runs is no matter of this machine.
+    code, _, err = run_here(
+        "check", "quickstart", f"rollout.backend={backend}", "--no-memory", "--gpus", 2, "model.device=cuda"
+    )
+    assert "needs vLLM" not in err
+
+
+INTERRUPTED = """
+import sys
+
+class CtrlC:
+    def find_spec(self, name, *rest):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+from kl_comedy.cli import run
+run()
+"""
+
+
+def test_ctrl_c_while_the_command_is_imported_has_no_traceback():
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 130
+    assert done.stderr == ""

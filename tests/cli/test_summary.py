@@ -1,11 +1,16 @@
 """What a run prints at its end: scores that say no more than was measured, and commands that work as printed."""
 
+import io
 import shlex
 from pathlib import Path
 
+import pytest
 import yaml
+from rich.console import Console
 
 from commands import run_here
+from kl_comedy.cli.summary import show_outcome
+from kl_comedy.training.run_folder import Outcome, RunDir
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 SHORT = ("train.steps=2", "train.eval_every=0", "data.eval.heldout.limit=8")
@@ -67,6 +72,59 @@ def test_every_closing_command_of_a_run_with_a_plugin_works_as_printed(tmp_path)
     for command in commands:
         kl_comedy(*command, cwd=tmp_path)
     assert (tmp_path / "reward.svg").is_file()
+
+
+def closing_lines(summary, folder):
+    """What a run with this summary prints at its end."""
+    outcome = Outcome(run=RunDir(folder), summary=summary)
+    console = Console(file=io.StringIO(), width=80)
+    show_outcome(outcome, console)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("http://tracking:5000/", ["http://tracking:5000/#/runs/0a1b"]),
+        (
+            "sqlite:///my store.db",
+            [
+                "mlflow server --backend-store-uri 'sqlite:///my store.db' --host 127.0.0.1",
+                "http://127.0.0.1:5000/#/runs/0a1b",
+            ],
+        ),
+        (
+            "postgresql://db/kl",
+            [
+                "mlflow server --backend-store-uri postgresql://db/kl --host 127.0.0.1",
+                "http://127.0.0.1:5000/#/runs/0a1b",
+            ],
+        ),
+        ("databricks", []),
+        ("none", []),
+    ],
+)
+def test_the_last_lines_say_where_a_browser_shows_the_run(tmp_path, uri, expected):
+    summary = {
+        "status": "FINISHED",
+        "name": "tiny",
+        "seed": 0,
+        "kl": "none",
+        "command": "kl-comedy train tiny.yaml",
+        "evaluate_command": "kl-comedy evaluate runs/tiny/config.yaml",
+        "mlflow_uri": uri,
+        "run_id": None if uri == "none" else "0a1b",
+    }
+    lines = closing_lines(summary, tmp_path)
+    headings = [number for number, line in enumerate(lines) if line.startswith("to see it in a browser")]
+    if expected:
+        (number,) = headings
+        assert lines[number + 1 :] == expected
+    else:
+        assert headings == []
+    # A run that the store has not got has no page there.
+    away = closing_lines({**summary, "run_id": None}, tmp_path)
+    assert not any("/#/runs/" in line for line in away)
 
 
 def test_a_run_that_did_not_reach_mlflow_is_uploaded_by_the_command_that_it_prints(tmp_path):

@@ -65,6 +65,19 @@ def test_the_line_counts_cells_and_updates_and_estimates_from_both(tmp_path, clo
     assert line == "2 of 6 cells done; cell 3 update 34/100; 6 min left"
 
 
+def test_the_time_left_does_not_grow_while_a_cell_loads(tmp_path, clock, estimate):
+    sweep = FakeSweep(tmp_path, 2)
+    estimate.line(training(2, running=[0]))
+    clock.now = 1000.0
+    sweep.reach(0, 100)
+    seconds_left = []
+    for waited in (0.0, 4.0, 8.0, 60.0, 600.0):
+        clock.now = 1000.0 + waited
+        seconds_left.append(estimate._training_left_s(training(2, running=[1], ended=[0])))
+    # 10 s per update: the one under way counts down, and then the others stay as they are.
+    assert seconds_left == [1000.0, 996.0, 992.0, 990.0, 990.0]
+
+
 def test_what_was_trained_before_counts_as_done_and_not_as_speed(tmp_path, clock, estimate):
     sweep = FakeSweep(tmp_path, 2)
     sweep.reach(0, 90)

@@ -152,6 +152,13 @@ def test_an_error_in_one_of_several_files_names_it(tmp_path):
         load_config(file)
 
 
+def test_an_error_in_a_whole_list_names_the_file_that_replaced_it(tmp_path):
+    (tmp_path / "one.yaml").write_text("kl: [{estimator: k1, placement: loss, beta: 0.1}]\n")
+    (tmp_path / "two.yaml").write_text("kl: grpoo\n")
+    with pytest.raises(UserError, match=r"two.yaml: kl: got 'grpoo'"):
+        load_config(write(tmp_path, "extends: [one.yaml, two.yaml]\n"))
+
+
 def test_a_missing_file_is_not_suggested_to_be_the_one_that_names_it(tmp_path):
     file = tmp_path / "ext.yaml"
     file.write_text("extends: nope.yaml\n")
@@ -204,6 +211,14 @@ def test_asynchronous_sampling_that_waits_for_every_update_is_warned_of(caplog):
     assert "lag.max_steps is 0" not in caplog.text
     check_training(load_config(None, ["lag={mode: async}", "lag.max_steps=0"]))
     assert "lag.max_steps is 0" in caplog.text
+
+
+def test_replayed_samples_that_are_fresh_are_warned_of(caplog):
+    check_training(load_config(None, ["lag={mode: replayed, steps: 1}"]))
+    check_training(load_config(None, ["lag={mode: on_policy}"]))
+    assert "lag.steps is 0" not in caplog.text
+    check_training(load_config(None, ["lag={mode: replayed}"]))
+    assert "lag.steps is 0" in caplog.text
 
 
 WRONG_FILES = {

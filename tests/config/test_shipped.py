@@ -100,6 +100,22 @@ def test_a_sentence_does_not_end_at_an_abbreviation(elsewhere):
     assert shipped.summary_of(elsewhere / "a.yaml") == "Dr. GRPO of Liu et al. on sums"
 
 
+def test_a_summary_ends_with_the_comment_at_the_top(elsewhere):
+    (elsewhere / "a.yaml").write_text("# A config without a full stop\nseed: 1\n# of the seed\n")
+    assert shipped.summary_of(elsewhere / "a.yaml") == "A config without a full stop"
+
+
+def test_a_file_is_a_grid_where_it_names_the_config_of_its_cells():
+    kinds = {file.name: file.kind for file in shipped_files()}
+    assert kinds["quickstart"] == "run"
+    assert kinds["sweeps/pocket_beta"] == "grid"
+
+
+def test_a_missing_file_of_either_suffix_is_reported_where_it_is_read():
+    for name in ("mine.yaml", "mine.yml"):
+        assert find_config(name) == Path(name)
+
+
 def test_an_installed_package_reads_its_own_copy(elsewhere, monkeypatch):
     installed = elsewhere / "site-packages/kl_comedy"
     (installed / "shipped/configs").mkdir(parents=True)

@@ -102,10 +102,12 @@ WHOLE_PAGES = {"docs/your_own.md": "its commands need the files that it writes; 
 """Pages whose commands are not typed one by one, each with the reason."""
 
 CODES = {
+    "kl-comedy conformance verl": 2,
     "kl-comedy export runs/RUN policy-best --push-to-hub my-policy": 2,
     "kl-comedy export runs/RUN exported --push-to-hub my-policy --public": 2,
 }
-"""Commands that end with another exit code than 0, by their text: there is no hub, or no token for it."""
+"""Commands that end with another exit code than 0, by their text: there is no hub, or no token for it,
+and no verl among the pins."""
 
 
 def typed_in_text(text: str) -> list[Typed]:

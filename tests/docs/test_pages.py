@@ -74,6 +74,52 @@ def test_the_advice_on_the_decision_page_is_current(part):
     assert generated in DECISION, "run python research/scripts/generate_docs.py --advice"
 
 
+def test_no_result_on_the_decision_page_is_written_by_hand():
+    """Rewards, percentages and counts of runs come from the exports, by generation."""
+    by_hand = re.sub(r"<!-- generated: .*?<!-- end: [^>]*-->", "", DECISION, flags=re.DOTALL)
+    assert len(by_hand) > 1000
+    assert re.findall(r"\b\d+\.\d+|\d+%|\b\d+ of \d+\b", by_hand) == []
+
+
+NUMBER = re.compile(r"\d\.\d+|\b\d+ of \d+\b")
+PARTS_WITH_NUMBERS = [part for part, make in advice_tables.DECISION.items() if NUMBER.search(make())]
+
+
+@pytest.fixture
+def planted_page(tmp_path, monkeypatch):
+    """Write the decision page with another text where `generate_docs.py --check` reads it."""
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
+    # Without the certificates, which take half a minute.
+    monkeypatch.setitem(generate_docs.PAGES, "decision.md", advice_tables.DECISION)
+    return (tmp_path / "docs" / "decision.md").write_text
+
+
+@pytest.mark.parametrize("part", PARTS_WITH_NUMBERS)
+def test_a_wrong_number_on_the_decision_page_is_found(part, planted_page):
+    begin = DECISION.index(f"<!-- generated: {part} -->")
+    number = NUMBER.search(DECISION, begin)
+    digit = "1" if number[0][0] != "1" else "2"
+    planted_page(DECISION[: number.start()] + digit + DECISION[number.start() + 1 :])
+    assert generate_docs.stale_pages(["decision.md"]) == ["decision.md"]
+
+
+def test_the_decision_page_as_it_is_has_no_wrong_number(planted_page):
+    planted_page(DECISION)
+    assert generate_docs.stale_pages(["decision.md"]) == []
+
+
+def test_a_wrong_number_in_the_stored_measurements_is_found(tmp_path, monkeypatch):
+    """The pages would agree with it: it is compared with the exports."""
+    planted = tmp_path / "advice_measured.yaml"
+    stored = generate_docs.MEASURED.read_text()
+    planted.write_text(re.sub(r"a_collapsed: (\d+)", r"a_collapsed: 1\1", stored, count=1))
+    monkeypatch.setattr(generate_docs, "MEASURED", planted)
+    monkeypatch.setattr(sys, "argv", ["generate_docs.py", "--check", "--advice"])
+    with pytest.raises(SystemExit, match=r"stale: advice_measured\.yaml"):
+        generate_docs.main()
+
+
 def test_the_decision_fits_on_one_screen():
     """Twelve lines of text, a table of five rows, three lines of what never to use, one figure."""
     lines = [line for line in FIRST_SCREEN.splitlines() if line and not line.startswith("<!--")]

@@ -129,6 +129,16 @@ def test_links_lead_to_the_place_on_the_site_and_keep_their_anchors(repository):
     assert "[study](evidence/study/README.md#two), [config](files/configs/a.yaml.md)" in text
 
 
+def test_a_link_keeps_its_title(repository):
+    text = hooks.with_site_links('[study](../results/study/README.md "All runs")', "docs/index.md", repository)
+    assert text == '[study](evidence/study/README.md "All runs")'
+
+
+@pytest.mark.parametrize("name", ["export.parquet", "rows.csv", "figure.svg", "shot.png", "results.ipynb", "a.json"])
+def test_pictures_and_data_of_results_are_copied_beside_their_page(name):
+    assert hooks.site_path(f"results/study/{name}") == f"evidence/study/{name}"
+
+
 def test_links_of_results_lead_back(repository):
     page = (repository / "results/study/README.md").read_text()
     text = hooks.with_site_links(page, "results/study/README.md", repository)
@@ -193,11 +203,18 @@ def test_an_indented_block_gets_fences_and_its_language():
         "A line\n    that goes on.",
         "```text\n\n    indented\n```\n",
         "``````python\n```\n\n    indented\n```\n\n    more\n``````\n",
+        "~~~text\n\n    indented\n~~~\n",
+        "12. an item\n\n    its second paragraph\n",
     ],
-    ids=["list", "paragraph", "fenced", "fences in fences"],
+    ids=["list", "paragraph", "fenced", "fences in fences", "tildes", "numbered list"],
 )
 def test_what_is_no_indented_block_stays(page):
     assert hooks.with_fences(page) == page
+
+
+def test_a_block_after_the_end_of_a_list_gets_fences():
+    page = "- an item\n\nA text.\n\n    make test\n"
+    assert hooks.with_fences(page) == "- an item\n\nA text.\n\n```bash\nmake test\n```\n"
 
 
 def test_pages_lose_no_line_to_fences():
@@ -251,6 +268,11 @@ def test_each_doctest_of_a_docstring_becomes_a_block_of_its_own():
         "First.\n\n```pycon\n>>> 1\n1\n```\n\nSecond.\n\n"
         "    ```pycon\n    >>> 2\n    2\n    ```\n\n    ```pycon\n    >>> 3\n    3\n    ```"
     )
+
+
+def test_the_bounds_of_a_field_are_said_in_words():
+    assert api_pages.field_text("A text.", {"minimum": 2}) == "A text. A number at least 2."
+    assert api_pages.field_text("A text.", {"above": 0, "maximum": 1}) == "A text. A number above 0 and at most 1."
 
 
 def test_an_unknown_rule_of_a_field_adds_nothing():

@@ -11,7 +11,9 @@ from kl_comedy.lab.advice import (
     REGIME_OF_SAMPLES,
     UNTRAINED,
     Cell,
+    Contrast,
     Measured,
+    Side,
     Strength,
     advice,
     advised,
@@ -167,6 +169,54 @@ def test_strength_counts_intervals_on_either_side_of_zero(changed):
     assert strength(table.situations["stale_full"], result) == Strength(2, 1, 4)
     # A rule is supported where its side is behind.
     assert strength(table.never["k1_in_loss"], result) == Strength(1, 2, 4)
+
+
+def made_up(name):
+    """One contrast with a cell whose numbers all differ."""
+    numbers = {"a_mean": 0.6, "b_mean": 0.5, "difference": 0.1234, "low": 0.0111, "high": 0.2555}
+    counts = {"pairs": 7, "ahead": 5, "behind": 2, "a_collapsed": 3, "a_runs": 8, "b_collapsed": 1, "b_runs": 9}
+    cells = (Cell(setting="somewhere", **numbers, **counts), cell(0.4, 0.6))
+    return Measured(contrasts={name: cells}, spreads={})
+
+
+def test_the_evidence_of_an_advice_is_the_difference_in_its_first_setting(changed):
+    table = changed(lambda raw: raw["situations"]["stale_full"].update(contrasts=["token_over_k3"]))
+    text = evidence_in_words(table.situations["stale_full"], table, made_up("token_over_k3"))
+    other = table.words_of(table.contrasts["token_over_k3"].b)
+    assert text == f"+0.123 [0.011, 0.256] against {other}; somewhere, 7 seeds"
+
+
+def test_the_evidence_of_a_rule_is_how_many_runs_collapsed_on_each_side(changed):
+    table = changed(lambda raw: raw["never"]["k1_in_loss"].update(contrasts=["k1_loss_behind_async"]))
+    text = evidence_in_words(table.never["k1_in_loss"], table, made_up("k1_loss_behind_async"))
+    other = table.words_of(table.contrasts["k1_loss_behind_async"].b)
+    assert text == f"collapsed in 3 of 8 runs (somewhere), {other} in 1 of 9"
+
+
+def test_a_side_is_called_by_its_name_or_by_its_kl_and_beta():
+    words = advice().words_of
+    assert words(Side(kl="rb/full", beta=0.05)) == f"{advice().names['rb/full']} (beta 0.05)"
+    assert words(Side(kl="rb/full")) == advice().names["rb/full"]
+    assert words(Side(kl="rb/full", beta=0.05, name="the same, clamped")) == "the same, clamped"
+
+
+@pytest.mark.parametrize(
+    ("where", "cells", "samples"),
+    [
+        ({}, {"params.optimizer.lr": [1e-4]}, "fresh"),
+        ({"params.lag.steps": 10}, {}, "stale"),
+        ({}, {"params.lag.steps": [1, 10]}, "stale"),
+        ({"params.algorithm.updates_per_batch": 4}, {}, "stale"),
+    ],
+)
+def test_a_contrast_is_of_stale_samples_where_its_runs_have_an_age_or_use_a_batch_again(where, cells, samples):
+    side = Side(kl="grpo")
+    assert Contrast(name="a", export="b", a=side, b=side, cells=cells, where=where).samples == samples
+
+
+def test_terms_of_which_one_pulls_to_a_teacher_are_of_distillation():
+    terms = [*resolve_terms("opd/reverse"), *resolve_terms("grpo")]
+    assert advice().situation_for(terms, "fresh").reference == "teacher"
 
 
 # --- faults of the file ---------------------------------------------------------------------------------------------

@@ -391,3 +391,30 @@ def test_the_header_of_a_gguf_file_is_looked_at_before_the_model_is_built(
         pytest.raises(UserError, match=rf"model\.options\.gguf_file: tiny\.gguf has {name}: got {value}"),
     ):
         load(tmp_path, options={"gguf_file": "tiny.gguf"}, tokenizer=other_tokenizer)
+
+
+def test_a_folder_without_a_model_or_a_tokenizer_is_refused_before_loading(folder, tmp_path):
+    with pytest.raises(UserError, match=r"it holds no config\.json"):
+        check_source(ModelConfig(source=str(tmp_path)))
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    check_source(ModelConfig(source=str(tmp_path)))
+    for file in tmp_path.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"holds none of tokenizer\.json.*model\.tokenizer names another"):
+        check_source(ModelConfig(source=str(tmp_path)))
+    # Another tokenizer, or a GGUF file, which has its own.
+    check_source(ModelConfig(source=str(tmp_path), tokenizer="pocket"))
+    check_source(ModelConfig(source=str(tmp_path), options={"gguf_file": "x.gguf"}))
+
+
+def test_a_message_that_ends_with_a_colon_goes_on():
+    assert sources.first_line(ValueError("one of:\n(1) a file\n(2) an id\n")) == "one of: (1) a file (2) an id"
+    assert sources.first_line(ValueError("bad file\nat line 3")) == "bad file"
+    assert sources.first_line(ValueError()) == "ValueError"
+
+
+def test_an_adapter_on_a_model_without_linear_layers_is_refused(tmp_path):
+    config = GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    source = save(tmp_path, GPT2LMHeadModel(config))
+    with pytest.raises(UserError, match=r"model\.lora: .*GPT2LMHeadModel has no linear layer"):
+        load(source, lora=LoraConfig(rank=2))

@@ -13,6 +13,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "research" / "scripts" / "test_cluster.sh"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "scontrol")
 ACCOUNTING = ("slurmdbd", "mariadbd", "sacct")
+NODES = 3
 
 
 def missing(programs):
@@ -66,7 +67,7 @@ def cluster(tmp_path_factory):
     environment = os.environ | {
         "CLUSTER_ROOT": str(tmp_path_factory.mktemp("cluster") / "c"),
         "PORT_BASE": str(port_block(locks)),
-        "NODES": "3",
+        "NODES": str(NODES),
         "CPUS": "4",
         "ACCOUNTING": accounting,
     }
@@ -79,6 +80,18 @@ def cluster(tmp_path_factory):
     subprocess.run([SCRIPT, "down"], env=environment, capture_output=True, timeout=120)
     locks[0].close()
     assert up.returncode == 0, up.stderr
+
+
+@pytest.fixture(scope="session")
+def revive(cluster):
+    """Bring back a node of the cluster whose daemon was killed: later tests need all three."""
+
+    def start_again(node):
+        environment = cluster | {"CLUSTER_ROOT": str(Path(cluster["SLURM_CONF"]).parent), "NODES": str(NODES)}
+        done = subprocess.run([SCRIPT, "revive", node], env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+
+    return start_again
 
 
 @pytest.fixture

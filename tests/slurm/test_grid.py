@@ -316,6 +316,14 @@ def test_what_is_no_list_of_values_is_refused(word, message):
         split_axes([word])
 
 
+def test_a_range_has_both_its_ends_and_a_limit():
+    assert split_axes(["seed=3..3"])[0] == {"seed": [3]}
+    assert split_axes(["seed=-1..1"])[0] == {"seed": [-1, 0, 1]}
+    assert len(split_axes(["seed=1..100000"])[0]["seed"]) == 100_000
+    with pytest.raises(UserError, match="a range of at most 100000 values"):
+        split_axes(["seed=0..100000"])
+
+
 def test_two_words_for_one_key_are_refused():
     with pytest.raises(UserError, match="seed: has several values twice"):
         split_axes(["seed=0..1", "seed=2,3"])

@@ -17,7 +17,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.slurm.local import by_seed
 from kl_comedy.slurm.manifest import Sweep, read_sweep, write_sweep
 from kl_comedy.slurm.profile import Container, Profile, Servers, read_profile
-from kl_comedy.slurm.scripts import array_ranges, render, share_out
+from kl_comedy.slurm.scripts import array_ranges, render, report_limits, share_out
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
@@ -131,6 +131,23 @@ def test_scripts_are_the_golden_ones(sweep, file):
         file.write_text(text)
     assert text == file.read_text()
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+LIMITS = {
+    ("30", "8G"): ("30", "8G"),
+    ("1-00:00:00", "64G"): ("01:00:00", "16G"),
+    ("01:00:00", None): ("01:00:00", None),
+    # Without a limit, and with all memory of the node.
+    ("0", "0"): ("01:00:00", "16G"),
+    ("2:00:00", "9000"): ("01:00:00", "9000"),
+}
+"""Time limit and memory of a profile, and those of its report."""
+
+
+@pytest.mark.parametrize("asked", LIMITS, ids=str)
+def test_the_report_is_a_small_job(asked):
+    time, memory = asked
+    assert report_limits(Profile(name="p", time=time, memory=memory, signal_seconds=0)) == LIMITS[asked]
 
 
 SIZES = {"gpu_1_node": (1, 8, 4, 4), "gpu_2_plus_1_nodes": (3, 8, 16, 8), "gpu_4_plus_2_nodes": (6, 8, 32, 16)}

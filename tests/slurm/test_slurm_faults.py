@@ -64,16 +64,17 @@ def lose(node, job, cluster):
 
 
 @pytest.fixture(scope="module")
-def faulty(site, cluster):
+def faulty(site, cluster, revive):
     """Three cells, each on a node of its own: the first is signalled while python imports; the node of the second is
     lost, and the third is preempted, after their first checkpoints, where they wait for it. The urgent job's id, when
-    the queue is empty.
+    the queue is empty and the lost node is back.
     """
     (site.folder / "own.yaml").write_text(PROFILE + 'extra: ["--exclusive"]\n')
     (site.folder / "faulty.yaml").write_text(f"base: {TINY}\noverrides: {{{SETTINGS}}}\nseeds: 3\n")
     (site.folder / f"go_on-{EARLY}").touch()
     array = site.kl_comedy("sweep", "faulty.yaml", "--slurm", "own.yaml", *WAITS).stdout.split()[0]
     urgent = []
+    lost = []
 
     # Each fault answers whether it was the time for it; it is asked until it was.
     def signal_early():
@@ -91,6 +92,7 @@ def faulty(site, cluster):
         if node is None:
             return False
         (job,) = site.run("squeue", "--noheader", f"--jobs={array}_{LOST}", "--format=%A").stdout.split()
+        lost.append(node)
         lose(node, job, cluster)
         site.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
         return True
@@ -112,11 +114,16 @@ def faulty(site, cluster):
                 faults_to_come.remove(fault)
         return not faults_to_come
 
-    site.wait(disturb, every=0.1)
-    site.wait(lambda: any("code" in line for line in lines(site, PREEMPTED)))
-    (site.folder / f"go_on-{LOST}").touch()
-    (site.folder / f"go_on-{PREEMPTED}").touch()
-    site.wait(site.idle)
+    try:
+        site.wait(disturb, every=0.1)
+        site.wait(lambda: any("code" in line for line in lines(site, PREEMPTED)))
+        (site.folder / f"go_on-{LOST}").touch()
+        (site.folder / f"go_on-{PREEMPTED}").touch()
+        site.wait(site.idle)
+    finally:
+        # The cluster is that of all modules: those that come later would have two nodes.
+        for node in lost:
+            revive(node)
     return urgent[0]
 
 
@@ -185,6 +192,12 @@ def test_a_lost_node_costs_what_came_after_the_last_checkpoint(site, faulty, alo
     assert second_start["node"] != first_start["node"]
     assert_ends_as_undisturbed(site, alone, LOST)
     assert len(resumed_at(site.status("faulty")[LOST]["run"])) == 1
+
+
+def test_the_cluster_has_its_lost_node_back(site, faulty):
+    """On each of its nodes a task of one job runs."""
+    node_names = site.run("srun", "--nodes=3", "--ntasks-per-node=1", "printenv", "SLURMD_NODENAME").stdout.split()
+    assert len(set(node_names)) == 3
 
 
 def test_a_task_that_saved_first_does_not_take_the_others_with_it(site):

@@ -3,12 +3,15 @@
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fake_slurm import FakeSlurm, plan_sweep
-from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.cli.sweep import evaluation_state
+from kl_comedy.cli.sweep_job import recorded_attempt
+from kl_comedy.errors import RunFailed, RunInterrupted, RunStopped, UserError
 from kl_comedy.slurm import local, submit
 from kl_comedy.slurm.manifest import Attempt, Submission, read_sweep
 from kl_comedy.slurm.profile import Profile, read_profile
@@ -219,8 +222,8 @@ def test_states_from_queue_attempts_and_folders(sweep, slurm, monkeypatch):
 SUBMITTED = Submission(stage="train", indices=(3,), time=100.0, job="1")
 
 
-def attempt(code=None, reason=None, job="1_3"):
-    return Attempt(stage="train", started=101.0, process={}, node="n1", job=job, code=code, reason=reason)
+def attempt(code=None, reason=None, job="1_3", **end):
+    return Attempt(stage="train", started=101.0, process={}, node="n1", job=job, code=code, reason=reason, **end)
 
 
 def job(state, why=""):
@@ -242,6 +245,10 @@ HISTORIES = {
     "cancelled at work": ({"attempts": [attempt()], "cancelled_at": 200.0}, ("CANCELLED", "cancelled")),
     "cancelled by others": ({"job": job("CANCELLED"), "attempts": [attempt(75, "saved")]}, ("CANCELLED", "saved")),
     "saved": ({"attempts": [attempt(75, "saved")]}, ("STOPPED", "saved")),
+    "ended by Ctrl-C": (
+        {"attempts": [attempt(1, "stopped by SIGTERM", interrupted=True)]},
+        ("STOPPED", "stopped by SIGTERM"),
+    ),
     "failed without a word": ({"attempts": [attempt(2)]}, ("FAILED", "exit code 2")),
     "killed": ({"attempts": [attempt(-9, "killed by SIGKILL")]}, ("DIED", "killed by SIGKILL")),
     "a node is lost": ({"attempts": [attempt()]}, ("DIED", "ended without a message: the process is gone from n1")),
@@ -390,3 +397,42 @@ def test_a_local_submission_whose_manager_is_gone_is_planned_again(sweep):
     sweep.record_submission(Submission(stage="train", indices=(1,), time=0.0, process=process_tags(), workers=1))
     assert [row.state for row in read_status(sweep).rows[:3]] == ["PLANNED", "PENDING", "PLANNED"]
     assert local.local_managers(sweep) == [os.getpid()]
+
+
+ENDS = {
+    "stopped": (RunInterrupted("stopped by SIGTERM at update 1; resume with: x"), 1, "stopped by SIGTERM at update 1"),
+    "Ctrl-C while the model is loaded": (KeyboardInterrupt(), 1, "interrupted"),
+    "asked to come back": (RunStopped("saved"), 75, "saved"),
+    "failed": (RunFailed("NaN"), 1, "NaN"),
+    "misuse": (UserError("typo"), 2, "typo"),
+    "a bug": (ValueError("x"), 1, "ValueError: x"),
+}
+"""What a cell's process raises; its exit code and the reason that it records."""
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_how_an_attempt_ended_is_recorded(name, sweep):
+    error, code, reason = ENDS[name]
+    with pytest.raises(type(error)), recorded_attempt(sweep, sweep.cell(0), "train"):
+        raise error
+    (attempt,) = sweep.attempts(0)
+    assert (attempt.code, attempt.reason) == (code, reason)
+    assert attempt.interrupted == (name in ("stopped", "Ctrl-C while the model is loaded"))
+
+
+def test_an_attempt_that_succeeded_was_not_interrupted(sweep):
+    with recorded_attempt(sweep, sweep.cell(0), "train"):
+        pass
+    (attempt,) = sweep.attempts(0)
+    assert (attempt.code, attempt.reason, attempt.interrupted) == (0, None, False)
+
+
+def test_the_evaluation_of_a_cell_that_still_trains_waits(sweep, slurm, monkeypatch):
+    submit_cells(sweep, 0, 1)
+    slurm.queue = "1|0|RUNNING|n1||\n2|0|PENDING|||Dependency\n"
+    status = read_status(sweep)
+    assert evaluation_state(status.rows[0], status) == "waits"
+    assert evaluation_state(status.rows[5], status) == "no"
+    finished = replace(status.rows[0], state="FINISHED")
+    assert evaluation_state(finished, status) == "under way"
+    assert evaluation_state(replace(finished, evaluated=True), status) == "yes"

@@ -42,6 +42,17 @@ def metrics_of(run):
     return metrics
 
 
+def sample_tables_of(run):
+    """The rows of every table of samples, by update."""
+    tables = {}
+    for line in (run.path / "spool.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event.get("kind") == "table" and event["data"]["name"] == "samples":
+            assert event["step"] not in tables, "a table is logged twice"
+            tables[event["step"]] = json.loads((run.path / event["data"]["path"]).read_text())
+    return tables
+
+
 def weights_of(run):
     from safetensors.torch import load_file
 

@@ -17,6 +17,7 @@ from kl_comedy.tracking.looks import (
     family_look,
     line_looks,
     looks_of_families,
+    other_look,
     values_beside_family,
 )
 from kl_comedy.tracking.plots import frontier, plot_curves
@@ -219,6 +220,19 @@ def test_a_name_that_repeats_other_keys_is_no_second_key():
     assert dash_of_rate == {"0.1": {DASHES[0]}, "0.4": {DASHES[1]}}
 
 
+def test_a_term_with_beta_0_is_drawn_as_no_kl():
+    frame = runs([K3_LOSS], betas=("0.0", "0.1"))
+    figure = plot_curves({REWARD: points(frame)}, frame, [LABEL])
+    things = drawn(figure)
+    assert colours({"mean": things["mean.0.0.no-KL"]}, "mean") == {GREY}
+    assert colours(things, "mean", K3_LOSS) == {"#d55e00"}
+
+
+def test_what_has_no_family_has_no_usual_colour():
+    assert not {other_look(number).colour for number in range(60)} & set(COLOURS)
+
+
 def test_lines_without_any_family_differ_by_place():
     looks = line_looks({Line(f"line {number}", ""): {} for number in range(60)})
     assert len({(style.colour, style.marker) for style in looks.values()}) == 60
+    assert not {style.colour for style in looks.values()} & set(COLOURS)

@@ -2,20 +2,16 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
-import urllib.request
-from contextlib import suppress
 
 import pytest
 
 import browser
 from kl_comedy.errors import UserError
-from kl_comedy.processes import free_port
-from kl_comedy.tracking.mlflow_pages import VIEW, choose_view
+from kl_comedy.tracking.mlflow_pages import VIEW, choose_view, run_address
 from kl_comedy.tracking.runs import runs_frame
 from kl_comedy.tracking.store import connect
+from mlflow_servers import mlflow_server
 from study_runs import EVAL, KL
 
 
@@ -42,6 +38,18 @@ def test_columns_can_be_chosen_and_derived_ones_become_their_source(study):
         choose_view(runs_frame(study), ["sead"], [])
 
 
+def test_a_column_that_two_choices_name_is_shown_once(study):
+    view = choose_view(runs_frame(study), ["kl.family", "kl.label", "seed"], [EVAL])
+    assert view.columns == ["tags.kl.label", "params.seed", f"metrics.{EVAL}"]
+
+
+def test_every_chart_is_in_the_section_of_the_view(study):
+    state = choose_view(runs_frame(study), [], []).state()
+    (section,) = state["compareRunSections"]
+    assert {chart["metricSectionId"] for chart in state["compareRunCharts"]} == {section["uuid"]}
+    assert len({chart["uuid"] for chart in state["compareRunCharts"]}) == 3
+
+
 def test_the_link_names_a_view_that_the_experiment_has(kl_comedy, study_copy):
     command = ["results", "link", "--uri", study_copy, "--columns", "seed", "--where", "seed = 1"]
     code, out, err = kl_comedy(*command)
@@ -58,7 +66,8 @@ def test_the_link_names_a_view_that_the_experiment_has(kl_comedy, study_copy):
     # A second time it is the same view; another one is stored beside it.
     assert kl_comedy(*command)[1] == out
     assert len(views(study_copy)) == 1
-    kl_comedy("results", "link", "--uri", study_copy, "--server", "http://tracking:5000/")
+    runs = kl_comedy("results", "link", "--uri", study_copy, "--server", "http://tracking:5000/")[1].splitlines()[0]
+    assert runs.startswith(f"http://tracking:5000/#/experiments/{experiment}/runs?")
     assert len(views(study_copy)) == 2
 
 
@@ -83,25 +92,8 @@ def test_what_has_no_page_is_refused(kl_comedy, study_copy, options, message):
 @pytest.fixture
 def server(study_copy, tmp_path):
     """The address of MLflow's pages of the study."""
-    address = f"http://127.0.0.1:{free_port()}"
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", study_copy, "--host", "127.0.0.1"]
-    command += ["--port", address.rpartition(":")[2], "--workers", "1"]
-    with (tmp_path / "server.log").open("wb") as log:
-        process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
-    try:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and process.poll() is None:
-            with suppress(OSError):
-                urllib.request.urlopen(f"{address}/health", timeout=60)
-                break
-            time.sleep(0.2)
-        else:
-            pytest.fail((tmp_path / "server.log").read_text())
+    with mlflow_server(study_copy, tmp_path, "--workers", "1") as address:
         yield address
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, 9)
-        process.wait()
 
 
 @pytest.fixture
@@ -147,3 +139,8 @@ def test_in_a_browser_the_links_show_the_columns_and_the_charts(kl_comedy, study
     show(tab, charts)
     shown = wait_for_text(tab, "Overview", EVAL, KL)
     assert shown.index("Overview") < shown.rindex("train/reward")
+    # The address at the end of a run names no experiment.
+    experiment = connect(study_copy).get_experiment_by_name("study").experiment_id
+    (run,) = connect(study_copy).search_runs([experiment], "params.seed = '2'", max_results=1)
+    show(tab, run_address(server, run.info.run_id))
+    wait_for_text(tab, run.info.run_name, run.info.run_id, "kl.verdict")

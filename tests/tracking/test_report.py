@@ -2,17 +2,21 @@
 
 import importlib.util
 import itertools
+import math
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 from matplotlib.colors import to_hex
 
 import browser
+from kl_comedy.tracking import report
 from kl_comedy.tracking.looks import family_look
-from kl_comedy.tracking.report import Bar, Cell, Study, Table, render_page
+from kl_comedy.tracking.report import Bar, Cell, Study, Table, _BarAxis, render_page
+from kl_comedy.tracking.tokens import Viewer
 from study_runs import EVAL, HOSTILE, KL
 
 
@@ -81,6 +85,8 @@ def test_every_text_of_a_page_is_escaped():
         runs=table,
         configurations=[item],
         common=[(bad, bad)],
+        tokens=Viewer("[]", 1, [bad]),
+        token_uses={"t": bad},
     )
     assert "<script>x" not in html
     assert html.count("<script>") == 1
@@ -175,6 +181,86 @@ def test_a_mean_of_few_seeds_is_no_extreme():
 def test_an_extreme_whose_interval_overlaps_another_is_not_resolved():
     highest, _ = headline(MEANS.assign(low=0.0, high=1.0))
     assert "; not resolved: 1 of 1 other intervals overlap this one, nearest 0.4 [0, 1] (n=5), name=c." in highest
+
+
+def test_rows_with_the_seeds_of_the_median_row_compete():
+    highest, _ = headline(MEANS.assign(n=[1, 3, 3, 5], low=0.0, high=1.0))
+    assert "among 3 configurations" in highest
+    assert highest.split(";")[0].endswith(", name=b")
+
+
+def test_of_several_overlapping_intervals_the_nearest_is_named():
+    highest, lowest = headline(MEANS.assign(n=5, low=0.0, high=1.0))
+    assert "3 of 3 other intervals overlap this one, nearest 0.5 [0, 1] (n=5), name=b." in highest
+    assert "3 of 3 other intervals overlap this one, nearest 0.4 [0, 1] (n=5), name=c." in lowest
+
+
+def test_the_axis_of_bars_leaves_a_margin_and_ends_there():
+    axis = _BarAxis.of([1.0, math.nan, 3.0])
+    bar = axis.bar({"n": 5, "mean": 2.0, "low": 1.0, "high": 3.0}, [], "")
+    assert (bar.mean, bar.low, bar.high) == (pytest.approx(50), pytest.approx(100 / 12), pytest.approx(1100 / 12))
+    beyond = axis.bar({"n": 5, "mean": 2.0, "low": -9.0, "high": 99.0}, [], "")
+    assert (beyond.low, beyond.high) == (0.0, 100.0)
+    assert _BarAxis.of([2.0, 2.0]).bar({"n": 5, "mean": 2.0, "low": 1.0, "high": 3.0}, [], "") is None
+
+
+def one_failed():
+    """A configuration of three runs, whose mean is over the two that finished."""
+    row = {"name": "a", "metric": EVAL, "mean": 0.2, "n": 2, "low": math.nan, "high": math.nan, "runs": 3}
+    frame = pd.DataFrame(
+        {
+            "name": "a",
+            "run_id": ["x", "y", "z"],
+            "run_name": "a",
+            EVAL: [0.9, 0.1, 0.3],
+            "params.seed": ["0", "1", "2"],
+            "status": ["FAILED", "FINISHED", "FINISHED"],
+            "tags.git.commit": "c" * 12,
+            "tags.config.hash": ["h0", "h1", "h2"],
+        }
+    )
+    frame["seed"] = frame["params.seed"]
+    return Study("", frame, pd.DataFrame([row]), ["name"], [EVAL])
+
+
+def test_single_runs_are_shown_only_where_the_mean_is_over_all_of_them():
+    study = one_failed()
+    (row,) = study.results_table(study.frame, {("a",): "configuration-1"}).rows
+    assert row[1].text == "0.2"
+    assert "runs:" not in row[1].soft
+    assert "2 of 3" in [cell.text for cell in row], "seeds of the mean, of all runs"
+
+
+def test_completions_are_those_of_a_run_that_finished(monkeypatch):
+    asked = []
+
+    def completions(run_id):
+        asked.append(run_id)
+        return []
+
+    monkeypatch.setattr(report, "open_runs", lambda uri: SimpleNamespace(completions=completions))
+    study = one_failed()
+    study.configuration(study.frame)
+    assert asked == ["y"]
+
+
+def test_what_all_runs_share_is_in_no_row():
+    study = one_failed()
+    shared = {"git.commit": "c" * 12}
+    rows = study.runs_table({("a",): "configuration-1"}, shared).rows
+    assert [dict(row[-1].details) for row in rows] == [
+        {"run id": "x", "config.hash": "h0"},
+        {"run id": "y", "config.hash": "h1"},
+        {"run id": "z", "config.hash": "h2"},
+    ]
+
+
+@pytest.mark.parametrize(("steps", "pictures"), [(2, 0), (3, 1)])
+def test_a_metric_of_two_points_is_in_the_table_and_no_picture(steps, pictures):
+    study = one_failed()
+    points = [(run_id, step, 0.1 * step) for run_id in "xyz" for step in range(steps)]
+    curves = {EVAL: pd.DataFrame(points, columns=["run_id", "step", "value"])}
+    assert len(list(study.pictures(study.frame, curves, None, []))) == pictures
 
 
 def test_an_extreme_whose_interval_overlaps_no_other_is_resolved():

@@ -3,29 +3,18 @@
 PostgreSQL is skipped where it is missing (Debian: apt-get install postgresql) or psycopg2 is (psycopg2-binary).
 """
 
-import contextlib
-import importlib.util
 import multiprocessing
-import os
-import pwd
-import shutil
-import signal
-import subprocess
-import sys
-import time
-import urllib.request
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kl_comedy.errors import RunFailed
-from kl_comedy.processes import free_port
 from kl_comedy.slurm.manifest import Manifest
 from kl_comedy.slurm.submit import create_stores
 from kl_comedy.tracking.logger import RunLogger
 from kl_comedy.tracking.runs import history, runs_frame
+from mlflow_servers import empty_postgres, mlflow_server
 
 WRITERS = 20
 STEPS = 40
@@ -89,94 +78,12 @@ def test_a_store_that_cannot_be_created_is_one_error(tmp_path):
     create_stores(replace(sweep, stores=()))
 
 
-def program(name):
-    """A PostgreSQL program; Debian keeps them off the PATH, by version."""
-    paths = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))
-    if paths:
-        return str(paths[-1])
-    return shutil.which(name)
-
-
-def as_postgres(*command):
-    """PostgreSQL refuses to run as root."""
-    if os.getuid() == 0:
-        return ["runuser", "-u", "postgres", "--", *command]
-    return list(command)
-
-
 @pytest.fixture
-def database():
-    """The address of an empty PostgreSQL database, by password, on a socket in a folder of its own: no port to lose."""
-    if program("initdb") is None:
-        pytest.skip("no PostgreSQL on this machine; apt-get install postgresql")
-    if importlib.util.find_spec("psycopg2") is None:
-        pytest.skip("no psycopg2 here; pip install psycopg2-binary")
-    if os.getuid() == 0 and "postgres" not in [user.pw_name for user in pwd.getpwall()]:
-        pytest.skip("PostgreSQL does not run as root, and there is no user postgres")
-    scratch = subprocess.run(as_postgres("mktemp", "-d"), capture_output=True, text=True, check=True).stdout
-    folder = Path(scratch.strip())
-    data = str(folder / "data")
-    secret = folder / "password"
-    log = str(folder / "log")
-    subprocess.run(as_postgres("sh", "-c", f"umask 077; echo not-a-secret > {secret}"), check=True)
-    options = ["-U", "mlflow", "-A", "scram-sha-256", f"--pwfile={secret}"]
-    subprocess.run(as_postgres(program("initdb"), "-D", data, *options), check=True, capture_output=True)
-    control = as_postgres(program("pg_ctl"), "-D", data, "-w", "-t", "300")
-    subprocess.run([*control, "-l", log, "-o", f"-h '' -k {folder}", "start"], check=True)
-    try:
-        address = "postgresql://mlflow:not-a-secret@/{}?host=" + str(folder)
-        subprocess.run([program("createdb"), f"--maintenance-db={address.format('postgres')}", "kl_comedy"], check=True)
-        yield address.format("kl_comedy").replace("postgresql:", "postgresql+psycopg2:")
-    finally:
-        subprocess.run([*control, "-m", "fast", "stop"], check=True)  # waits for no client, and for every process
-        shutil.rmtree(folder)
-
-
-@pytest.fixture
-def server(database, tmp_path):
-    """The address of an MLflow server over the database, as docs/clusters.md starts it."""
-    with contextlib.ExitStack() as stack:
-        for _ in range(3):  # another process may take the port before the server does
-            port = free_port()
-            uri = f"http://127.0.0.1:{port}"
-            options = [
-                "--backend-store-uri",
-                database,
-                "--artifacts-destination",
-                str(tmp_path / "artifacts"),
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(port),
-                "--workers",
-                "2",
-            ]
-            with (tmp_path / "server.log").open("wb") as log:
-                command = [sys.executable, "-m", "mlflow", "server", *options]
-                process = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log, start_new_session=True)
-            stack.callback(process.wait)
-            stack.callback(kill_group, process.pid)
-            if answers(uri, process):
-                break
-        else:
-            pytest.fail((tmp_path / "server.log").read_text())
+def server(tmp_path):
+    """The address of an MLflow server over a PostgreSQL database, as docs/clusters.md starts it."""
+    options = ["--artifacts-destination", str(tmp_path / "artifacts"), "--workers", "2"]
+    with empty_postgres() as database, mlflow_server(database, tmp_path, *options) as uri:
         yield uri
-
-
-def kill_group(leader):
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
-
-
-def answers(uri, process, seconds=400):
-    """Wait until the server is healthy; False where it has ended."""
-    deadline = time.monotonic() + seconds
-    while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            if urllib.request.urlopen(f"{uri}/health", timeout=60).status == 200:
-                return True
-        time.sleep(0.2)
-    return False
 
 
 @pytest.mark.slow

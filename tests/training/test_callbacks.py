@@ -25,6 +25,7 @@ def test_a_run_reports_its_phases_in_the_order_of_its_work(tmp_path, monkeypatch
     phases = []
     monkeypatch.setattr(ConsoleProgress, "_show_phase", lambda self, text: phases.append(text))
     changes = ["train.steps=1", "eval.at_end=false", "rollout.batch_sequences=8", "data.eval.heldout.limit=4"]
+    changes.append("train.microbatch_tokens=96")
     config = load_config(TINY, [f"output={tmp_path}", *changes])
     train(config, console=Console(file=io.StringIO()), command="kl-comedy train tiny.yaml")
     # How many have ended grows from pass to pass.
@@ -43,7 +44,9 @@ def test_a_run_reports_its_phases_in_the_order_of_its_work(tmp_path, monkeypatch
         "publishing the weights",
         "saving a checkpoint",
     ]
-    assert f"learning {micro_batches} of {micro_batches}" in phases
+    assert micro_batches > 1
+    first_update = phases[phases.index("learning") + 1 :][:micro_batches]
+    assert first_update == [f"learning {number} of {micro_batches}" for number in range(1, micro_batches + 1)]
     phase("after the run")
     assert phases[-1] == "saving a checkpoint", "nobody listens any more"
 
@@ -160,6 +163,16 @@ def test_a_quiet_rank_neither_prints_nor_listens():
     progress.on_train_batch_end(None, run.module)
     progress.on_train_end(None, run.module)
     assert console.file.getvalue() == ""
+
+
+def test_the_clock_runs_from_the_evaluation_before_the_first_update():
+    run = Run(terminal=True)
+    run.now += 90
+    run.progress._bar.refresh()
+    assert "0/100 0:01:30" in Text.from_ansi(run.console.file.getvalue()).plain
+    run.progress.on_train_start(None, run.module)
+    run.update(10)
+    assert "1/100 0:01:40" in "\n".join(run.end())
 
 
 def test_after_an_error_the_bar_is_gone_and_phases_are_nobodys():

@@ -147,6 +147,22 @@ def test_fsdp_is_saved_in_shards_resumed_and_exported(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_of_two_processes_is_extended_by_two(tmp_path, strategy):
+    """Every process begins with its part of the earlier run's checkpoint; the folder is filled by the first."""
+    setup = [*MIXED, "train.eval_every=2", "eval.at_start=false"]
+    alone = go(tmp_path / "alone", *COMMON, *setup, "train.steps=4").run
+    first = over(tmp_path / "first", strategy, *setup, "train.steps=2")
+    weights_before = weights_of(first)
+    extended = over(tmp_path / "longer", strategy, *setup, "train.steps=4", f"resume={first.path}")
+    assert extended.summary()["extends"] == {"run": first.path.name, "update": 2}
+    assert_resumed(tmp_path / "longer", at=2)
+    assert_same(extended, alone, atol=1e-5)
+    for name, tensor in weights_of(first).items():
+        assert torch.equal(weights_before[name], tensor), name
+
+
+@pytest.mark.slow
 def test_fsdp_resumes_with_its_teacher_and_refuses_another(tmp_path):
     folder = tmp_path / "teacher"
     teacher_hash = save_teacher(folder)

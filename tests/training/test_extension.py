@@ -9,9 +9,10 @@ import pytest
 from commands import resumed_at
 from kl_comedy.config import load_config, to_yaml
 from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.tracking.logger import copy_record
 from kl_comedy.training import extension
-from kl_comedy.training.extension import check_extension, extension_of
-from kl_comedy.training.run_folder import RunDir, runs_named_alike
+from kl_comedy.training.extension import begin_extension, check_extension, extension_of
+from kl_comedy.training.run_folder import RunDir, runs_named_alike, saved
 from training_runs import TINY, go, metrics_of, weights_of
 
 LENGTH = ["train.steps=2", "train.eval_every=2", "eval.at_start=false"]
@@ -101,6 +102,70 @@ def test_an_extension_that_was_interrupted_is_begun_again(tmp_path, monkeypatch)
 def test_a_run_of_another_config_is_not_extended(short, overrides, message):
     with pytest.raises(UserError, match=message):
         check_extension(config_of(short, "train.steps=4", *overrides))
+
+
+def test_a_run_elsewhere_of_as_many_updates_is_not_extended(short, tmp_path):
+    config = config_of(short, f"output={tmp_path}")
+    with pytest.raises(UserError, match=r"train.steps: got 2; allowed: more than the 2 updates of "):
+        check_extension(config)
+
+
+def test_a_run_of_other_plugins_is_not_extended(short, tmp_path):
+    copy = RunDir(path=tmp_path / short.path.name)
+    shutil.copytree(short.path, copy.path)
+    record = {"config_hash": "0" * 12, "sources": {"mine": "0" * 64}}
+    (copy.path / "plugins.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match=r"was trained with other plugins: mine changed"):
+        check_extension(config_of(copy, "train.steps=4"))
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_left_as_it_is(tmp_path):
+    first = go(tmp_path, *LENGTH, "train.keep_checkpoints=2").run
+    damaged = saved(first.checkpoints)[-1]
+    for file in damaged.rglob("*"):
+        if file.is_file() and file.stat().st_size > 1000:
+            os.truncate(file, 1000)
+    names = sorted(path.name for path in first.checkpoints.iterdir())
+    extended = go(tmp_path, *LONGER, "train.keep_checkpoints=2", f"resume={first.path}")
+    assert extended.summary["extends"] == {"run": first.path.name, "update": 1}
+    # What the earlier run logged at update 2 is not of this run, which makes that update itself.
+    assert {step for step, _ in metrics_of(extended.run)} == {1, 2, 3, 4}
+    assert sorted(path.name for path in first.checkpoints.iterdir()) == names
+
+
+def test_only_what_was_logged_up_to_the_checkpoint_is_copied(short, tmp_path):
+    copy_record(short.path, tmp_path, up_to=1)
+    assert {step for step, _ in metrics_of(RunDir(path=tmp_path))} == {1}
+    assert {step for step, _ in metrics_of(short)} == {1, 2}
+
+
+def test_a_run_does_not_extend_itself(short, tmp_path):
+    copy = RunDir(path=tmp_path / short.path.name)
+    shutil.copytree(short.path, copy.path)
+    shutil.rmtree(copy.checkpoints)
+    begin_extension(copy, config_of(copy))
+    assert not copy.checkpoints.exists()
+    assert (copy.path / "spool.jsonl").read_bytes() == (short.path / "spool.jsonl").read_bytes()
+    assert extension_of(copy) is None
+
+
+def test_a_run_that_is_being_trained_is_not_extended(short, tmp_path):
+    new = RunDir(path=tmp_path / "new")
+    new.checkpoints.mkdir(parents=True)
+    with short.lock(), pytest.raises(UserError):
+        begin_extension(new, config_of(short, "train.steps=4"))
+    assert list(new.checkpoints.iterdir()) == []
+
+
+def test_recorded_rollouts_are_those_of_the_earlier_run_too(short, tmp_path):
+    copy = RunDir(path=tmp_path / short.path.name)
+    shutil.copytree(short.path, copy.path)
+    (copy.path / "rollouts").mkdir()
+    (copy.path / "rollouts" / "1.jsonl").write_text("{}")
+    new = RunDir(path=tmp_path / "new")
+    new.checkpoints.mkdir(parents=True)
+    begin_extension(new, config_of(copy, "train.steps=4"))
+    assert (new.path / "rollouts" / "1.jsonl").read_text() == "{}"
 
 
 def test_what_the_hash_leaves_out_may_differ(short):

@@ -23,7 +23,7 @@ from kl_comedy.training import models
 from kl_comedy.training.build import TRAINER_ARGUMENTS
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run import make_trainer
-from training_runs import SHORT, TINY, go, killed_then_resumed, metrics_of, weights_of
+from training_runs import SHORT, TINY, go, killed_then_resumed, metrics_of, sample_tables_of, weights_of
 
 LEVELS = ("token", "sequence")
 EXACT = ("exact_reverse", "exact_forward", "total_variation")
@@ -95,6 +95,7 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, setup):
     assert weights_of(resumed.run) == weights_of(whole.run)
     logged = metrics_of(whole.run)
     assert metrics_of(resumed.run) == logged
+    assert sample_tables_of(resumed.run) == sample_tables_of(whole.run)
     if setup == "all_state":
         # Two updates per batch and a lag of four: 4 updates old at the first use, 5 at the second.
         assert [logged[step, "policy/staleness"] for step in range(1, 9)] == [0, 1, 2, 3, 4, 5, 4, 5]

@@ -14,7 +14,7 @@ from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.training import run_warnings
 from kl_comedy.training.metrics import row_metrics
 from kl_comedy.training.run import train
-from kl_comedy.training.run_warnings import RULES, SILENT_UPDATES, RunWarnings
+from kl_comedy.training.run_warnings import RULES, SHOWN_CHARACTERS, SILENT_UPDATES, RunWarnings
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "tests" / "support" / "tiny.yaml"
@@ -145,6 +145,13 @@ def test_a_hostile_completion_is_escaped_redacted_and_cut(watched):
     assert "abcdefghijk" not in line
     assert "***" in line
     assert len(line) < 700
+
+
+def test_a_secret_that_the_cut_would_halve_is_redacted(watched):
+    before = "x" * (SHOWN_CHARACTERS - 10) + " "
+    (line,) = watched.update(ZERO, times=SILENT_UPDATES, text=f"{before}hf_abcdefghijklmnopqrstuvwx")
+    assert "hf_abc" not in line
+    assert "xxx ***" in line
 
 
 def test_zero_rewards_are_not_warned_of_twice(watched):

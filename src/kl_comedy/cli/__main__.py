@@ -1,6 +1,6 @@
 """``python -m kl_comedy.cli``: the command line of the interpreter at hand, whatever is on the PATH."""
 
-from kl_comedy.cli.main import run
+from kl_comedy.cli import run
 
 if __name__ == "__main__":
     run()

@@ -22,6 +22,7 @@ from kl_comedy.cli.common import (
 )
 from kl_comedy.config.shipped import find_config
 from kl_comedy.errors import RunFailed
+from kl_comedy.io import check_writable
 from kl_comedy.progress import stages
 
 if TYPE_CHECKING:
@@ -62,14 +63,23 @@ def audit(wanted: AuditOptions) -> None:
     load_plugins(wanted.plugin)
     target = find_config(wanted.config)
     load_run_plugins(target, given=wanted.plugin)
-    from kl_comedy.lab.audit.source import AuditSource
-
-    source = AuditSource.read(target, wanted.overrides or [])
-    # Imports Lightning, which takes seconds: a mistake in the config is reported before it.
-    from kl_comedy.lab.audit.run import run_audit
+    from kl_comedy.lab.audit.source import AuditSource, check_term_names
 
     # Empty parts are dropped: a trailing comma names no term.
     names = [name.strip() for name in wanted.terms.split(",") if name.strip()]
+    check_term_names(names, "--terms")
+    source = AuditSource.read(target, wanted.overrides or [])
+    folder = Path(source.config.output)
+    if wanted.out is not None:
+        folder = wanted.out
+    elif target.is_dir():
+        # The audit of a run belongs beside its checkpoints.
+        folder = target
+    # The report is written last, after minutes of work.
+    check_writable(folder, "--out", is_folder=True)
+    # Imports Lightning, which takes seconds: a mistake in the config is reported before it.
+    from kl_comedy.lab.audit.run import run_audit
+
     with stages(stderr_console()) as show_progress:
         report = run_audit(
             source,
@@ -80,12 +90,6 @@ def audit(wanted: AuditOptions) -> None:
             sketch=wanted.sketch,
             progress=show_progress,
         )
-    folder = Path(source.config.output)
-    if wanted.out is not None:
-        folder = wanted.out
-    elif target.is_dir():
-        # The audit of a run belongs beside its checkpoints.
-        folder = target
     path = _save(report, source, folder)
     message(f"wrote {path}")
     print(report.render(wanted.format))

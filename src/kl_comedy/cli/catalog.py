@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kl_comedy.cli.common import Plugins, TableOrJson, check_choice, load_plugins, print_columns
+from kl_comedy.cli.common import Plugins, TableOrJson, check_choice, load_plugins, message, print_columns
 from kl_comedy.config.shipped import shipped_files
 
 PACKAGES = {
@@ -24,16 +24,21 @@ PACKAGES = {
     "reasoning-gym": "dataset and reward reasoning_gym (extra gym)",
 }
 
-OTHER_KINDS = ("peers", "configs")
+OTHER_KINDS = {
+    "peers": "the flags of other systems that `explain` reads",
+    "configs": "the configs, grids and SLURM profiles that come with the package",
+}
 """What `list` prints beside the registered parts."""
 
 
 def list_parts(
-    kind: Annotated[str, typer.Argument(help="estimators, corrections, recipes, rewards, ..., peers or configs")],
+    kind: Annotated[
+        str | None, typer.Argument(help="estimators, corrections, recipes, rewards, ..., peers or configs")
+    ] = None,
     format: TableOrJson = "table",
     plugin: Plugins = None,
 ) -> None:
-    """List the registered parts of KIND with their claims and sources.
+    """List the registered parts of KIND with their claims and sources; without KIND the kinds.
 
     KIND `peers`: the systems and flags that `explain` reads. KIND `configs`: the configs, grids and SLURM profiles
     that come with the package.
@@ -47,8 +52,12 @@ def list_parts(
     from kl_comedy.registry import KINDS
 
     # Before plugins are imported, which runs their code.
-    check_choice("KIND", kind, (*KINDS, *OTHER_KINDS))
+    if kind is not None:
+        check_choice("KIND", kind, (*KINDS, *OTHER_KINDS))
     load_plugins(plugin)
+    if kind is None:
+        _list_kinds(format)
+        return
     rows: list[dict[str, Any]]
     if kind == "peers":
         rows = _peer_rows()
@@ -78,6 +87,22 @@ def list_parts(
             claims = row.get("terms") or ", ".join(row["claims"])
             lines.append([str(row["name"]), str(row["summary"]), str(claims), str(row["source"])])
     print_columns(columns, lines, title=kind)
+
+
+def _list_kinds(format: str) -> None:
+    """Print one row per kind, with the names of its entries, or with what they are."""
+    from kl_comedy.registry import KINDS
+
+    rows = []
+    for kind, table in KINDS.items():
+        rows.append({"kind": kind, "entries": ", ".join(entry.name for entry in table)})
+    for kind, meaning in OTHER_KINDS.items():
+        rows.append({"kind": kind, "entries": meaning})
+    if format == "json":
+        print(json.dumps(rows, indent=1))
+        return
+    print_columns(["kind", "entries"], [[row["kind"], row["entries"]] for row in rows])
+    message("next: kl-comedy list KIND")
 
 
 def _peer_rows() -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from kl_comedy.cli.common import Plugins, choice_option, load, load_plugins, mes
 from kl_comedy.config.shipped import shipped_config
 from kl_comedy.errors import RunFailed, UserError, bad_value, nearest, unknown_key
 from kl_comedy.extras import require_module
-from kl_comedy.io import parse_yaml, read_text
+from kl_comedy.io import check_writable, parse_yaml, read_text
 
 if TYPE_CHECKING:
     from kl_comedy.config import Config
@@ -127,11 +127,12 @@ def certify(wanted: CertifyOptions) -> None:
 
 
 def _check_plot(plot: Path) -> None:
-    """Raise :class:`UserError` where the picture could not be drawn or has an unknown format."""
+    """Raise :class:`UserError` where the picture could not be drawn or written, or has an unknown format."""
     from kl_comedy.tracking.figures import check_suffix
 
     require_module("matplotlib", "--plot")
     check_suffix(plot, "--plot")
+    check_writable(plot, "--plot")
 
 
 def _with_progress(

@@ -51,6 +51,17 @@ def choice_option(name: str, *allowed: str) -> Any:
     return typer.Option(name, help=f"{', '.join(others)} or {last}", callback=check)
 
 
+def output_option(help: str) -> Any:
+    """The typer option ``--out`` within an ``Annotated`` type; a file that cannot be written is refused at once."""
+
+    def check(value: Path | None) -> Path | None:
+        if value is not None:
+            io.check_writable(value, "--out")
+        return value
+
+    return typer.Option("--out", help=help, callback=check)
+
+
 ConfigArgument = Annotated[
     str,
     typer.Argument(

@@ -11,6 +11,7 @@ from rich.console import Console
 from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins, load_run_plugins, message, print_rows
 from kl_comedy.cli.results_options import DEFAULT_URI, Uri
 from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.io import check_writable
 
 
 def export(
@@ -33,6 +34,7 @@ def export(
     """
     if not (run_dir / "config.yaml").is_file():
         raise UserError(f"{run_dir} is not the folder of a run: it holds no config.yaml")
+    check_writable(out, "OUT", is_folder=True)
     from kl_comedy.training.export import check_hub, export_policy, upload_to_hub
     from kl_comedy.training.run_folder import RunDir
 

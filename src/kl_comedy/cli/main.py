@@ -18,6 +18,7 @@ from kl_comedy.cli import (
     catalog,
     certify,
     check,
+    conformance,
     evaluate,
     explain,
     export,
@@ -90,6 +91,7 @@ def train(
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Ask": {
         "certify": certify.certify,
+        "conformance": conformance.conformance,
         "explain": explain.explain,
         "check": check.check,
         "plan": plan.plan,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kl_comedy.lab.planning.plan import Plan, Split
 
 GIB = 2**30
+MIB = 2**20
 GPU_NAMES = "a100-40, a100-80, l40s-48, h100-80, h200-141, b200-180, ... or cpu"
 Overrides = Annotated[list[str] | None, typer.Argument(help="key=value, e.g. train.strategy=fsdp")]
 
@@ -129,7 +130,7 @@ def _show(plan: Plan) -> None:
     processes = f"{plan.load.processes} x {plan.device.name}"
     print(f"{shape.source}: {counts}; {train.strategy}, {processes}; {dtypes}\n")
 
-    _print_columns(("memory of one process", "GiB", "when", "what"), _memory_rows(plan))
+    _print_columns(("memory of one process", "size", "when", "what"), _memory_rows(plan))
     print()
     _print_columns(("time", "", "of"), _time_rows(plan))
     print()
@@ -148,10 +149,10 @@ def _print_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _memory_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
-    rows = [(item.name, f"{item.bytes / GIB:.2f}", item.phase, item.what) for item in plan.components]
+    rows = [(item.name, _size(item.bytes), item.phase, item.what) for item in plan.components]
     # In the column of the phase: the peak belongs to none of them.
     fits = "fits" if plan.fits else "does not fit"
-    rows.append(("peak", f"{plan.peak_bytes / GIB:.2f}", fits, f"{plan.limit_bytes / GIB:.1f} GiB per process"))
+    rows.append(("peak", _size(plan.peak_bytes), fits, f"{plan.limit_bytes / GIB:.1f} GiB per process"))
     return rows
 
 
@@ -200,6 +201,17 @@ def _show_splits(divided: Sequence[Split]) -> None:
             }
         )
     print_rows(rows, "table")
+
+
+def _size(count: float) -> str:
+    """A number of bytes in GiB, below 0.01 GiB in MiB.
+
+    >>> _size(3.5 * GIB), _size(3.4 * 2**20)
+    ('3.50 GiB', '3.4 MiB')
+    """
+    if count < 0.01 * GIB:
+        return f"{count / MIB:.1f} MiB"
+    return f"{count / GIB:.2f} GiB"
 
 
 def _million(count: int) -> str:

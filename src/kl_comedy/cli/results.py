@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kl_comedy.cli.common import check_choice, choice_option, command_line, message, print_rows, stderr_console
+from kl_comedy.cli.common import (
+    check_choice,
+    choice_option,
+    command_line,
+    message,
+    output_option,
+    print_rows,
+    stderr_console,
+)
 from kl_comedy.cli.results_options import (
     DEFAULT_URI,
     EXPORT_FORMATS,
@@ -50,9 +57,6 @@ if TYPE_CHECKING:
     from kl_comedy.tracking.selection import Selection
 
 app = typer.Typer(help="Tables, plots, reports and exports of tracked runs; comparisons; checks.", no_args_is_help=True)
-
-LOCAL_PAGES = "http://127.0.0.1:5000"
-"""Where `mlflow server` serves its pages unless it is told otherwise."""
 
 DEFAULT_KL = (
     "eval/heldout/kl/exact_reverse_sequence",
@@ -179,7 +183,7 @@ class PlotOptions(Query):
     """Options of ``results plot``."""
 
     metric: Annotated[list[str], typer.Option(help="Metrics, comma-separated; a row of panels each; * matches any.")]
-    out: Annotated[Path, typer.Option(help="File to write: .svg, .pdf or .png.")]
+    out: Annotated[Path, output_option("File to write: .svg, .pdf or .png.")]
     kind: Annotated[str, choice_option("--kind", "curves", "frontier", "plane", "heatmap")] = "curves"
     kl: Kl = None
     log: Annotated[
@@ -508,7 +512,7 @@ def make_aggregate(wanted: AggregateOptions) -> ResultTable:
 class ReportOptions(Query):
     """Options of ``results report``."""
 
-    out: Annotated[Path, typer.Option(help="File to write: .html.")]
+    out: Annotated[Path, output_option("File to write: .html.")]
     title: Annotated[str, typer.Option(help="Heading of the page.")] = "Study"
     parts: Annotated[
         list[str] | None, typer.Option(help="A section with table and pictures for each value of these keys.")
@@ -575,6 +579,8 @@ class LinkOptions(Source):
     @property
     def pages(self) -> str:
         """The address of MLflow's pages."""
+        from kl_comedy.tracking.mlflow_pages import LOCAL_PAGES
+
         if self.server is not None:
             return self.server
         if self.uri.startswith("http"):
@@ -595,7 +601,7 @@ def link(wanted: LinkOptions) -> None:
 
     The choice is stored in the experiment (as the button Share of the page stores one), so the links can be sent on.
     """
-    from kl_comedy.tracking.mlflow_pages import choose_view, share
+    from kl_comedy.tracking.mlflow_pages import LOCAL_PAGES, choose_view, serve_command, share
     from kl_comedy.tracking.runs import translate
     from kl_comedy.tracking.selection import read_matching
 
@@ -610,8 +616,7 @@ def link(wanted: LinkOptions) -> None:
     for address in share(wanted.uri, experiments[0], view, wanted.pages):
         typer.echo(address)
     if wanted.pages == LOCAL_PAGES:
-        start = shlex.join(["mlflow", "server", "--backend-store-uri", wanted.uri, "--host", "127.0.0.1"])
-        message(f"the pages are served by: {start}")
+        message(f"the pages are served by: {serve_command(wanted.uri)}")
 
 
 # --- verify ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from kl_comedy.cli.common import (
     choice_option,
     message,
     options_in_a_record,
+    output_option,
     print_frame,
     with_options,
 )
@@ -56,7 +57,7 @@ Baseline = Annotated[str | None, typer.Option(help="The row the others are compa
 Kl = Annotated[str | None, typer.Option(help="The KL metric to match or draw against; default: held-out, else train.")]
 Interval = Annotated[str, choice_option("--interval", "t", "bootstrap")]
 Format = Annotated[str, choice_option("--format", *TEXT_FORMATS, "parquet")]
-Out = Annotated[Path | None, typer.Option(help="File to write; default: stdout.")]
+Out = Annotated[Path | None, output_option("File to write; default: stdout.")]
 
 
 def split(values: Iterable[str] | None) -> list[str]:

@@ -119,6 +119,22 @@ def _change(score_of_update: Mapping[int, float], steps: int | None) -> str:
     return change
 
 
+def _lines_about_pages(uri: str, run_id: str) -> list[str]:
+    """Where a browser shows the run: its page on the server, or the command that serves the store, and the page."""
+    from kl_comedy.tracking.mlflow_pages import LOCAL_PAGES, run_address, serve_command
+
+    if uri.startswith("databricks"):
+        # Its pages have addresses of their own, with the workspace in them.
+        return []
+    if uri.startswith(("http://", "https://")):
+        return ["to see it in a browser:", run_address(uri, run_id)]
+    return [
+        "to see it in a browser, serve its store, then open its page:",
+        serve_command(uri),
+        run_address(LOCAL_PAGES, run_id),
+    ]
+
+
 def _lines_about_run(summary: Mapping[str, Any], path: Path, has_evaluation: bool) -> list[str]:
     """How the run ended, where it is, and the commands that repeat, evaluate and show it."""
     uri = summary["mlflow_uri"]
@@ -141,6 +157,7 @@ def _lines_about_run(summary: Mapping[str, Any], path: Path, has_evaluation: boo
         option = f"--uri {shlex.quote(uri)}"
         lines.append(f"kl-comedy results table {option}")
         lines.append(f"kl-comedy results plot {option} --metric train/reward --out reward.svg")
+        lines += _lines_about_pages(uri, summary["run_id"])
     elif is_tracked:
         # A table of a store that has not got the run would be empty, or not be there at all.
         lines.append(f"kl-comedy results sync {shlex.quote(str(path))}")

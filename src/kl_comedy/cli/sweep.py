@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -140,7 +141,7 @@ def status(sweep: SweepArgument, format: TableOrJson = "table") -> None:
             "step": f"{row.step}/{row.steps}",
             "reward": reward,
             "tries": row.attempts,
-            "evaluated": _evaluation_state(row, sweep_status),
+            "evaluated": evaluation_state(row, sweep_status),
         }
         table.add_row(*(printable(str(texts[column])) for column in columns))
     console = stdout_console()
@@ -148,10 +149,14 @@ def status(sweep: SweepArgument, format: TableOrJson = "table") -> None:
     console.print(sweep_status.summary(), highlight=False)
 
 
-def _evaluation_state(row: CellStatus, sweep_status: SweepStatus) -> str:
+def evaluation_state(row: CellStatus, sweep_status: SweepStatus) -> str:
+    """Whether a cell is evaluated, in a word or two."""
     if row.evaluated:
         return "yes"
     if row.cell in sweep_status.evaluating:
+        # Submitted together with the training, and begins after it.
+        if row.state != "FINISHED":
+            return "waits"
         return "under way"
     return "no"
 
@@ -374,7 +379,9 @@ def _submit(sweep: Sweep, profile: Profile, file: Path, work: Work) -> None:
     for submission in submit.submit(sweep, profile, file, work):
         content = f"{len(submission.indices)} cells" if submission.indices else "report"
         message(f"{submission.stage}: job {submission.job}, {content}")
-        print(submission.job)
+        # For scripts; on a terminal the line above has just said it.
+        if not sys.stdout.isatty():
+            print(submission.job)
     message(f"watch with: kl-comedy status {sweep.path}")
 
 

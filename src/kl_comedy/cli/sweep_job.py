@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from kl_comedy.cli.common import load, load_plugins, message, process_rank
-from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
+from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunInterrupted, RunStopped, UserError
 from kl_comedy.io import atomic_write, sha256_file
 from kl_comedy.slurm.manifest import Cell, Sweep, planned_plugins, read_sweep
 from kl_comedy.slurm.servers import await_servers
@@ -36,7 +36,7 @@ def cell(
         stage = "train"
         if evaluate:
             stage = "evaluate"
-        with _recorded_attempt(loaded, chosen, stage):
+        with recorded_attempt(loaded, chosen, stage):
             await_servers()
             if evaluate:
                 _evaluate(loaded, chosen)
@@ -84,7 +84,7 @@ def write_html_reports(sweep: Sweep) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _recorded_attempt(sweep: Sweep, cell: Cell, stage: str) -> Iterator[None]:
+def recorded_attempt(sweep: Sweep, cell: Cell, stage: str) -> Iterator[None]:
     """Record the start and the end of an attempt. In a job of several processes only rank 0 does."""
     from kl_comedy.tracking.provenance import process_tags
 
@@ -95,20 +95,25 @@ def _recorded_attempt(sweep: Sweep, cell: Cell, stage: str) -> Iterator[None]:
     process = process_tags()
     sweep.record_start(cell.index, stage, process)
     code = 1
-    reason = "interrupted"  # what stays where neither an end nor an Exception is seen, as after Ctrl-C
+    # What stays where neither an end nor an Exception is seen, as after Ctrl-C while the model is loaded.
+    reason = "interrupted"
+    interrupted = True
     try:
         yield
         code = 0
         reason = ""
+        interrupted = False
     except (UserError, RunFailed) as error:
         code = _exit_code(error)
         reason = str(error).split("; resume with: ")[0]  # the sweep resumes by its own command
+        interrupted = isinstance(error, RunInterrupted)
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
+        interrupted = False
         raise
     finally:
-        sweep.record_end(cell.index, process["process.pid"], code, reason or None)
+        sweep.record_end(cell.index, process["process.pid"], code, reason or None, interrupted=interrupted)
 
 
 def _exit_code(error: UserError | RunFailed) -> int:

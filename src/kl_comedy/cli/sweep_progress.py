@@ -63,6 +63,8 @@ class SweepEstimate:
         self._clock = clock
         self._stage = ""
         self._began = 0.0
+        self._made = 0
+        self._last_made_at = 0.0
         self._updates_at_start: dict[int, int] = {}
         self._updates: dict[int, int] = {}
 
@@ -90,6 +92,7 @@ class SweepEstimate:
     def _begin(self, state: StageState) -> None:
         self._stage = state.stage
         self._began = self._clock()
+        self._made = 0
         self._updates_at_start = self._read_updates(state.cells)
         self._updates = dict(self._updates_at_start)
 
@@ -130,4 +133,10 @@ class SweepEstimate:
             made += max(updates - self._updates_at_start[index], 0)
         if made == 0:
             return None
-        return left * (self._clock() - self._began) / made
+        if made != self._made:
+            self._made = made
+            self._last_made_at = self._clock()
+        update_s = (self._last_made_at - self._began) / made
+        # The update under way counts down. A rate that took it in as idle time would let the time left grow meanwhile.
+        running_s = min(self._clock() - self._last_made_at, update_s)
+        return max(left * update_s - running_s, 0.0)

@@ -24,6 +24,7 @@ from kl_comedy.config.schema import DatasetConfig
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.data.rows import RowOptions, Rows, read_rows
 from kl_comedy.errors import UserError, bad_value, shown
+from kl_comedy.extras import install_command
 from kl_comedy.io import existing_file
 from kl_comedy.records import Problem
 from kl_comedy.registry import DATASETS
@@ -407,7 +408,7 @@ def _build(config: DatasetConfig, *, key: str) -> Any:
         with contextlib.redirect_stdout(sys.stderr):
             from reasoning_gym.factory import DATASETS as TASKS
     except ImportError as error:
-        raise UserError(f"{key}.dataset: reasoning_gym is not installed; pip install -e '.[gym]'") from error
+        raise UserError(f"{key}.dataset: reasoning_gym is not installed; {install_command('gym')}") from error
     # The settings of a composite are specifications of other tasks, which options of a config cannot hold.
     names = sorted(name for name in TASKS if name != "composite")
     if config.name not in names:

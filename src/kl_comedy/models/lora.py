@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kl_comedy.errors import bad_value
+from kl_comedy.errors import UserError, bad_value
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import LoraConfig, ModelConfig
@@ -26,6 +26,12 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
     from peft import get_peft_model
 
     allowed = _adaptable_modules(model)
+    if not allowed:
+        # As GPT-2, whose layers are of a class of its own.
+        raise UserError(
+            f"model.lora: {type(model).__name__} has no linear layer (torch.nn.Linear) that an adapter could go to; "
+            "take another model, or train all weights (model.lora=null)"
+        )
     # PEFT itself would leave an unknown name out without a word, if another one fits.
     for target in config.target_modules:
         if target not in allowed:

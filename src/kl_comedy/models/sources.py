@@ -32,6 +32,8 @@ SIZE_ENDINGS = ("_size", "_heads", "_dim", "n_embd", "n_head", "n_inner", "d_mod
 HUB_SECONDS = 2.0
 SMOLLM2_FOLDER = Path("models/SmolLM2-135M-Instruct")
 """Where research/scripts/fetch_smollm2.py (``make smollm2``) puts the converted model."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of which the tokenizer of a model has one at least."""
 ADAPTER_CONFIG = "adapter_config.json"
 """The file by which PEFT recognises the folder of an adapter."""
 
@@ -45,7 +47,25 @@ def check_source(config: ModelConfig) -> None:
     if is_adapter_folder(config.source):
         check_source(base_of_adapter(config))
     elif config.source != "pocket":
+        check_files(config)
         check_model_config(config)
+
+
+def check_files(config: ModelConfig) -> None:
+    """Raise :class:`UserError` for a folder without a model's config, or without a tokenizer where it has to have one.
+
+    transformers would report the missing config of a model as that of its tokenizer.
+    """
+    folder = Path(config.source)
+    # A GGUF file holds both.
+    if not folder.is_dir() or "gguf_file" in config.options:
+        return
+    if not (folder / "config.json").is_file():
+        raise bad_value("model.source", config.source, "the folder of a model", "it holds no config.json")
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER_FILES)
+    if config.tokenizer is None and not has_tokenizer:
+        why = f"it holds none of {', '.join(TOKENIZER_FILES)}; model.tokenizer names another folder or hub id"
+        raise bad_value("model.source", config.source, "a folder with a tokenizer", why)
 
 
 def check_undamaged(config: ModelConfig) -> None:
@@ -248,5 +268,11 @@ def unavailable(key: str, name: str, error: Exception) -> UserError:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message, at most 300 characters, or its type where it has no message."""
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__
+    """The first line of an error's message, at most 300 characters, or its type where it has no message.
+
+    Where that line only announces the next ones, with a colon, they follow it.
+    """
+    first, *others = str(error).strip().split("\n")
+    if first.endswith(":"):
+        first = " ".join([first, *(line.strip() for line in others)])
+    return first[:300] or type(error).__name__

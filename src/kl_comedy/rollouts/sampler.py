@@ -19,9 +19,11 @@ from kl_comedy.records import Capabilities
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.engines.options import (
     GPU_SHARE,
+    InProcessOptions,
     ServerOptions,
     VLLMServerOptions,
     gpus_per_server,
+    require_vllm,
     transport_of,
     with_job_servers,
 )
@@ -106,6 +108,15 @@ class Sampler:
         if not isinstance(self.options, ServerOptions):
             return None
         return with_job_servers(self.options)
+
+    def check_installed(self) -> None:
+        """Raise :class:`UserError` where this machine would have to start vLLM and does not have it."""
+        starts_vllm = isinstance(self.options, InProcessOptions)
+        if isinstance(self.options, VLLMServerOptions):
+            server_options = self.server_options
+            starts_vllm = server_options is not None and not server_options.urls
+        if starts_vllm:
+            require_vllm(self.name)
 
     def server_gpus(self, gpus: Sequence[str]) -> list[str]:
         """CUDA_VISIBLE_DEVICES of each server that the run starts on a node with ``gpus``.

@@ -154,6 +154,8 @@ class Attempt:
     code: int | None = None
     """Its exit code, or minus the number of the signal that killed it; None while unknown."""
     reason: str | None = None
+    interrupted: bool = False
+    """Whether Ctrl-C or SIGTERM ended it, and no fault."""
 
     def is_of(self, submission: Submission, index: int) -> bool:
         """Whether this attempt belongs to ``submission``: by job or manager, since the clocks of nodes may differ."""
@@ -269,11 +271,14 @@ class Sweep:
             start["job"] = job
         _append(self._journal(index), start)
 
-    def record_end(self, index: int, pid: str, code: int, reason: str | None) -> None:
-        """Record how the attempt of process ``pid`` ended; the last record counts. ``code``: see :class:`Attempt`."""
+    def record_end(self, index: int, pid: str, code: int, reason: str | None, *, interrupted: bool = False) -> None:
+        """Record how the attempt of process ``pid`` ended; the last record counts. The rest: see :class:`Attempt`."""
         if code < 0 and reason is None:
             reason = f"killed by {signal.Signals(-code).name}"
-        _append(self._journal(index), {"pid": pid, "ended": time.time(), "code": code, "reason": reason})
+        row = {"pid": pid, "ended": time.time(), "code": code, "reason": reason}
+        if interrupted:
+            row["interrupted"] = True
+        _append(self._journal(index), row)
 
     def attempts(self, index: int, stage: str = "train") -> list[Attempt]:
         """The attempts at a cell, oldest first, each with its end where there is one."""

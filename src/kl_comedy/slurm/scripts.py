@@ -7,6 +7,7 @@ block of numbers, share an array; a batch script belongs to a size. The text of 
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import signal
 from collections.abc import Iterable, Sequence
@@ -14,12 +15,18 @@ from dataclasses import dataclass
 
 from kl_comedy.errors import REQUEUE_EXIT_CODE, bad_value
 from kl_comedy.slurm.manifest import Cell, Sweep
-from kl_comedy.slurm.profile import SBATCH_TEXTS, Container, JobShape, Profile, Servers, sbatch_word
+from kl_comedy.slurm.profile import SBATCH_TEXTS, Container, JobShape, Profile, Servers, sbatch_word, time_limit_s
 
 SIGUSR1_EXIT_CODE = 128 + signal.SIGUSR1
 """srun's exit code where SIGUSR1 ended a process before it had installed its handler."""
 LAST_TASKS_S = 60
 """How long the other tasks of a step may take after the first has ended: all of them save before they exit."""
+REPORT_TIME = "01:00:00"
+REPORT_MEMORY = "16G"
+"""The most that the job of the report asks for: it reads files and a store for seconds to minutes."""
+MEMORY = re.compile(r"(\d+)([KMGTkmgt]?)")
+MIB_PER_UNIT = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+
 STAGE_WORDS = {"train": ("cell",), "evaluate": ("cell", "--evaluate"), "report": ("sweep-report",)}
 """The subcommand of kl-comedy that each stage runs."""
 
@@ -138,6 +145,10 @@ def render(sweep: Sweep, shape: JobShape, stage: str) -> str:
         # A job by itself and not a task of an array; it samples nothing, so that it needs no servers.
         number = "%j"
         servers = None
+    time = shape.time
+    memory = shape.memory
+    if stage == "report":
+        time, memory = report_limits(shape)
     worker = worker_resources(shape, stage)
     job = worker
     servers_per_node = 0
@@ -151,6 +162,8 @@ def render(sweep: Sweep, shape: JobShape, stage: str) -> str:
         sbatch_texts=SBATCH_TEXTS,
         stage=stage,
         sweep=sweep,
+        time=time,
+        memory=memory,
         log=sbatch_word("--output", f"{logs}/{stage}-{number}.out"),
         directory=sbatch_word("the working folder", sweep.manifest.directory),
         worker=worker,
@@ -164,6 +177,39 @@ def render(sweep: Sweep, shape: JobShape, stage: str) -> str:
         requeue_code=REQUEUE_EXIT_CODE,
         early_signal_code=SIGUSR1_EXIT_CODE,
     )
+
+
+def report_limits(shape: JobShape) -> tuple[str, str | None]:
+    """The time limit and the memory of the report: those of the profile, or :data:`REPORT_TIME`, :data:`REPORT_MEMORY`.
+
+    The smaller ones: a job of hours with all memory of a node waits in the queue as long as a training does.
+    """
+    time = REPORT_TIME
+    limit_s = time_limit_s(shape.time)
+    most_s = time_limit_s(REPORT_TIME)
+    if limit_s is not None and most_s is not None and limit_s <= most_s:
+        time = shape.time
+    # None: the site's default, which is no mistake for a small job.
+    memory = shape.memory
+    if memory is not None and _mebibytes(memory) > _mebibytes(REPORT_MEMORY):
+        memory = REPORT_MEMORY
+    return time, memory
+
+
+def _mebibytes(memory: str) -> float:
+    """An amount of memory as sbatch reads it, in MiB; 0 for one that only sbatch can judge.
+
+    >>> [_mebibytes(text) for text in ("64G", "512", "2T", "0", "much")]
+    [65536.0, 512.0, 2097152.0, inf, 0.0]
+    """
+    amount = MEMORY.fullmatch(memory)
+    if amount is None:
+        return 0.0
+    number, unit = amount.groups()
+    # sbatch reads 0 as all memory of the node.
+    if int(number) == 0:
+        return math.inf
+    return float(int(number) * MIB_PER_UNIT[unit.upper()])
 
 
 def worker_resources(shape: JobShape, stage: str) -> Resources:

@@ -1,6 +1,6 @@
 """The state of every cell: from the run folders, then the attempts, then SLURM; and the sweep's report.
 
-FINISHED · RUNNING · PENDING (in the queue) · PLANNED (never submitted) · STOPPED (saved, asks to resume)
+FINISHED · RUNNING · PENDING (in the queue) · PLANNED (never submitted) · STOPPED (by a signal, saved)
 · FAILED (with its own message) · DIED (without a message) · CANCELLED
 """
 
@@ -388,7 +388,7 @@ def _state_after_attempt(cell: CellHistory, attempt: Attempt) -> tuple[str, str]
     if cell.cancelled or cell.cancelled_by_slurm:
         return "CANCELLED", attempt.reason or "cancelled"
 
-    if attempt.code == REQUEUE_EXIT_CODE:
+    if attempt.code == REQUEUE_EXIT_CODE or attempt.interrupted:
         return "STOPPED", attempt.reason or ""
     if attempt.code is not None and attempt.code > 0:
         return "FAILED", attempt.reason or f"exit code {attempt.code}"

@@ -2,7 +2,8 @@
 
 MLflow's client makes an object of every param, tag and metric, and reads the curve of one run at a time, which takes a
 minute for a thousand runs. These functions read the tables themselves. They return None for a store that they do not
-know, as a server; the caller then asks MLflow's client, which has the public API. Both ways give the same values.
+know: a server, or a database whose schema is not one of :data:`KNOWN_SCHEMAS`. The caller then asks MLflow's client,
+which has the public API. Both ways give the same values.
 """
 
 from __future__ import annotations
@@ -16,6 +17,46 @@ NAN = float("nan")
 
 IDS_PER_QUERY = 500
 """SQL Server takes 2,100 variables in a query, SQLite 32,766."""
+
+KNOWN_SCHEMAS = frozenset(
+    (
+        "71994744cf8e",
+        "3da73c924c2f",
+        "bf29a5ff90ea",
+        "1bd49d398cd23",
+        "b7c8d9e0f1a2",
+        "5d2d30f0abce",
+        "c9d4e5f6a7b8",
+        "2c33131f4dae",
+        "d3e4f5a6b7c8",
+        "d0e1f2a3b4c5",
+        "c8d9e0f1a2b3",
+        "1b5f0d9ad7c1",
+        "e1f2a3b4c5d6",
+        "76601a5f987d",
+        "c3d6457b6d8a",
+        "a5b4c3d2e1f0",
+        "ae8bbe7743c9",
+        "7d34483879f0",
+        "da6fb0208061",
+        "89d3d66ed43f",
+        "b7e4c1a90f23",
+        "a8b9c0d1e2f3",
+        "c1d2e3f4a5b6",
+        "c3d9e7f1a2b4",
+        "6f8d9c3b2a1e",
+        "1971f2d9a75b",
+        "17e22815139b",
+        "b7e2c1a4d9f3",
+        "75868b020152",
+        "dc11669786a5",
+    )
+)
+"""Versions of MLflow's schema in which the tables read here mean the same, oldest first: those of MLflow 3.5 to 3.17.
+
+A later migration may move values elsewhere, or restrict who sees which runs. Add its version after reading it (folder
+``store/db_migrations`` of MLflow); until then its databases are read through the client, which is slower and right.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +200,7 @@ def artifact_folder(client: Any, run_id: str) -> Path | None:
 
 
 def _backend(client: Any) -> Any | None:
-    """MLflow's own store behind ``client``, where it is a database; else None."""
+    """MLflow's own store behind ``client``, where it is a database of a known schema; else None."""
     try:
         from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
     except ImportError:
@@ -169,4 +210,15 @@ def _backend(client: Any) -> Any | None:
     # By its exact type: a subclass, as that of workspaces, may restrict what a reader sees.
     if type(backend) is not SqlAlchemyStore:
         return None
+    if _schema_of(backend) not in KNOWN_SCHEMAS:
+        return None
     return backend
+
+
+def _schema_of(backend: Any) -> str | None:
+    """The version of the schema that the database itself states; None where it states none."""
+    from sqlalchemy import text
+
+    with backend.ManagedSessionMaker() as session:
+        version: str | None = session.execute(text("SELECT version_num FROM alembic_version")).scalar()
+    return version

@@ -29,6 +29,9 @@ COLUMN = 3.4
 PAGE = 7.0
 """Inches: the widths of a column and of a page of two columns."""
 
+MOST_ENTRIES_IN_A_COLUMN = 8
+"""The legend of a wide figure has two columns at least where it has more entries."""
+
 STYLE: dict[RcKeyType, Any] = {
     "font.size": 8,
     "axes.titlesize": 8,
@@ -40,7 +43,9 @@ STYLE: dict[RcKeyType, Any] = {
     "legend.title_fontsize": 7,
     "legend.frameon": False,
     "axes.grid": True,
-    "grid.alpha": 0.3,
+    # Not grey, which is the colour of runs without KL.
+    "grid.color": "black",
+    "grid.alpha": 0.1,
     "grid.linewidth": 0.5,
     "axes.linewidth": 0.6,
     "lines.linewidth": 1.1,
@@ -117,7 +122,11 @@ def legend_below(figure: Figure, title: str = "", more: Sequence[Artist] = ()) -
     width, height = figure.get_size_inches()
     title = "\n".join(textwrap.wrap(title, int((width - 0.1) / 0.055)))
     # A label that is wider than the figure would leave it.
-    labels = ["\n".join(textwrap.wrap(label, int((width - 0.6) / 0.052))) for label in handles]
+    entry_width = width
+    # One long name must not put many short ones into a single column.
+    if len(handles) > MOST_ENTRIES_IN_A_COLUMN and width > COLUMN:
+        entry_width = width / 2
+    labels = ["\n".join(textwrap.wrap(label, int((entry_width - 0.6) / 0.052))) for label in handles]
     widest_entry = 0.5 + 0.052 * max(len(line) for label in labels for line in label.split("\n"))
     columns = max(1, min(len(handles), int((width - 0.1) / widest_entry)))
     broken = sum(label.count("\n") for label in labels)

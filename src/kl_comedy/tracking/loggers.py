@@ -7,6 +7,7 @@ config and every metric at its update; a resumed run repeats the updates since i
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import json
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from kl_comedy.config.schema import LoggerConfig
 
 SOURCE = "lightning.pytorch.loggers"
+
+TENSORBOARD_TAGS = ("kl.label", "kl.regime", "kl.target", "kl.verdict")
+"""Tags of a run that are columns of TensorBoard's table of runs, beside the config; the text has all of them."""
 
 WANDB_TAGS = ("kl.regime", "kl.target")
 """Tags of a run that W&B shows beside its name; all of them are in its config."""
@@ -48,9 +52,28 @@ def tensorboard(folder: Path, name: str) -> Logger:
         """Shows the description among its texts: TensorBoard names a run by its folder alone."""
 
         def describe(self, note: str, tags: Mapping[str, str]) -> None:
-            """Write the description, and the tags as a table."""
+            """Write the description and the tags as a text, and the config and the short tags as hyperparameters."""
             rows = [f"| {key} | {text.replace('|', ' ')} |" for key, text in sorted(tags.items())]
             self.experiment.add_text("run", "\n".join([note, "", "| tag | value |", "| --- | --- |", *rows]), 0)
+            params = {key: _number_or_text(text) for key, text in self.hparams.items()}
+            params |= {f"tags.{key}": tags[key] for key in TENSORBOARD_TAGS if key in tags}
+            self._write_hparams(params)
+
+        def _write_hparams(self, params: dict[str, float | str]) -> None:
+            """Write what TensorBoard's page HPARAMS shows of the run.
+
+            Lightning writes it only together with metrics of update 0, which would be points that nobody measured.
+            """
+            # The package that Lightning writes with: torch's writer needs tensorboard, tensorboardX has its own.
+            writing_package = "torch.utils.tensorboard"
+            if importlib.util.find_spec("tensorboard") is None:
+                writing_package = "tensorboardX"
+            summaries = importlib.import_module(f"{writing_package}.summary")
+            # Without the first of the three, which lists the columns of one run, the page shows those of all runs.
+            _, start, end = summaries.hparams(params, {})
+            writer = self.experiment._get_file_writer()
+            writer.add_summary(start, 0)
+            writer.add_summary(end, 0)
 
     return Describing(folder, name="tensorboard", version="", default_hp_metric=False)
 
@@ -107,6 +130,18 @@ def _value(text: Any) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _number_or_text(text: Any) -> float | str:
+    """A param for TensorBoard, which takes numbers and texts.
+
+    >>> _number_or_text("0.1"), _number_or_text("[0.9, 0.999]"), _number_or_text("true")
+    (0.1, '[0.9, 0.999]', 'true')
+    """
+    value = _value(text)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value
+    return str(text)
 
 
 def check_loggers(configs: Sequence[LoggerConfig]) -> None:

@@ -38,9 +38,34 @@ VARIANTS = (
     "k3_reverse_token in reward total before baseline + k3_reverse_token in loss",
     "k1_reverse_token in reward total before baseline + k1_reverse_token in loss",
     "k2_reverse_sequence in loss",
+    "k3_reverse_token in loss input clamped at 20 output clamped at 10",
+    "k1_reverse_token in reward to_go x prefix",
+    "k2_reverse_token in loss output clamped at 10",
+    "exact_reverse_token in reward to_go x prefix_previous own baseline",
+    "k3_reverse_token in loss output clamped at 1",
+    "exact_reverse_token in reward to_go x prefix_previous self-normalized",
+    "exact_forward_token in loss",
+    "k2_reverse_token in loss input clamped at 1",
+    "k3_reverse_token in loss input clamped at 1",
+    "k1_reverse_token in reward own x token<=1.2 clip",
 )
 """Families that the stored studies often compare with one another, so that a hash must not give two of them one look.
 The first six have six colours. New ones belong at the end: a place in this table is a look."""
+
+POLICY_TERMS = (
+    "ppo-clip",
+    "dppo-tv",
+    "dppo-kl",
+    "cppo",
+    "ess-linear",
+    "ess-sqrt",
+    "small-step",
+    "trm",
+    "trm-loose",
+    "prefix-budget",
+    "prefix-budget-loose",
+)
+"""What the study of trust regions has in place of a KL: there each is a family, and six neighbours have six colours."""
 
 OTHER_COLOURS = ("#999933", "#7A4A1E", "#AA44DD", "#145A2A", "#EE6677", "#22AAAA")
 """Colours of all families that are not in :data:`METHODS`, so that an unusual one is never taken for a usual one."""
@@ -120,6 +145,8 @@ def _place(family: str) -> int:
     """The place of a family in the 30 looks of the families that are not usual."""
     if family in VARIANTS:
         return VARIANTS.index(family)
+    if family in POLICY_TERMS:
+        return POLICY_TERMS.index(family)
     # Not hash(): it differs from process to process. After the table's places, which are taken.
     free = OTHER_LOOKS - len(VARIANTS)
     return len(VARIANTS) + zlib.crc32(family.encode()) % free
@@ -131,6 +158,18 @@ def _other_look(place: int, lines: Sequence[Any]) -> LineLook:
         marker=OTHER_MARKERS[place % len(OTHER_MARKERS)],
         dash=lines[place % len(lines)],
     )
+
+
+def other_look(number: int) -> LineLook:
+    """Look ``number`` of 60 for what has no KL family, as a policy correction: none has a usual family's colour.
+
+    >>> other_look(0).colour, other_look(30).colour, other_look(0).marker, other_look(30).marker
+    ('#999933', '#999933', '<', 'o')
+    """
+    style = _other_look(number, DASHES)
+    if number % (2 * OTHER_LOOKS) >= OTHER_LOOKS:
+        style = replace(style, marker=MARKERS[number % len(OTHER_MARKERS)])
+    return style
 
 
 def looks_of_families(families: Iterable[str]) -> dict[str, LineLook]:
@@ -158,8 +197,7 @@ def line_looks(lines: Mapping[Line, Mapping[str, str]]) -> dict[Line, LineLook]:
     they differ in the shape of the marks instead, and the first value has the family's marker.
     """
     if not any(line.family for line in lines):
-        # Without a family there is nothing to look like.
-        return {line: _as_look(look(number)) for number, line in enumerate(lines)}
+        return {line: other_look(number) for number, line in enumerate(lines)}
     family_of_line = {line: line.family or line.label for line in lines}
     looks = looks_of_families(family_of_line.values())
     numbers = _variant_numbers(family_of_line, lines)

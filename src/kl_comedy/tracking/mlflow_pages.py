@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ from kl_comedy.tracking.values import separating_keys
 
 if TYPE_CHECKING:
     import pandas as pd
+
+LOCAL_PAGES = "http://127.0.0.1:5000"
+"""Where ``mlflow server`` serves its pages unless it is told otherwise."""
 
 VIEW = "mlflow.sharedViewState."
 """The beginning of the tags of an experiment that hold a view."""
@@ -128,6 +132,21 @@ def addresses(server: str, experiment_id: str, key: str) -> tuple[str, str]:
     query = f"workflowType=machine_learning&viewStateShareKey={key}"
     page = f"{server.rstrip('/')}/#/experiments/{experiment_id}/runs?{query}"
     return page, f"{page}&compareRunsMode=CHART"
+
+
+def run_address(server: str, run_id: str) -> str:
+    """The address of the page of one run.
+
+    >>> run_address("http://tracking:5000/", "0a1b")
+    'http://tracking:5000/#/runs/0a1b'
+    """
+    # The pages find the run's experiment by themselves, so that no request is needed to name it.
+    return f"{server.rstrip('/')}/#/runs/{run_id}"
+
+
+def serve_command(uri: str) -> str:
+    """The command that serves the pages of a store that is a database, at :data:`LOCAL_PAGES`."""
+    return shlex.join(["mlflow", "server", "--backend-store-uri", uri, "--host", "127.0.0.1"])
 
 
 def share(uri: str, experiment: str, view: View, server: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""A study as one self-contained HTML page: results, pictures, certificates, completions, provenance, commands.
+"""A study as one self-contained HTML page: results, pictures, certificates, completions, tokens, provenance, commands.
 
 Nothing on it comes from a network: pictures are data URLs; style and script are inline and the only ones its content
 security policy admits. Whatever comes from the store (labels, tags, completions) is text, escaped by the template.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import math
 import shlex
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -37,6 +38,7 @@ from kl_comedy.tracking.plots import (
 from kl_comedy.tracking.runs import CODE, FAMILY, LABEL, NoCurves, history, open_runs, short
 from kl_comedy.tracking.store import shorten
 from kl_comedy.tracking.tables import number
+from kl_comedy.tracking.tokens import USES, ShownRun, Viewer, viewer_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -110,6 +112,8 @@ def render_page(**page: Any) -> str:
     from markupsafe import Markup
 
     inline: dict[str, Any] = {}
+    # JSON for a script element that is not run: it is escaped for that place, and not as text.
+    inline["token_data"] = Markup(page["tokens"].data)
     for name, suffix in (("style", "css"), ("script", "js")):
         text = (TEMPLATES / f"report.{suffix}").read_text(encoding="utf-8")
         # The page's security policy admits style and script by their hashes alone.
@@ -179,6 +183,8 @@ class Study:
             parts=sections,
             runs=self.runs_table(links, shared),
             configurations=details,
+            tokens=self.tokens(configurations),
+            token_uses=USES,
             common=sorted(shared.items()),
         )
 
@@ -372,8 +378,7 @@ class Study:
             values = [f"{column_head(short(metric))} {number(row[metric])}" for metric in known]
             line = f"seed {row.get('params.seed', '?')}, {_status(row)}: {', '.join(values) or 'no values'}"
             runs.append((line, self.reproduce(row)))
-        # Stable: the first of the finished runs stays first.
-        run = members.sort_values("status", key=lambda status: status != "FINISHED", kind="stable").iloc[0]
+        run = _finished_first(members).iloc[0]
         samples = []
         for completion in open_runs(self.uri).completions(str(run["run_id"])):
             text = shorten(str(completion.get("completion", "")), LONGEST_COMPLETION)
@@ -381,6 +386,24 @@ class Study:
             samples.append({"text": text, "facts": facts})
         tags = {str(key): value for key, value in run.items() if isinstance(value, str)}
         return {"certificate": _certificate(tags), "runs": runs, "samples": samples}
+
+    def tokens(self, configurations: Sequence[tuple[tuple[str, ...], pd.DataFrame]]) -> Viewer:
+        """The tokens of some runs: by turns one of each configuration, its finished runs first."""
+        rows_of = []
+        for keys, members in configurations:
+            label = plain_words(line_label(self.groups, keys))
+            ordered = _finished_first(members)
+            rows_of.append([(label, row) for row in ordered.to_dict("records")])
+        candidates = []
+        for turn in itertools.zip_longest(*rows_of):
+            for label_and_row in turn:
+                # A configuration with fewer runs than others has none left.
+                if label_and_row is None:
+                    continue
+                label, row = label_and_row
+                run_id = str(row["run_id"])
+                candidates.append(ShownRun(run_id, str(row["run_name"] or run_id), label))
+        return viewer_of(open_runs(self.uri), candidates)
 
     def pictures(
         self, frame: pd.DataFrame, points: Mapping[str, pd.DataFrame], kl: str | None, parts: Sequence[str]
@@ -436,6 +459,11 @@ class Study:
     def reproduce(self, row: Row) -> str:
         """The command that runs this run again and compares its metrics."""
         return shlex.join(["kl-comedy", "reproduce", row["run_id"], "--uri", self.uri])
+
+
+def _finished_first(members: pd.DataFrame) -> pd.DataFrame:
+    # Stable: the first of the finished runs stays first.
+    return members.sort_values("status", key=lambda status: status != "FINISHED", kind="stable")
 
 
 class _BarAxis(NamedTuple):

@@ -103,6 +103,9 @@ COMPLETIONS = "completions"
 PLUGIN_SOURCE = "plugin_source"
 """Columns of an export beside those of a runs frame: JSON of sampled completions, and of plugins' source by name."""
 
+PER_TOKEN = "per_token"
+"""Column of a table of samples: the numbers of a completion's tokens (:mod:`kl_comedy.tracking.tokens`)."""
+
 CURVE_COLUMNS = ("run_id", "metric", "step", "value", "recorded")
 """Columns of an export's curves, one row per point. ``recorded`` is the length of the whole curve."""
 
@@ -141,7 +144,15 @@ class Runs(Protocol):
         ...
 
     def completions(self, run_id: str, most: int = 4) -> list[dict[str, Any]]:
-        """Up to ``most`` rows of the newest evaluation table of the run, else of its newest table of samples."""
+        """Up to ``most`` rows of the newest evaluation table of the run, else of its newest table of samples.
+
+        Without the numbers of their tokens.
+        """
+        ...
+
+    def sample_tables(self, run_id: str, most: int) -> list[tuple[int, list[dict[str, Any]]]]:
+        """The run's tables of training samples, at most ``most`` (at least 2), by their updates: the first, the last
+        and others evenly between them. Empty in an export."""
         ...
 
     def config(self, run_id: str, folder: Path) -> Path:
@@ -281,24 +292,50 @@ class Store:
 
     def completions(self, run_id: str, most: int = 4) -> list[dict[str, Any]]:
         """:meth:`Runs.completions`; empty where the run's artifacts are not where the store says they are."""
-        local = database.artifact_folder(self._client, run_id)
         for folder in ("tables/eval", "tables/samples"):
-            if local is None:
-                files = self._files_below(run_id, folder)
-            else:
-                # MLflow's client would read all params and tags of the run to find this folder.
-                paths = sorted(file for file in (local / folder).rglob("*.json") if file.is_file())
-                files = [file.relative_to(local).as_posix() for file in paths]
-            step_of = {path: int(Path(path).stem) for path in files if re.search(r"/\d+\.json$", path)}
+            step_of = self._tables(run_id, folder)
             if not step_of:
                 continue
             newest = max(step_of, key=step_of.__getitem__)
-            if local is not None:
-                return _table_rows(local / newest, run_id)[:most]
-            with tempfile.TemporaryDirectory() as scratch:
-                file = self._client.download_artifacts(run_id, newest, scratch)
-                return _table_rows(Path(file), run_id)[:most]
+            rows = self._read_table(run_id, newest)[:most]
+            return [{name: value for name, value in row.items() if name != PER_TOKEN} for row in rows]
         return []
+
+    def sample_tables(self, run_id: str, most: int) -> list[tuple[int, list[dict[str, Any]]]]:
+        """:meth:`Runs.sample_tables`; without tables that cannot be read."""
+        path_of = {step: path for path, step in self._tables(run_id, "tables/samples").items()}
+        tables = []
+        for step in evenly(path_of, most):
+            try:
+                tables.append((step, self._read_table(run_id, path_of[step])))
+            except UserError as error:
+                # A page of many runs is not lost for one damaged file.
+                log.warning("%s", error)
+        return tables
+
+    def _tables(self, run_id: str, folder: str) -> dict[str, int]:
+        """The paths of the run's tables in ``folder`` and below, with the update of each."""
+        local = database.artifact_folder(self._client, run_id)
+        if local is None:
+            files = self._files_below(run_id, folder)
+        else:
+            # MLflow's client would read all params and tags of the run to find this folder.
+            paths = sorted(file for file in (local / folder).rglob("*.json") if file.is_file())
+            files = [file.relative_to(local).as_posix() for file in paths]
+        return {path: int(Path(path).stem) for path in files if re.search(r"/\d+\.json$", path)}
+
+    def _read_table(self, run_id: str, path: str) -> list[dict[str, Any]]:
+        """The rows of the run's table at ``path``. Raises :class:`UserError` for a file that is none or does not come."""
+        local = database.artifact_folder(self._client, run_id)
+        if local is not None:
+            return _table_rows(local / path, run_id)
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                fetched = self._client.download_artifacts(run_id, path, scratch)
+            except Exception as error:
+                # A server may have lost the file, or itself.
+                raise store.cannot_be_read(self.uri, error) from error
+            return _table_rows(Path(fetched), run_id)
 
     def _files_below(self, run_id: str, folder: str) -> list[str]:
         """The paths of the run's artifacts in ``folder`` and below."""
@@ -325,6 +362,18 @@ class Store:
         except Exception:  # a run of an earlier version: the caller asks for the files
             return []
         return sorted(file for file in fetched.rglob("*") if file.is_file())
+
+
+def evenly(steps: Iterable[int], most: int) -> list[int]:
+    """At most ``most`` (at least 2) of ``steps`` in order: the first, the last, and others evenly between them.
+
+    >>> evenly([1, 20, 40, 60, 80, 100], 4)
+    [1, 40, 60, 100]
+    """
+    ordered = sorted(steps)
+    if len(ordered) <= most:
+        return ordered
+    return [ordered[round(place * (len(ordered) - 1) / (most - 1))] for place in range(most)]
 
 
 def _points(client: Any, run_id: str, metric: str) -> list[tuple[int, float]]:
@@ -422,6 +471,10 @@ class Export:
         """:meth:`Runs.completions`."""
         rows: list[dict[str, Any]] = json.loads(self._cell(run_id, COMPLETIONS) or "[]")
         return rows[:most]
+
+    def sample_tables(self, run_id: str, most: int) -> list[tuple[int, list[dict[str, Any]]]]:
+        """:meth:`Runs.sample_tables`."""
+        return []
 
     def config(self, run_id: str, folder: Path) -> Path:
         """:meth:`Runs.config`, from the run's params; those that the export lacks are at their defaults."""

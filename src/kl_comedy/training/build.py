@@ -12,6 +12,7 @@ from pathlib import Path
 from kl_comedy.config import Config
 from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.errors import UserError, unknown_key
+from kl_comedy.io import check_writable
 from kl_comedy.kl import KLTerm, resolve_terms, term_warnings
 from kl_comedy.models.load import pick_device
 from kl_comedy.models.sources import check_source
@@ -114,6 +115,8 @@ def check_before_loading(config: Config) -> Run:
     run = build_run(config)
     check_parts(config)
     check_trainer_arguments(config)
+    run.sampler.check_installed()
+    check_writable(Path(config.output), "output", is_folder=True)
     # With `auto` a machine without GPU trains on its CPU; `cuda` asks for one.
     if config.model.device == "cuda":
         pick_device("cuda")
@@ -169,13 +172,15 @@ def check_training(config: Config) -> tuple[KLTerm, ...]:
 
 
 def warn_about(run: Run) -> None:
-    """Warn where a KL term optimizes something else than its value suggests, and of a lag that overlaps nothing."""
+    """Warn where a KL term optimizes something else than its value suggests, and of a lag that does nothing."""
     off_policy = is_off_policy(run.config)
     for term in run.terms.values():
         for warning in term_warnings(term, off_policy=off_policy):
             log.warning(warning)
     if run.lag.mode == "async" and run.lag.max_steps == 0:
         log.warning("lag.max_steps is 0: with lag.mode=async the sampler waits for every update; 1 or more overlaps")
+    if run.lag.mode == "replayed" and run.lag.steps == 0:
+        log.warning("lag.steps is 0: with lag.mode=replayed the samples are fresh; 1 or more is their age in updates")
 
 
 def is_off_policy(config: Config) -> bool:

@@ -32,9 +32,11 @@ from kl_comedy.progress import PHASE_EVERY_S, PLAIN_EVERY_S, Bars, PlainLines, T
 from kl_comedy.records import Scored
 from kl_comedy.registry import CALLBACKS
 from kl_comedy.rollouts.recording import RecordingWriter
+from kl_comedy.tracking.tokens import traced_row
 from kl_comedy.training.checkpoint import SaveFailed, save_checkpoint
 from kl_comedy.training.experience import derive_seed
 from kl_comedy.training.metrics import completion_metrics
+from kl_comedy.training.module import PolicyModule, is_sampled
 from kl_comedy.training.problems import eval_sampling
 from kl_comedy.training.run_folder import RunDir, saved, step_of
 from kl_comedy.training.stop_signals import SIGNAL_SECONDS, StopRequest
@@ -123,6 +125,21 @@ def sample_rows(rows: Sequence[Scored]) -> list[dict[str, Any]]:
     return table
 
 
+def training_samples(module: PolicyModule) -> list[dict[str, Any]]:
+    """The rows of a table of samples after an update; the first ones with what it computed of their tokens."""
+    assert module.last_batch is not None
+    rows = module.last_batch.rows
+    tokenizer = module.loaded.tokenizer
+    special_ids = frozenset(tokenizer.all_special_ids)
+    table = sample_rows(rows)
+    for position, numbers in module.last_tokens.items():
+        rollout = rows[position].rollout
+        table[position] |= traced_row(
+            numbers, rollout.completion_ids, rollout.group_id, tokenizer=tokenizer, special_ids=special_ids
+        )
+    return table
+
+
 class RecordRollouts(Callback):
     """Writes every batch to ``rollouts/`` of the run's folder, before its first update.
 
@@ -156,11 +173,9 @@ class MetricsCallback(Callback):
         version = pl_module.version
         for logger in trainer.loggers:
             logger.log_metrics(pl_module.last_metrics, step=version)
-        if self._every == 0:
-            return
-        if version == 1 or version % self._every == 0:
+        if is_sampled(version, self._every):
             # The first logger is the run's own; Lightning's others have no tables.
-            trainer.logger.log_table("samples", sample_rows(pl_module.last_batch.rows), step=version)
+            trainer.logger.log_table("samples", training_samples(pl_module), step=version)
 
 
 class EvaluationCallback(Callback):
@@ -401,6 +416,8 @@ class ConsoleProgress(ProgressBar):
         if self._console.quiet:
             return
         self._bar.memory = memory_text()
+        # With its clock: without one, a run that evaluates for minutes would look as if it stood still.
+        self._bar.start_task(self._task)
         self._bar.start()
         listen(self._show_phase)
 
@@ -408,7 +425,7 @@ class ConsoleProgress(ProgressBar):
         self._version = pl_module.version
         self._time_left = TimeLeft(self._steps, self._version, clock=self._clock)
         if not self._console.quiet:
-            self._bar.reset(self._task, completed=self._version, time_left=self._time_left)
+            self._bar.update(self._task, completed=self._version, time_left=self._time_left)
 
     def _show_phase(self, text: str) -> None:
         self._bar.phase = text

@@ -131,7 +131,7 @@ class MicroBatch:
     ``old_value_BT``: log-probs and values of the policy at the batch's first use, ``value_target_BT`` the lambda
     returns; None where the policy loss uses the sampler's log-probs, or there is no critic. ``empty``: its weight is
     zero; it keeps the collectives of this rank in step with ranks that have more rows. ``notes``: metrics of the
-    whole update, the same on each of its micro-batches.
+    whole update, the same on each of its micro-batches. ``positions``: those of the rows among all of the update.
     """
 
     experience: Experience
@@ -142,6 +142,7 @@ class MicroBatch:
     value_target_BT: Tensor | None = None
     empty: bool = False
     notes: Mapping[str, float] = field(default_factory=dict)
+    positions: Sequence[int] = ()
 
     def reference_of(self, term: KLTerm) -> ReferencePass:
         """The reference pass of a term. Terms against the ``sampler`` read the behaviour log-probs instead."""
@@ -420,6 +421,7 @@ def _micro_batch(
         value_target_BT=optional_rows_of(signal.value_target_BT),
         empty=packed.empty,
         notes=signal.notes,
+        positions=packed.positions,
     )
 
 

@@ -29,6 +29,7 @@ from kl_comedy.models.reference import Reference, check_tokens
 from kl_comedy.objective.policy_term import PolicyLossParts
 from kl_comedy.records import FOREIGN_VERSION, Experience, Scored
 from kl_comedy.rewards.base import failed, is_failed_part
+from kl_comedy.tracking.tokens import STORED_ROWS, STORED_TOKENS, USES, TokenNumbers
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.loss import MicroBatch, MicroLoss
 from kl_comedy.training.packing import Packer, model_inputs, pass_options
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 RATIO_PERCENTS = (1, 10, 50, 90, 99)
 AGE_PERCENTS = (50, 90)
+NO_ADVANTAGE = 1e-9
+"""Advantages this small are 0: the mean of equal rewards may differ from them by its rounding."""
 Terms = Sequence["KLTerm"]
 
 
@@ -295,6 +298,52 @@ def accumulate_policy(metrics: MetricAccumulator, parts: PolicyLossParts, mask_B
         metrics.add(f"policy/correction/{name}/masked_share", (weights.masked_BT & mask_BT).sum(), tokens)
         metrics.add(f"policy/correction/{name}/weight_mean", weight_BT.double().sum(), tokens)
         metrics.maximum(f"policy/correction/{name}/weight_max", weight_BT.max())
+
+
+# --- of the tokens of an update's first rows --------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def token_numbers(micro: MicroBatch, policy: TokenPass, result: MicroLoss) -> dict[int, TokenNumbers]:
+    """What a run stores of the tokens of its first rows: those in this micro-batch, by their position in the update.
+
+    They come from the pass that the update itself takes, and its metrics are sums of them.
+    """
+    experience = micro.experience
+    k1_BT = policy.logp_BT - experience.ref_logp_BT
+    delta_BT = policy.logp_BT - experience.behaviour_logp_BT
+    use_BT = _uses(micro, result.policy)
+    letters = "".join(USES)
+    numbers = {}
+    for row, position in enumerate(micro.positions):
+        if position >= STORED_ROWS:
+            continue
+        # Completions are padded on the right, so that the tokens inside the mask are the first ones.
+        length = min(int(experience.mask_BT[row].sum()), STORED_TOKENS)
+        exact = None
+        if policy.kl_BT is not None:
+            exact = policy.kl_BT[row, :length].double().tolist()
+        numbers[position] = TokenNumbers(
+            k1_reverse=k1_BT[row, :length].double().tolist(),
+            log_ratio=delta_BT[row, :length].double().tolist(),
+            exact_reverse=exact,
+            use="".join(letters[use] for use in use_BT[row, :length].tolist()),
+        )
+    return numbers
+
+
+def _uses(micro: MicroBatch, parts: PolicyLossParts) -> Tensor:
+    """What the loss did with each token, ``[B, T]``: its place in :data:`kl_comedy.tracking.tokens.USES`."""
+    experience = micro.experience
+    use_BT = torch.zeros_like(experience.ids_BT)
+    # In this order: what comes later leaves less of the token in the loss.
+    if parts.clipped_BT is not None:
+        use_BT[parts.clipped_BT] = 1
+    use_BT[experience.advantage_BT.abs() < NO_ADVANTAGE] = 2
+    for weights in parts.weights.values():
+        use_BT[weights.masked_BT] = 3
+    use_BT[experience.weight_B == 0] = 4
+    return use_BT
 
 
 # --- of an update -----------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from kl_comedy.objective import value_loss
 from kl_comedy.phases import phase
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
+from kl_comedy.tracking.tokens import TokenNumbers
 from kl_comedy.training.build import Run, build_run
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.experience import UpdateBatch
@@ -53,6 +54,7 @@ from kl_comedy.training.metrics import (
     row_metrics,
     staleness_metrics,
     time_metrics,
+    token_numbers,
 )
 from kl_comedy.training.models import ValueHead, load_models
 from kl_comedy.training.old_policy import record_old_policy
@@ -88,6 +90,17 @@ def lr_factor(settings: OptimizerConfig, step: int, steps: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def is_sampled(version: int, every: int) -> bool:
+    """Whether a table of samples is written after update ``version``: the first, and every ``every``-th.
+
+    >>> [version for version in range(1, 9) if is_sampled(version, 4)], is_sampled(1, 0)
+    ([1, 4, 8], False)
+    """
+    if every == 0:
+        return False
+    return version == 1 or version % every == 0
+
+
 def ess_factor(scaling: str, share: float) -> float:
     """The factor of the learning rate at an effective sample size of ``share`` of the completions (VCPO, 2602.17616).
 
@@ -101,7 +114,8 @@ class PolicyModule(lightning.LightningModule):
     """Owns the policy and its optimizer. Sampler and frozen references are not part of its state.
 
     ``terms`` and ``betas`` go by the term's name (:func:`~kl_comedy.training.loss.named_terms`). ``version`` counts
-    optimizer updates; ``last_metrics`` are those of the last update. The policy is there after :meth:`load`, which
+    optimizer updates; ``last_metrics`` are those of the last update. ``last_tokens`` are the numbers of the tokens of
+    its first rows, by the row, where a table of samples follows. The policy is there after :meth:`load`, which
     :class:`ExperienceModule` calls once the processes are connected. Raises :class:`UserError` for KL terms and
     algorithms that cannot train.
     """
@@ -128,6 +142,7 @@ class PolicyModule(lightning.LightningModule):
         self.replaced_at: dict[int, float] = {}  # when each version of the weights was replaced by the next
         self.last_metrics: dict[str, float] = {}
         self.last_batch: UpdateBatch | None = None
+        self.last_tokens: dict[int, TokenNumbers] = {}
         self.old_policy: list[OldPolicyRow] | None = None
         self._log_probs_are_finite = True  # of this rank's micro-batches of the current update
 
@@ -232,6 +247,7 @@ class PolicyModule(lightning.LightningModule):
     ) -> tuple[list[MicroBatch], dict[str, float]]:
         """Gradients of this rank's micro-batches; these, and the sum of each part of their losses, by its name."""
         self._log_probs_are_finite = True
+        self.last_tokens = {}
         if batch.first:
             self.old_policy = self.record(batch.batch)
         old_policy = None
@@ -281,6 +297,8 @@ class PolicyModule(lightning.LightningModule):
             accumulate_micro_batch(metrics, micro, policy, result, self.terms, version=self.version)
             for name in sorted(micro.references.keys() - {"initial"}):
                 accumulate_reference(metrics, name, micro, passes)
+            if is_sampled(self.version + 1, config.train.samples_every):
+                self.last_tokens |= token_numbers(micro, policy, result)
         return parts
 
     def _measures_exact_kl(self) -> bool:
@@ -322,6 +340,10 @@ class PolicyModule(lightning.LightningModule):
             if self.value_head is not None:
                 # It is whole on every rank under any strategy, and its loss was multiplied for FSDP's mean.
                 sum_gradients(self.value_head.parameters(), self.ranks, divisor=self._loss_factor)
+        if self.ranks.size > 1 and is_sampled(self.version + 1, self.config.train.samples_every):
+            # Rank 0 writes the table; each rank has passed some of its rows.
+            for tokens_of_rank in self.ranks.gather(self.last_tokens):
+                self.last_tokens |= tokens_of_rank
         summed = {name: sum(of_rank[name] for of_rank, _ in gathered) for name in losses}
         return metrics.merged(self.ranks), summed
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
 from kl_comedy.config import Config, config_hash, flatten, plugins_of, to_plain
-from kl_comedy.errors import RunFailed, RunStopped
+from kl_comedy.errors import RunFailed, RunInterrupted, RunStopped
 from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.redaction import redact
 from kl_comedy.registry import plugin_line
@@ -263,7 +263,7 @@ class RunRecord(Callback):
         """Write the summary of a run that ended early. Returns where ``error`` itself should be raised.
 
         The loss of another rank comes first, because it is the cause of many other errors. Raises :class:`RunStopped`
-        after SIGUSR1, else :class:`RunFailed`.
+        after SIGUSR1, :class:`RunInterrupted` after SIGTERM and Ctrl-C, else :class:`RunFailed`.
         """
         lost_ranks = self._watch.lost(error)
         if lost_ranks is not None:
@@ -296,7 +296,7 @@ class RunRecord(Callback):
         message = f"{reason} of {self._config.train.steps}; {self._resume_advice}"
         if received is signal.SIGUSR1:
             raise RunStopped(message) from None
-        raise RunFailed(message) from None
+        raise RunInterrupted(message) from None
 
     def _fail_with_batch(self, error: RunFailed, run: RunDir, module: PolicyModule) -> None:
         reason = str(error)

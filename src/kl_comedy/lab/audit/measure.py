@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.config import Config
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import UserError
 from kl_comedy.kl import BetaState, KLTerm, resolve_terms
 from kl_comedy.lab.audit import grams
 from kl_comedy.lab.audit.gradients import (
@@ -35,8 +35,9 @@ from kl_comedy.lab.audit.gradients import (
     reference_term,
 )
 from kl_comedy.lab.audit.report import SIGNIFICANT, UNDEFINED, AuditReport, BetaCheck, Estimate, TermResult
+from kl_comedy.lab.audit.source import check_term_names
 from kl_comedy.records import Scored
-from kl_comedy.registry import OWN_PART, RECIPES
+from kl_comedy.registry import RECIPES
 from kl_comedy.training.build import is_off_policy
 from kl_comedy.training.loss import micro_loss, named_terms, prepare
 from kl_comedy.training.metrics import MetricAccumulator
@@ -93,6 +94,7 @@ def select_terms(
     panel has no corrections: their ratios are 1 there. ``betas`` are those in force (default: at the first update).
     Raises :class:`UserError` under ``key`` for another name.
     """
+    check_term_names(names, key)
     terms = named_terms(resolve_terms(config.kl))
     if betas is None:
         betas = {name: BetaState(term.beta).value for name, term in terms.items()}
@@ -106,10 +108,8 @@ def select_terms(
             # That of the config's first term, so that its row and the panel's rows weigh the same.
             beta = next(iter(betas.values()), PANEL_BETA)
             other_terms += _terms_of_panel(beta, off_policy=is_off_policy(config))
-        elif name in RECIPES:
-            other_terms += _terms_of_recipe(name)
         else:
-            raise bad_value(key, name, ["own", "panel", *RECIPES.names()], OWN_PART)
+            other_terms += _terms_of_recipe(name)
 
     selected = list(config_terms)
     selected_shapes: set[KLTerm] = set()

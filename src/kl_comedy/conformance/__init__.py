@@ -8,7 +8,6 @@ Legend: ``B`` completions, ``T`` tokens, ``V`` vocabulary, ``D`` parameters, ``N
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,20 +16,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kl_comedy.errors import UserError, bad_value, unknown_key
+from kl_comedy.conformance.arguments import ARGUMENTS, adapt, caller
+from kl_comedy.conformance.causes import Slopes, cause_of
+from kl_comedy.conformance.smallest import Measured, batch_lines, small_policy, smallest_miss
+from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl.claims import REGIMES, TARGET_MEANINGS, TARGETS
 from kl_comedy.kl.oracle.certificate import BatteryInstance, battery, with_targets
+from kl_comedy.kl.oracle.divergences import DIVERGENCE_MEANINGS, DIVERGENCES, divergence_gradient
 from kl_comedy.kl.oracle.drawn import TOLERANCE, coverage, drawn_settings
 from kl_comedy.kl.oracle.enumeration import Completions
 from kl_comedy.kl.oracle.gradients import Moments, ScoreTables
 
-ARGUMENTS = ("logp", "ref_logp", "behaviour_logp", "mask", "tokens", "logp_full", "ref_logp_full")
+__all__ = ["ARGUMENTS", "CLAIMS", "REDUCTIONS", "Finding", "Report", "adapt", "check"]
+
 REDUCTIONS = ("sum", "token_mean")
+CLAIMS = (*TARGETS, *DIVERGENCES, "none")
+"""What a loss may be said to optimize."""
 TOLERANCE32 = 1e-3
 """Error up to which a loss that computes in float32 hits a target."""
 DRAWN_PARAMETERS = 6
 """Parameters of a drawn policy that would have one for each prefix and token. A loss for language models is tried on
 policies that share parameters among prefixes, as a language model does."""
+
+
+MEANINGS = {**TARGET_MEANINGS, **DIVERGENCE_MEANINGS}
+COEFFICIENT_TOLERANCE = 1e-3
+"""Relative difference between a coefficient and the beta that it must be: betas are written with few digits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +54,9 @@ class Finding:
     ``nearest``: the target whose gradient has the largest absolute ``cosine`` with the expected gradient.
     ``reaches_policy``: whether any completion has a gradient.
     ``missed_in``: a policy on which ``near_target`` is missed, in words; empty where there is none.
+    ``cause``: the mistake that explains a claim that fails; empty where no known mistake does.
+    ``example``: the smallest batch on which the claim fails, as text.
+    ``expected_coefficient``: the beta that ``coefficient`` must be; None where any is right.
     """
 
     regime: str
@@ -54,12 +68,24 @@ class Finding:
     cosine: float
     reaches_policy: bool
     missed_in: str
+    cause: str = ""
+    example: str = ""
+    expected_coefficient: float | None = None
 
     def __str__(self) -> str:
         text = f"{self.regime}: {self._verdict()}"
+        if self.cause:
+            text += f"; {self.cause}"
         if self.claimed:
             text += f" [claimed: {self.claimed}]"
         return text
+
+    @property
+    def has_expected_coefficient(self) -> bool:
+        """Whether the coefficient is the beta that was given to :func:`check`, or none was given."""
+        if self.expected_coefficient is None or self.coefficient is None:
+            return True
+        return math.isclose(self.coefficient, self.expected_coefficient, rel_tol=COEFFICIENT_TOLERANCE)
 
     def _verdict(self) -> str:
         if not self.reaches_policy:
@@ -67,7 +93,10 @@ class Finding:
         if self.target == "zero":
             return f"zero: {TARGET_MEANINGS['zero']}"
         if self.target is not None:
-            return f"{self.target}, times {self.coefficient:.4g}: {TARGET_MEANINGS[self.target]}"
+            return f"{self.target}, times {self.coefficient:.4g}: {MEANINGS[self.target]}"
+        if self.near_target in DIVERGENCES:
+            # Its size decides whether arguments are exchanged or a formula is wrong: half a chi-square is k3's.
+            return f"{self.near_target}, times {self.coefficient:.4g}: {MEANINGS[self.near_target]}"
         if self.near_target is not None:
             return f"{self.near_target} near the reference only, missed with {self.missed_in}"
         if math.isnan(self.cosine):
@@ -80,13 +109,24 @@ class Report:
     """The findings of :func:`check`, one per regime.
 
     ``near_only``: claims are about policies near the reference. ``covered``: the policies that were tried, in words.
-    ``problems``: what is wrong whatever the loss claims.
+    ``problems``: what is wrong whatever the loss claims. ``problem_example``: the smallest batch that shows the first.
     """
 
     findings: tuple[Finding, ...]
     near_only: bool
     covered: str
     problems: tuple[str, ...] = ()
+    problem_example: str = ""
+
+    @property
+    def example(self) -> str:
+        """The smallest batches that show the problems and the first claim that fails; empty where all is well."""
+        examples = [self.problem_example]
+        for finding in self.findings:
+            if not self._holds(finding) and finding.example:
+                examples.append(finding.example)
+                break
+        return "\n".join(example for example in examples if example)
 
     @property
     def ok(self) -> bool:
@@ -105,9 +145,10 @@ class Report:
         target = finding.target
         if self.near_only:
             target = finding.near_target
-        if target is None:
+        # Beside the targets of KL terms, whoever claims none means any other divergence too.
+        if target is None or (target in DIVERGENCES and finding.claimed == "none"):
             target = "none"
-        return finding.claimed == target
+        return finding.claimed == target and finding.has_expected_coefficient
 
     def __str__(self) -> str:
         lines = []
@@ -118,6 +159,8 @@ class Report:
             lines.append(f"{mark} {finding}")
         for problem in self.problems:
             lines.append(f"FAILED {problem}")
+        if self.example:
+            lines.append(self.example)
         lines.append(f"checked: {self.covered}")
         return "\n".join(lines)
 
@@ -131,6 +174,7 @@ def check(
     regimes: Sequence[str] = REGIMES,
     seed: int = 0,
     holes: bool = True,
+    beta: float | None = None,
 ) -> Report:
     """What ``loss_fn`` optimizes on-policy, off-policy and with mixed policy versions, against what it claims.
 
@@ -144,9 +188,13 @@ def check(
     With ``holes``, masked tokens stand within a completion, as a tool's reply does: they have log-probs, which must not
     enter the loss.
 
-    ``claims``: a target (:data:`kl_comedy.kl.claims.TARGETS`, or ``none``) on-policy, or one per regime. A claim holds
+    Names that trainers use (``ref_per_token_logps``, ``response_mask``) are known, and a parameter ``batch`` gets all
+    in one dictionary; for other names, dictionaries and results see :func:`adapt`.
+
+    ``claims``: a target (:data:`CLAIMS`) on-policy, or one per regime. A claim holds
     where the expected gradient is that of the target times one positive coefficient (your beta). ``near_only``: losses
-    that clamp claim it near the reference only. ``seed``: of the policies drawn beside the fixed ones.
+    that clamp claim it near the reference only. ``seed``: of the policies drawn beside the fixed ones. ``beta``: what
+    the coefficient must be, so that a beta that is applied twice, or not at all, is found.
 
     A value or gradient that is not finite, and masked tokens that enter the loss, are problems of the report.
 
@@ -157,38 +205,56 @@ def check(
         claims = {"on_policy": claims}
     # All names first: the enumeration takes seconds.
     _check_names("regimes", (*claims, *regimes), REGIMES)
-    _check_names("claims", claims.values(), (*TARGETS, "none"))
+    _check_names("claims", claims.values(), CLAIMS)
     _check_names("reduction", (reduction,), REDUCTIONS)
-    loss = _Loss(_caller(loss_fn), reduction)
+    loss = _Loss(caller(loss_fn), reduction)
     holes_seed = None
     if holes:
         holes_seed = seed
 
-    findings = []
+    findings: list[Finding] = []
     # A dict, so that a problem of two regimes is reported once and the order stays.
     problems = dict[str, None]()
     policies: list[BatteryInstance] = []
     for regime in dict.fromkeys((*regimes, *claims)):
         policies = _policies(regime, seed)
-        results = []
-        for policy in policies:
-            batch = _Batch.of(policy, holes_seed)
-            results.append(_result(loss, batch, policy))
-            # A loss that clamps may overflow far from the reference, where it claims nothing.
-            is_claimed_here = policy.near or not near_only
-            # One place is enough: where one value is not finite, many are.
-            if is_claimed_here and not problems:
-                problems |= dict.fromkeys(_not_finite(loss, batch))
-        # One policy is enough: a leak is a mistake of the loss's code, and shows on any log-probs.
-        first_batch = _Batch.of(policies[0], holes_seed)
-        problems |= dict.fromkeys(_leaks(loss, first_batch, policies[0], seed))
-        findings.append(_Results(results).finding(regime, claims.get(regime)))
+        results = [_result(loss, _Batch.of(policy, holes_seed), policy) for policy in policies]
+        # A loss that clamps may overflow far from the reference, where it claims nothing.
+        claimed_here = [result for result in results if result.policy.near or not near_only]
+        problems |= _problems(loss, claimed_here, seed, has_problems=bool(problems), is_first=not findings)
+        finding = _Results(results).finding(regime, claims.get(regime))
+        finding = dataclasses.replace(finding, expected_coefficient=beta)
+        findings.append(_explained(finding, loss, results, near_only=near_only))
+    problem_example = ""
+    if problems:
+        problem_example = _problem_example(loss, holes_seed)
     return Report(
         findings=tuple(findings),
         near_only=near_only,
         covered=_covered(policies, seed, holes=holes),
         problems=tuple(problems),
+        problem_example=problem_example,
     )
+
+
+def _problems(
+    loss: _Loss, results: Sequence[_Result], seed: int, *, has_problems: bool, is_first: bool
+) -> dict[str, None]:
+    """What is wrong in a regime whatever the loss claims. ``has_problems``: an earlier regime had some.
+
+    ``is_first``: the regime is the first; dtypes are tried in that one alone.
+    """
+    problems = dict[str, None]()
+    for result in results:
+        # One place is enough: where one value is not finite, many are.
+        if not has_problems and not problems:
+            problems |= dict.fromkeys(_not_finite(loss, result.batch))
+    # One policy is enough for the others: they are mistakes of the loss's code, and show on any log-probs.
+    first = results[0]
+    if is_first and not problems:
+        problems |= dict.fromkeys(_dtype_problems(loss, first.batch))
+    problems |= dict.fromkeys(_leaks(loss, first.batch, first.policy, seed))
+    return problems
 
 
 def _check_names(key: str, names: Iterable[str], allowed: Sequence[str]) -> None:
@@ -220,11 +286,113 @@ def _covered(policies: Sequence[BatteryInstance], seed: int, *, holes: bool) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class _Result:
-    """The expected gradient of the loss for one policy, and the tolerance of its comparison with a target."""
+    """The expected gradient of the loss for one policy, and the tolerance of its comparison with a target.
+
+    ``slope_BTV``: the derivatives of the losses by the log-probs of the completions' tokens, without those of holes.
+    """
 
     policy: BatteryInstance
+    batch: _Batch
+    returned: Tensor
+    slope_BTV: Tensor
     moments: Moments
     tolerance: float
+
+    def target(self, name: str) -> Tensor:
+        """The gradient ``[D]`` of a target."""
+        if name in DIVERGENCES:
+            return divergence_gradient(self.policy.instance, name)
+        return self.policy.targets[name]
+
+
+def _explained(finding: Finding, loss: _Loss, results: Sequence[_Result], *, near_only: bool) -> Finding:
+    """The finding with the cause of its failure and the smallest batch that shows it, where its claim fails."""
+    hit = finding.target
+    if near_only:
+        hit = finding.near_target
+    if finding.claimed is None or finding.claimed == "none":
+        return finding
+    if finding.claimed == hit:
+        return dataclasses.replace(finding, cause=_beta_cause(finding))
+    measured = [_slopes(loss, result) for result in results if result.policy.near]
+    cause = ""
+    # A target that is hit near the reference is missed because of a clamp, and the verdict says where.
+    if finding.near_target != finding.claimed and finding.reaches_policy:
+        cause = cause_of(finding.claimed, finding.near_target, measured)
+
+    def measure(policy: BatteryInstance) -> Measured:
+        result = _result(loss, _Batch.of(policy, None), policy)
+        return Measured(
+            tensors=result.batch.tensors,
+            weight_B=result.batch.weight_B,
+            value=result.returned.detach(),
+            gradient_D=result.moments.gradient_D,
+            tolerance=result.tolerance,
+        )
+
+    example = ""
+    if finding.claimed in TARGETS and finding.claimed != "zero":
+        try:
+            example = smallest_miss(measure, finding.regime, finding.claimed)
+        except UserError:
+            example = ""  # it takes no vocabulary of two tokens; the failure itself is in the report
+    return dataclasses.replace(finding, cause=cause, example=example)
+
+
+def _beta_cause(finding: Finding) -> str:
+    """Why the coefficient is not the beta that was given; empty where it is."""
+    if finding.has_expected_coefficient:
+        return ""
+    beta = finding.expected_coefficient
+    coefficient = finding.coefficient
+    assert beta is not None and coefficient is not None  # otherwise the coefficient is as expected
+    if math.isclose(coefficient, beta**2, rel_tol=COEFFICIENT_TOLERANCE):
+        return f"beta is applied twice: the coefficient is {coefficient:.4g} and not {beta:.4g}"
+    if math.isclose(coefficient, 1.0, rel_tol=COEFFICIENT_TOLERANCE):
+        return f"beta is not applied: the coefficient is 1 and not {beta:.4g}"
+    return f"the coefficient is {coefficient:.4g} and not beta, {beta:.4g} ({coefficient / beta:.4g} times)"
+
+
+def _slopes(loss: _Loss, result: _Result) -> Slopes:
+    """What the search for a cause reads."""
+    batch = result.batch
+    columns = _token_columns(batch.step_T)
+    mask_BT = result.batch.rows.mask_BT
+    ratio_BT = (batch.tensors["logp"] - batch.tensors["behaviour_logp"]).detach()[:, columns]
+    value_BT = loss.value_of_tokens(batch, result.returned.detach())
+    if value_BT is not None:
+        value_BT = torch.where(mask_BT, value_BT.double()[:, columns], 0.0)
+    swapped_BTV = None
+    swapped_B = loss.with_swapped_arguments(batch)
+    if swapped_B is not None:
+        swapped_BTV = torch.where(mask_BT[..., None], _slope(swapped_B, batch)[:, columns], 0.0)
+    return Slopes(
+        policy=result.policy,
+        prefix_BT=batch.rows.prefix_BT,
+        token_BT=batch.rows.token_BT,
+        mask_BT=mask_BT,
+        weight_B=batch.weight_B,
+        slope_BTV=result.slope_BTV,
+        value_BT=value_BT,
+        swapped_BTV=swapped_BTV,
+        log_ratio_BT=torch.where(mask_BT, ratio_BT, 0.0),
+        tolerance=result.tolerance,
+    )
+
+
+def _problem_example(loss: _Loss, holes_seed: int | None) -> str:
+    """The completions of two tokens, as a loss with a problem saw them."""
+    policy = small_policy("on_policy", 2, 2)
+    batch = _Batch.of(policy, holes_seed)
+    try:
+        _, returned = loss(batch)
+    except UserError:
+        return ""  # it takes no vocabulary of two tokens; the problem itself is in the report
+    lines = ["smallest batch with masked tokens (on_policy, completions of at most 2 tokens):"]
+    if holes_seed is None:
+        lines = ["smallest batch (on_policy, completions of at most 2 tokens):"]
+    lines += batch_lines(batch.tensors, returned.detach())
+    return "\n".join(lines)
 
 
 class _Results:
@@ -235,12 +403,14 @@ class _Results:
         self._near = [result for result in results if result.policy.near]
         # One coefficient for all policies: a loss that needs another one for each optimizes no target.
         first = self._near[0]
-        self._coefficients = {name: first.moments.strength(first.policy.targets[name]) for name in TARGETS}
+        self._coefficients = {name: first.moments.strength(first.target(name)) for name in (*TARGETS, *DIVERGENCES)}
 
     def finding(self, regime: str, claimed: str | None) -> Finding:
         target = self._target(claimed, self._results)
         near_target = self._target(claimed, self._near)
         coefficient = None
+        if near_target is not None:
+            coefficient = self._coefficients[near_target]
         if target is not None:
             coefficient = self._coefficients[target]
         missed_in = ""
@@ -266,7 +436,7 @@ class _Results:
         # Zero first: where it is hit, a positive coefficient of another target is rounding. A negative coefficient
         # would be a loss that drives the policy away from the reference.
         candidates = ["zero"]
-        candidates += [name for name in TARGETS if self._coefficients[name] > 0]
+        candidates += [name for name in (*TARGETS, *DIVERGENCES) if self._coefficients[name] > 0]
         hit_by_all = [name for name in candidates if all(self._hits(name, result) for result in results)]
         if not hit_by_all:
             return None
@@ -276,7 +446,7 @@ class _Results:
         return hit_by_all[0]
 
     def _hits(self, target: str, result: _Result) -> bool:
-        return result.moments.equals(self._coefficients[target] * result.policy.targets[target], result.tolerance)
+        return result.moments.equals(self._coefficients[target] * result.target(target), result.tolerance)
 
     def _first_miss(self, target: str) -> str:
         for result in self._results:
@@ -294,6 +464,8 @@ HOLES = {1: 2, 2: 1}
 """After how many tokens of a completion, how many masked ones stand, where the completion continues."""
 REDRAWN_SEED = 500
 """Added to a column's seed for other log-probs in the same hole; larger than any number of columns."""
+DTYPES = (torch.float32, torch.bfloat16)
+"""What log-probs are in training."""
 LARGEST_RATIO = 500.0
 """Log-ratios (nats) up to which values must be finite; those of impossible tokens are beyond."""
 
@@ -414,8 +586,9 @@ class _Loss:
             return loss_B, loss_B
         returned = self._value(batch, slice(0, count))
         together_B = self._summed(returned, mask_BT)
+        relative, absolute = _rounding_of(together_B)
         first_B = self._summed(first, mask_BT[:1])
-        if not torch.allclose(first_B, together_B[:1], rtol=1e-4, atol=1e-6, equal_nan=True):
+        if not torch.allclose(first_B, together_B[:1], rtol=relative, atol=absolute, equal_nan=True):
             raise UserError(
                 "loss_fn: the loss of a completion changes with the others in its batch; return it unreduced"
             )
@@ -428,6 +601,38 @@ class _Loss:
         mask_BT[0] = False
         masked = dataclasses.replace(batch, tensors={**batch.tensors, "mask": mask_BT})
         return self._value(masked, slice(0, 2)).detach()
+
+    def value_of_tokens(self, batch: _Batch, returned: Tensor) -> Tensor | None:
+        """The value of each token ``[B, T]``; None where the loss of a completion is not a sum over its tokens.
+
+        A loss that does not return it is called with a mask of one token at a time.
+        """
+        if returned.dim() == 2:
+            return returned
+        mask_BT = batch.tensors["mask"]
+        value_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
+        for column in _token_columns(batch.step_T):
+            alone_BT = torch.zeros_like(mask_BT)
+            alone_BT[:, column] = mask_BT[:, column]
+            one_token = dataclasses.replace(batch, tensors={**batch.tensors, "mask": alone_BT})
+            for row in alone_BT[:, column].nonzero()[:, 0].tolist():
+                value = self._value(one_token, slice(row, row + 1))
+                value_BT[row, column] = float(self._summed(value.detach(), alone_BT[row : row + 1]))
+        if not torch.allclose(value_BT.sum(-1), returned.double(), rtol=1e-4, atol=1e-6):
+            return None
+        return value_BT
+
+    def with_swapped_arguments(self, batch: _Batch) -> Tensor | None:
+        """The losses ``[B]`` with policy and reference exchanged; None where the loss cannot be called so."""
+        tensors = dict(batch.tensors)
+        for policy_name, ref_name in (("logp", "ref_logp"), ("logp_full", "ref_logp_full")):
+            tensors[policy_name] = batch.tensors[ref_name]
+            tensors[ref_name] = batch.tensors[policy_name]
+        try:
+            swapped_B, _ = self(dataclasses.replace(batch, tensors=tensors))
+        except UserError:
+            return None
+        return swapped_B
 
     def _value(self, batch: _Batch, rows: slice, columns: slice = slice(None)) -> Tensor:
         given = {name: tensor[rows, columns] for name, tensor in batch.tensors.items()}
@@ -464,7 +669,8 @@ class _Loss:
         columns = slice(0, length)
         padded = self._summed(self._value(batch, rows), mask_BT[rows]).detach().reshape(-1)
         cut_off = self._summed(self._value(batch, rows, columns), mask_BT[rows, columns]).detach().reshape(-1)
-        agree = torch.allclose(cut_off, padded, rtol=1e-4, atol=1e-6, equal_nan=True)
+        relative, absolute = _rounding_of(padded)
+        agree = torch.allclose(cut_off, padded, rtol=relative, atol=absolute, equal_nan=True)
         # A value that is not finite is a problem of its own, which the report names.
         if not agree and bool(padded.isfinite().all()):
             raise UserError(
@@ -472,6 +678,13 @@ class _Loss:
                 f"{length} columns and {float(padded):.4g} in {mask_BT.shape[1]}; multiply by the mask, and divide by "
                 "its tokens"
             )
+
+
+def _rounding_of(value: Tensor) -> tuple[float, float]:
+    """The relative and the absolute difference that sums in another order may have, by the dtype."""
+    if value.dtype in (torch.bfloat16, torch.float16):
+        return 0.1, 0.05
+    return 1e-4, 1e-6
 
 
 def _slope(loss_B: Tensor, batch: _Batch) -> Tensor:
@@ -491,7 +704,7 @@ def _result(loss: _Loss, batch: _Batch, policy: BatteryInstance) -> _Result:
     instance = policy.instance
     rows = batch.rows
     assert instance.features_NVD is not None
-    loss_B, _ = loss(batch)
+    loss_B, returned = loss(batch)
     # Gradients in holes do not count here; _leaks reports them.
     slope_BTV = _slope(loss_B, batch)[:, _token_columns(batch.step_T)]
     slope_BTV = torch.where(rows.mask_BT[..., None], slope_BTV, 0.0)
@@ -506,7 +719,42 @@ def _result(loss: _Loss, batch: _Batch, policy: BatteryInstance) -> _Result:
     tolerance = TOLERANCE32
     if loss_B.dtype == torch.float64:
         tolerance = TOLERANCE
-    return _Result(policy=policy, moments=moments, tolerance=tolerance)
+    return _Result(
+        policy=policy,
+        batch=batch,
+        returned=returned,
+        slope_BTV=slope_BTV,
+        moments=moments,
+        tolerance=tolerance,
+    )
+
+
+def _dtype_problems(loss: _Loss, batch: _Batch) -> list[str]:
+    """What a loss does in the dtypes of training that it does not do in float64, near the reference."""
+    loss_B, _ = loss(batch)
+    slope_BTV = _slope(loss_B, batch)
+    problems = []
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        tensors = {}
+        for key, tensor in batch.tensors.items():
+            tensors[key] = tensor
+            if tensor.is_floating_point():
+                tensors[key] = tensor.to(dtype)
+        try:
+            rounded_B, _ = loss(dataclasses.replace(batch, tensors=tensors))
+            rounded_slope_BTV = _slope(rounded_B, batch)
+        except UserError as error:
+            problems.append(f"dtype: in {name}: {error}")
+            continue
+        if not bool(rounded_B.isfinite().all() and rounded_slope_BTV.isfinite().all()):
+            problems.append(f"dtype: in {name} the value or the gradient is not finite, though it is in float64")
+            continue
+        difference = float((rounded_slope_BTV - slope_BTV).norm())
+        # bfloat16 has three digits, and a difference of nearly equal numbers has none: only float32 is compared.
+        if dtype == torch.float32 and difference > TOLERANCE32 * float(slope_BTV.norm()):
+            problems.append(f"dtype: in {name} the gradient differs from that in float64 by {difference:.2g}")
+    return problems
 
 
 def _not_finite(loss: _Loss, batch: _Batch) -> list[str]:
@@ -594,63 +842,3 @@ def _tokens(columns: Sequence[int]) -> str:
     if len(columns) > 1:
         return f"tokens {numbers}"
     return f"token {numbers}"
-
-
-def _caller(loss_fn: Callable[..., Any]) -> Callable[[Mapping[str, Tensor]], Any]:
-    """A function that calls the loss with those tensors that its parameters name; a module's are those of its forward.
-
-    Raises :class:`UserError` for parameters that are none of the tensors.
-    """
-    parameters = _parameters(loss_fn)
-    by_position = []
-    by_name = []
-    for parameter in parameters:
-        if parameter.name not in ARGUMENTS:
-            continue
-        if parameter.kind == parameter.POSITIONAL_ONLY:
-            by_position.append(parameter.name)
-        else:
-            by_name.append(parameter.name)
-    takes_any_name = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters)
-    names_any = len(by_position) + len(by_name) > 0
-    # With **kwargs alone the loss gets everything; beside names of its own, **kwargs are the caller's further options.
-    if takes_any_name and not names_any:
-        by_name = list(ARGUMENTS)
-
-    def call(tensors: Mapping[str, Tensor]) -> Any:
-        positional = [tensors[name] for name in by_position]
-        named = {name: tensors[name] for name in by_name}
-        try:
-            return loss_fn(*positional, **named)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"loss_fn: it raised {type(error).__name__}: {error}") from error
-
-    return call
-
-
-def _parameters(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of the loss. Raises :class:`UserError` for those that no tensor can be given to."""
-    if isinstance(loss_fn, type):
-        raise UserError(f"loss_fn: {loss_fn.__name__} is a class; give an instance of it")
-    described: Callable[..., Any] = loss_fn
-    if isinstance(loss_fn, torch.nn.Module):
-        described = loss_fn.forward  # a module's own signature is *args, **kwargs
-    try:
-        parameters = list(inspect.signature(described).parameters.values())
-    except (TypeError, ValueError):
-        raise UserError("loss_fn: its parameters cannot be read; wrap it in a function that names them") from None
-    for parameter in parameters:
-        if parameter.kind == parameter.VAR_POSITIONAL:
-            raise UserError(
-                f"loss_fn: it takes *args; wrap it in a function with parameters among {', '.join(ARGUMENTS)}"
-            )
-    for parameter in parameters:
-        takes_many = parameter.kind == parameter.VAR_KEYWORD
-        has_default = parameter.default is not parameter.empty
-        if parameter.name not in ARGUMENTS and not takes_many and not has_default:
-            raise unknown_key(
-                f"loss_fn.{parameter.name}", "a parameter", ARGUMENTS, "it is called with tensors by name"
-            )
-    return parameters

@@ -1,0 +1,169 @@
+"""``kl-comedy conformance``: what a KL loss optimizes, yours or that of an installed trainer."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kl_comedy.cli.common import choice_option, options_in_a_record, parse_yaml
+from kl_comedy.errors import RunFailed, UserError, bad_value
+
+if TYPE_CHECKING:
+    from kl_comedy.conformance import Report
+
+Target = Annotated[str, typer.Argument(metavar="TARGET", help="trl, verl, module:function, or path/file.py:function")]
+Claims = Annotated[
+    str | None,
+    typer.Option("--claims", help="What it must optimize on-policy: token_reverse, ..., or '{off_policy: none}'"),
+]
+Regimes = Annotated[
+    list[str] | None, typer.Option("--regime", help="on_policy, off_policy or mixed (default: all three)")
+]
+Arguments = Annotated[
+    str | None,
+    typer.Option("--arguments", help="A tensor for each parameter: '{policy: logp, batch: {keep: mask}}'"),
+]
+Options = Annotated[str | None, typer.Option("--options", help="Further options of the function: '{kind: k3}'")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConformanceOptions:
+    """Options of ``kl-comedy conformance``."""
+
+    target: Target
+    claims: Claims = None
+    regime: Regimes = None
+    beta: Annotated[float | None, typer.Option("--beta", help="What the coefficient must be")] = None
+    reduction: Annotated[str, choice_option("--reduction", "sum", "token_mean")] = "sum"
+    near_only: Annotated[bool, typer.Option("--near-only", help="For losses that clamp")] = False
+    no_holes: Annotated[bool, typer.Option("--no-holes", help="Show no masked tokens within completions")] = False
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the drawn policies")] = 0
+    arguments: Arguments = None
+    options: Options = None
+    result: Annotated[str | None, typer.Option("--result", help="Key of the loss in what it returns")] = None
+
+
+@options_in_a_record
+def conformance(wanted: ConformanceOptions) -> None:
+    """Compute what a KL loss optimizes on-policy, off-policy and with mixed policy versions, by enumeration in float64.
+
+    TARGET is a function, or a trainer of this environment, whose own functions are then called. Exit code 1 when a
+    claim fails, or when masked tokens, padding or a dtype of training spoil the loss.
+
+    Example: `kl-comedy conformance examples/conformance/kl_losses.py:kl_loss --claims token_reverse --regime on_policy`
+
+    Example: `kl-comedy conformance verl`
+    """
+    from kl_comedy.conformance.released import SYSTEMS, released
+
+    failed = []
+    if ":" not in wanted.target:
+        if wanted.target not in SYSTEMS:
+            raise bad_value("TARGET", wanted.target, (*SYSTEMS, "module:function", "path/file.py:function"))
+        if wanted.arguments or wanted.options or wanted.result:
+            raise UserError(f"--arguments, --options, --result: not for {wanted.target}, whose functions are known")
+        version, losses = released(wanted.target)
+        for loss in losses:
+            title = f"{wanted.target} {version}, {loss.settings}"
+            print(f"{title} ({loss.function})")
+            report = _checked(loss.loss, wanted)
+            print(f"{report}\n")
+            if not report.ok:
+                failed.append(title)
+    else:
+        report = _checked(_adapted(wanted), wanted)
+        print(report)
+        if not report.ok:
+            failed.append(wanted.target)
+    if failed:
+        raise RunFailed("not what it should be: " + "; ".join(failed))
+
+
+def _checked(loss: Callable[..., Any], wanted: ConformanceOptions) -> Report:
+    """The report of one loss. Without claims it says what the loss optimizes, and only problems fail."""
+    from kl_comedy.conformance import check
+    from kl_comedy.kl.claims import REGIMES
+
+    claims: str | dict[str, Any] = {}
+    if wanted.claims is not None:
+        claims = wanted.claims
+        if claims.startswith("{"):
+            claims = _mapping("--claims", claims)
+    return check(
+        loss,
+        claims=claims,
+        reduction=wanted.reduction,
+        near_only=wanted.near_only,
+        regimes=tuple(wanted.regime or REGIMES),
+        seed=wanted.seed,
+        holes=not wanted.no_holes,
+        beta=wanted.beta,
+    )
+
+
+def _adapted(wanted: ConformanceOptions) -> Callable[..., Any]:
+    """The function that was named, with its options, parameters and result as asked for."""
+    from kl_comedy.conformance import adapt
+
+    loss = _named_function(wanted.target)
+    if wanted.options is not None:
+        options = _mapping("--options", wanted.options)
+        loss = functools.partial(loss, **options)
+    if wanted.arguments is not None:
+        return adapt(loss, _mapping("--arguments", wanted.arguments), wanted.result)
+    if wanted.result is not None:
+        raise UserError("--result: name the parameters too (--arguments)")
+    return loss
+
+
+def _mapping(option: str, text: str) -> dict[str, Any]:
+    # Of a bare word the parser makes a mapping with an empty value.
+    if not text.startswith("{"):
+        raise bad_value(option, text, "a mapping, as '{name: value}'")
+    value: dict[str, Any] = parse_yaml(option, text)
+    return value
+
+
+def _named_function(target: str) -> Callable[..., Any]:
+    """The function, module or object after the colon. Raises :class:`UserError` where it cannot be imported."""
+    place, _, name = target.rpartition(":")
+    module = _module(place)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            names = [other for other in vars(module) if not other.startswith("_")]
+            raise bad_value("TARGET", name, names, f"a name in {place}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise bad_value("TARGET", name, "a function or a module that can be called", f"in {place}")
+    loss: Callable[..., Any] = found
+    return loss
+
+
+def _module(place: str) -> Any:
+    """A module by its dotted name, or a file by its path."""
+    try:
+        if not place.endswith(".py"):
+            # As `python -m` does: the package under test is often the one in the current folder.
+            if "" not in sys.path:
+                sys.path.insert(0, "")
+            return importlib.import_module(place)
+        if not Path(place).is_file():
+            raise UserError(f"TARGET: no such file: {place}")
+        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+        assert spec is not None and spec.loader is not None  # it ends in .py
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"TARGET: {place} cannot be imported: {type(error).__name__}: {error}") from error

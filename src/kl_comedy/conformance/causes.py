@@ -1,0 +1,286 @@
+"""Why a loss misses the target that it claims: each mistake has a repair, and where the repaired loss hits the target,
+that mistake is the cause.
+
+The repairs are tried on the policies near the reference, on the derivatives of the loss by the log-probs (the ratio of
+a token, for instance, is multiplied in there), so that no source code is read.
+
+Legend: ``B`` completions, ``T`` tokens, ``V`` vocabulary, ``D`` parameters, ``N`` prefixes; log-probs in nats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kl_comedy.kl.oracle.certificate import BatteryInstance
+from kl_comedy.kl.oracle.divergences import DIVERGENCES
+from kl_comedy.kl.oracle.gradients import ScoreTables
+
+LARGEST_NEGLIGIBLE = 1e-6
+"""Share of a fitted coefficient that counts as zero: the equations hold to 1e-9 or not at all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slopes:
+    """The loss on one policy near the reference.
+
+    ``slope_BTV``: derivatives by the log-probs, zero in the padding. ``value_BT``: the value per token, None where the
+    loss does not return it. ``swapped_BTV``: the derivatives with ``logp`` and ``ref_logp`` exchanged, None where the
+    loss cannot be called so. ``log_ratio_BT``: policy over sampler, zero in the padding.
+    """
+
+    policy: BatteryInstance
+    prefix_BT: Tensor
+    token_BT: Tensor
+    mask_BT: Tensor
+    weight_B: Tensor
+    slope_BTV: Tensor
+    value_BT: Tensor | None
+    swapped_BTV: Tensor | None
+    log_ratio_BT: Tensor
+    tolerance: float
+
+    @property
+    def score_BTVD(self) -> Tensor:
+        """The derivatives of the log-probs by the parameters."""
+        instance = self.policy.instance
+        assert instance.features_NVD is not None
+        return ScoreTables(instance, instance.features_NVD).score_NVD[self.prefix_BT]
+
+    def gradient(self, slope_BTV: Tensor) -> Tensor:
+        """The expected gradient ``[D]`` of other derivatives in the place of the loss's own."""
+        gradient_BD = torch.einsum("btv,btvd->bd", slope_BTV, self.score_BTVD)
+        return self.weight_B @ gradient_BD
+
+    def of_own_token(self, value_BT: Tensor) -> Tensor:
+        """Derivatives ``[B, T, V]`` that are ``value_BT`` at the drawn token and zero elsewhere."""
+        zeros_BTV = torch.zeros_like(self.slope_BTV)
+        return zeros_BTV.scatter(-1, self.token_BT[..., None], value_BT[..., None])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repair:
+    """A change of the derivatives that undoes one mistake. ``cause`` is that mistake, in words."""
+
+    cause: str
+    change: Callable[[Slopes], Tensor | None]
+
+
+def _times(factor_of: Callable[[Slopes], Tensor]) -> Callable[[Slopes], Tensor]:
+    def changed(slopes: Slopes) -> Tensor:
+        return slopes.slope_BTV * factor_of(slopes)[..., None]
+
+    return changed
+
+
+def _token_ratio(slopes: Slopes) -> Tensor:
+    return slopes.log_ratio_BT.exp()
+
+
+def _prefix_ratio(slopes: Slopes) -> Tensor:
+    return slopes.log_ratio_BT.cumsum(-1).exp()
+
+
+def _completion_ratio(slopes: Slopes) -> Tensor:
+    total_B1 = slopes.log_ratio_BT.sum(-1, keepdim=True)
+    return total_B1.exp().expand_as(slopes.log_ratio_BT)
+
+
+def _token_for_completion_ratio(slopes: Slopes) -> Tensor:
+    return _token_ratio(slopes) / _completion_ratio(slopes)
+
+
+def _token_for_mean_ratio(slopes: Slopes) -> Tensor:
+    tokens_B1 = slopes.mask_BT.sum(-1, keepdim=True)
+    mean_B1 = slopes.log_ratio_BT.sum(-1, keepdim=True) / tokens_B1
+    return _token_ratio(slopes) / mean_B1.exp()
+
+
+def _completion_for_token_ratio(slopes: Slopes) -> Tensor:
+    return _completion_ratio(slopes) / _token_ratio(slopes)
+
+
+def _length(slopes: Slopes) -> Tensor:
+    return slopes.mask_BT.sum(-1, keepdim=True).expand_as(slopes.mask_BT).double()
+
+
+def _with_differentiated_ratio(slopes: Slopes) -> Tensor | None:
+    """The derivatives of ``ratio * value``: ``ratio * (slope + value * d log ratio)``."""
+    if slopes.value_BT is None:
+        return None
+    score_BTV = slopes.of_own_token(slopes.value_BT)
+    return _token_ratio(slopes)[..., None] * (slopes.slope_BTV + score_BTV)
+
+
+def _swapped(slopes: Slopes) -> Tensor | None:
+    return slopes.swapped_BTV
+
+
+def _negative(slopes: Slopes) -> Tensor:
+    return -slopes.slope_BTV
+
+
+# In this order: the first repair that hits the target is the cause. Simple mistakes stand before those whose repair
+# is a special case of a later one (on-policy all detached ratios are one, and repair nothing).
+REPAIRS = (
+    Repair(cause="wrong sign: it drives the policy away from the reference", change=_negative),
+    Repair(cause="logp and ref_logp are exchanged (the argument order of the call)", change=_swapped),
+    Repair(
+        cause="the gradient of the value is missing: multiply each token's value by its ratio "
+        "exp(logp - behaviour_logp), not detached (on-policy the ratio is 1, its gradient is not 0)",
+        change=_with_differentiated_ratio,
+    ),
+    Repair(
+        cause="a ratio is missing: multiply each token by its own exp(logp - behaviour_logp)",
+        change=_times(_token_ratio),
+    ),
+    Repair(
+        cause="a ratio is missing: multiply each token by the ratio of its prefix, exp(cumsum(logp - behaviour_logp))",
+        change=_times(_prefix_ratio),
+    ),
+    Repair(
+        cause="a ratio is missing: multiply by the ratio of the whole completion, exp(sum(logp - behaviour_logp))",
+        change=_times(_completion_ratio),
+    ),
+    Repair(
+        cause="the ratio of the whole completion stands where each token's own ratio is meant",
+        change=_times(_token_for_completion_ratio),
+    ),
+    Repair(
+        cause="the mean ratio of the whole completion (GSPO's) stands where each token's own ratio is meant",
+        change=_times(_token_for_mean_ratio),
+    ),
+    Repair(
+        cause="each token's own ratio stands where the ratio of the whole completion is meant",
+        change=_times(_completion_for_token_ratio),
+    ),
+    Repair(
+        cause="a mean over the wrong axis: each completion is divided by its number of tokens, so that tokens of short "
+        'completions weigh more; sum the tokens (a mean over all tokens of the batch is reduction="token_mean")',
+        change=_times(_length),
+    ),
+)
+
+WRONG_TARGETS = {
+    ("token_reverse", "token_forward"): "wrong direction: the gradient is the forward KL's",
+    ("sequence_reverse", "token_forward"): "wrong direction: the gradient is the forward KL's, token by token",
+    ("sequence_reverse", "sequence_forward"): "wrong direction: the gradient is the forward KL's",
+    ("token_forward", "token_reverse"): "wrong direction: the gradient is the reverse KL's",
+    ("sequence_forward", "sequence_reverse"): "wrong direction: the gradient is the reverse KL's",
+    ("sequence_reverse", "token_reverse"): "each token's cost reaches that token alone; earlier tokens, which lead to "
+    "it, get no credit (put it into the reward, or use a ratio of the prefix)",
+    ("token_reverse", "sequence_reverse"): "a ratio or a cost of the whole completion stands where a token's is meant",
+}
+"""By the claimed target and the one that is hit."""
+
+
+def cause_of(claimed: str, hit: str | None, measured: Sequence[Slopes]) -> str:
+    """Why a loss that claims ``claimed`` optimizes ``hit`` (None: no target); empty where no known mistake fits."""
+    if claimed in ("none", "zero") or not all(bool(slopes.slope_BTV.isfinite().all()) for slopes in measured):
+        return ""
+    causes = []
+    if hit is not None and (claimed, hit) in WRONG_TARGETS:
+        causes.append(WRONG_TARGETS[claimed, hit])
+    if hit in DIVERGENCES:
+        causes.append(_exchanged(measured))
+    else:
+        causes.append(_repair(claimed, measured))
+    if hit is None:
+        causes.append(_parts_of_top_k(measured))
+    causes = [cause for cause in causes if cause]
+    return "; ".join(causes)
+
+
+def _repair(target: str, measured: Sequence[Slopes]) -> str:
+    targets = [slopes.policy.targets[target] for slopes in measured]
+    for repair in REPAIRS:
+        changed = [repair.change(slopes) for slopes in measured]
+        gradients = []
+        for slopes, slope_BTV in zip(measured, changed, strict=True):
+            if slope_BTV is not None:
+                gradients.append(slopes.gradient(slope_BTV))
+        # A repair that this loss does not allow has no gradient on any policy.
+        if len(gradients) < len(measured):
+            continue
+        if common_coefficient(gradients, targets, measured[0].tolerance) is not None:
+            return repair.cause
+    return ""
+
+
+def _exchanged(measured: Sequence[Slopes]) -> str:
+    """Which KL the loss would optimize with policy and reference exchanged; empty for none."""
+    swapped = [slopes.gradient(slopes.swapped_BTV) for slopes in measured if slopes.swapped_BTV is not None]
+    if len(swapped) < len(measured):
+        return ""
+    for target in ("token_reverse", "token_forward", "sequence_reverse"):
+        targets = [slopes.policy.targets[target] for slopes in measured]
+        if common_coefficient(swapped, targets, measured[0].tolerance) is not None:
+            return f"logp and ref_logp are exchanged: in the other order it is {target}"
+    return ""
+
+
+def common_coefficient(gradients: Sequence[Tensor], targets: Sequence[Tensor], tolerance: float) -> float | None:
+    """The positive number by which all targets must be multiplied to be the gradients; None where there is none."""
+    square = float(targets[0].square().sum())
+    if square == 0 or not math.isfinite(square):
+        return None
+    coefficient = float(gradients[0] @ targets[0]) / square
+    if not coefficient > 0:
+        return None
+    for gradient_D, target_D in zip(gradients, targets, strict=True):
+        error = float((gradient_D - coefficient * target_D).norm())
+        if not error <= tolerance * float(gradient_D.norm() + coefficient * target_D.norm()):
+            return None
+    return coefficient
+
+
+def _parts_of_top_k(measured: Sequence[Slopes]) -> str:
+    """Whether the gradient is that of a top-k KL without its tail, or with a part of its tail's derivative.
+
+    The gradient of the whole reverse KL of a prefix is ``head + tail`` with ``head = sum_{v in S} p_v l_v s_v``. A
+    top-k loss whose head is differentiated as it stands has ``mass = sum_{v in S} p_v s_v`` too, which only the
+    derivative of the sampled tail takes away again.
+    """
+    gradient = torch.cat([slopes.gradient(slopes.slope_BTV) for slopes in measured])
+    vocabulary = measured[0].slope_BTV.shape[-1]
+    for whose in ("policy", "reference"):
+        for k in range(1, vocabulary):
+            parts_KD = torch.cat([_head_tail_mass(slopes, k, whose) for slopes in measured], -1)
+            solution = torch.linalg.lstsq(parts_KD.T, gradient[:, None]).solution[:, 0]
+            residual = float((solution @ parts_KD - gradient).norm())
+            if residual > measured[0].tolerance * float(gradient.norm()):
+                continue
+            head, tail, mass = (float(value) for value in solution)
+            has_head = head > 0
+            misses_tail = abs(tail) < LARGEST_NEGLIGIBLE * abs(head)
+            keeps_mass = abs(mass) > LARGEST_NEGLIGIBLE * abs(head)
+            if has_head and misses_tail:
+                return f"the tail is missing: only the {k} likeliest tokens of the {whose} have a gradient"
+            if has_head and keeps_mass and math.isclose(head, tail, rel_tol=LARGEST_NEGLIGIBLE):
+                return (
+                    f"the gradient of the tail is missing in part: that of the mass of the {whose}'s {k} likeliest "
+                    f"tokens is left over, {mass / head:.3g} times (the sampled tail needs its own derivative, "
+                    "+ logp - logp.detach())"
+                )
+    return ""
+
+
+def _head_tail_mass(slopes: Slopes, k: int, whose: str) -> Tensor:
+    """Gradients ``[3, D]`` of the parts of a top-k reverse KL at the visited prefixes."""
+    instance = slopes.policy.instance
+    assert instance.features_NVD is not None
+    logp_NV = instance.policy_logp()
+    chooser_NV = logp_NV
+    if whose == "reference":
+        chooser_NV = instance.ref_logp_NV
+    inside_NV = torch.zeros_like(logp_NV).scatter(-1, chooser_NV.topk(k, -1).indices, 1.0)
+    p_NV = logp_NV.exp()
+    cost_NV = p_NV * (logp_NV - instance.ref_logp_NV)
+    weights = torch.stack([inside_NV * cost_NV, (1 - inside_NV) * cost_NV, inside_NV * p_NV])
+    score_NVD = ScoreTables(instance, instance.features_NVD).score_NVD
+    visits_N = instance.tree.reach(instance.sampler_logp_NV)
+    return torch.einsum("n,knv,nvd->kd", visits_N, weights, score_NVD)

@@ -1,0 +1,63 @@
+"""Divergences of the next token beside the two KLs, as targets: what a KL loss with a mistake may optimize instead.
+
+They are not in :data:`kl_comedy.kl.claims.TARGETS`, whose order and length stored certificates have; only
+:mod:`kl_comedy.conformance` compares with them.
+
+Legend: ``N`` prefixes, ``V`` vocabulary, ``D`` parameters; ``p`` is the policy's, ``q`` the reference's next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kl_comedy.kl.estimators import jensen_shannon
+from kl_comedy.kl.oracle.enumeration import Instance
+
+
+def _chi_square(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
+    """``sum p^2 / q - 1``."""
+    return (2 * logp_NV - ref_logp_NV).exp().sum(-1) - 1
+
+
+def _reverse_chi_square(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
+    """``sum q^2 / p - 1``."""
+    return (2 * ref_logp_NV - logp_NV).exp().sum(-1) - 1
+
+
+def _total_variation(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
+    """``1/2 sum |p - q|``."""
+    return 0.5 * (logp_NV.exp() - ref_logp_NV.exp()).abs().sum(-1)
+
+
+def _jensen_shannon(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
+    """``1/2 KL(p || m) + 1/2 KL(q || m)`` with ``m = (p + q) / 2``."""
+    return jensen_shannon(logp_NV, ref_logp_NV, 0.5)
+
+
+_DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token_chi_square": _chi_square,
+    "token_reference_chi_square": _reverse_chi_square,
+    "token_total_variation": _total_variation,
+    "token_jensen_shannon": _jensen_shannon,
+}
+DIVERGENCES = tuple(_DIVERGENCES)
+DIVERGENCE_MEANINGS = {
+    "token_chi_square": "optimizes the chi-square of policy against reference per visited prefix, not a KL",
+    "token_reference_chi_square": "optimizes the chi-square of reference against policy per visited prefix, not a KL",
+    "token_total_variation": "optimizes the total variation per visited prefix, not a KL",
+    "token_jensen_shannon": "optimizes the Jensen-Shannon divergence per visited prefix, not a KL",
+}
+
+
+def divergence_gradient(instance: Instance, name: str) -> Tensor:
+    """The gradient ``[D]`` of a divergence, summed over the prefixes that the sampler visits, which are held fixed.
+
+    It is not finite where the divergence itself is not, as a chi-square where the reference forbids a token.
+    """
+    theta_D = instance.theta_D.clone().requires_grad_(True)
+    value_N = _DIVERGENCES[name](instance.policy_logp(theta_D), instance.ref_logp_NV)
+    total = instance.tree.reach(instance.sampler_logp_NV) @ value_N
+    return torch.autograd.grad(total, theta_D)[0]

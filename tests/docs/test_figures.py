@@ -1,0 +1,140 @@
+"""Every stored figure, read from its SVG: a KL family has its colour, no KL is grey and nothing else, words and n."""
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from research.studies.evidence import FORMS
+from research.studies.pages import FAMILIES
+
+from kl_comedy.tracking.looks import METHODS, VARIANTS, family_look
+from kl_comedy.tracking.plots import plain_words
+from kl_comedy.tracking.runs import NO_KL
+
+ROOT = Path(__file__).parents[2]
+FIGURES = sorted((ROOT / "results").rglob("*.svg"))
+NAMES = {plain_words(family): family for family in (NO_KL, *METHODS, *VARIANTS)} | FAMILIES
+"""What a legend calls a family."""
+
+RUNS_WITHOUT_KL = ("cap", "rl", "rl-fast")
+"""The runs without KL of figures that name their runs."""
+
+GREY = family_look(NO_KL).colour
+RAW_KEY = re.compile(
+    r"\b(?:train|eval|kl|kl_error|kl_term|policy|grad|value|audit|time)/[a-z]"
+    r"|\b(?:kl|lag|optimizer|algorithm|params|tags|metrics)\.[a-z]|_reverse_|_forward_"
+)
+NUMBER = re.compile(
+    r"\b(?:\d+|five) (?:seeds|policies|games|completions of each age)\b|n=\d|\bone (?:run each|policy)\b"
+)
+POWER_OF_TEN = r"\mathdefault{10^"
+
+
+def hexadecimal(colour):
+    """A colour of ours as matplotlib writes it into an SVG."""
+    if colour.startswith("#"):
+        return colour.lower()
+    level = round(255 * float(colour))
+    return "#" + 3 * f"{level:02x}"
+
+
+def is_grey(colour):
+    """Whether red, green and blue are the same, and it is neither black nor white."""
+    return colour[1:3] == colour[3:5] == colour[5:7] and colour not in ("#000000", "#ffffff")
+
+
+def tree_of(path):
+    """The SVG with its comments: matplotlib draws a text as outlines, and writes it into a comment before them."""
+    parser = ElementTree.XMLParser(target=ElementTree.TreeBuilder(insert_comments=True))
+    return ElementTree.parse(path, parser).getroot()
+
+
+def comments(element):
+    return [node.text.strip() for node in element.iter() if node.tag is ElementTree.Comment]
+
+
+def colours(element):
+    """The colours of all lines and fills in an element."""
+    return set(re.findall(r"(?:stroke|fill): (#[0-9a-f]{6})", ElementTree.tostring(element, encoding="unicode")))
+
+
+def legend_entries(root):
+    """The label of each entry of a legend, and the colours of the line and marks before it."""
+    entries = []
+    for legend in root.iter():
+        if not legend.get("id", "").startswith("legend_"):
+            continue
+        handle = set()
+        for part in legend:
+            if part.get("id", "").startswith("text_"):
+                # The legend's title has no handle.
+                if handle:
+                    entries.append((" ".join(" ".join(comments(part)).split()), handle))
+                handle = set()
+            else:
+                handle |= colours(part)
+    return entries
+
+
+def family_of_label(label):
+    """The KL family that a legend's entry names; None where it names something else, as a contrast or a discount."""
+    without_number_of_seeds = re.sub(r" \(n=[\d–]+\)$", "", label)
+    without_beta = re.sub(r"^[\d.]+ ", "", without_number_of_seeds)
+    return NAMES.get(without_beta)
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT / "results"))
+
+
+@pytest.fixture(scope="module", params=FIGURES, ids=name_of)
+def figure(request):
+    return tree_of(request.param)
+
+
+def test_pictures_of_results_can_be_read():
+    assert len(FIGURES) > 50
+    assert not list((ROOT / "results").rglob("*.png")), "a figure of results is an SVG, which this test can read"
+
+
+def test_every_form_of_a_claim_has_a_look():
+    assert set(FORMS.values()) <= set(FAMILIES)
+
+
+def test_labels_are_words(figure):
+    texts = comments(figure)
+    assert texts
+    assert [text for text in texts if RAW_KEY.search(text)] == []
+
+
+def test_a_family_has_its_colour(figure):
+    wrong = {}
+    for label, handle in legend_entries(figure):
+        family = family_of_label(label)
+        if family is not None:
+            expected = hexadecimal(family_look(family).colour)
+            # Marks have white or black edges and halves.
+            if expected not in handle or handle - {expected, "#ffffff", "#000000"}:
+                wrong[label] = handle
+    assert wrong == {}
+
+
+def test_grey_is_no_kl_and_nothing_else(figure):
+    grey = hexadecimal(GREY)
+    assert {colour for colour in colours(figure) if is_grey(colour)} <= {grey}
+    for label, handle in legend_entries(figure):
+        is_without_kl = label in RUNS_WITHOUT_KL or NO_KL in label
+        if grey in handle:
+            assert is_without_kl, label
+
+
+def test_the_number_of_seeds_is_said(figure):
+    text = " ".join(" ".join(comments(figure)).split())
+    assert NUMBER.search(text), text
+
+
+def test_a_logarithmic_axis_is_said(figure):
+    texts = comments(figure)
+    if any(POWER_OF_TEN in text for text in texts):
+        assert any("log axis" in text for text in texts)
