@@ -18,8 +18,10 @@ from kl_comedy.registry import REWARDS
 from kl_comedy.rewards.mathematics import math_verify
 from kl_comedy.rewards.notation import joined_digits, plain_numbers, readable, written_out
 
-CORPUS = Path(__file__).parents[1] / "fixtures" / "graded_answers.jsonl"
-CASES = [json.loads(line) for line in CORPUS.read_text(encoding="utf-8").splitlines()]
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+CASES = []
+for corpus in ("graded_answers.jsonl", "graded_answers_wide.jsonl"):
+    CASES += [json.loads(line) for line in (FIXTURES / corpus).read_text(encoding="utf-8").splitlines()]
 KINDS = list(dict.fromkeys(case["kind"] for case in CASES))
 
 
@@ -34,7 +36,9 @@ def test_answers_of_every_kind_are_graded_right(kind: str) -> None:
         if case["kind"] != kind:
             continue
         verdict = REWARDS.get(case["reward"]).fn(case["completion"], case["answer"], {})
-        if verdict.value != case["value"]:
+        # A documented choice gives another verdict than the grade. Where it no longer does, the row is to be changed.
+        expected = 1.0 - case["value"] if "documented" in case else case["value"]
+        if verdict.value != expected:
             wrong_verdicts.append((case["completion"], case["answer"], verdict))
     assert wrong_verdicts == []
 
@@ -87,6 +91,9 @@ def test_rewriting_never_raises_and_is_bounded(text: str) -> None:
         r"\boxed{\left(-\infty, 3\right] \cup [4,\infty)}",
         "In 2020 12 of 100 people, 3-4 times, x^2 and 50 m².",
         r"${}_5C_2$ and $A_{12}$",
+        "e is 2.718281828... and pi 3.14159..., see (1) and (2, 3) below.",
+        r"$f(1,2)$, $P(A)$, $P(X=1)$ and $x=2,x=5$",
+        r"$0.5(3)$x and $|A|=3$",
     ],
 )
 def test_what_needs_no_rewriting_stays(text: str) -> None:
@@ -151,6 +158,23 @@ PARTS = [
     r"\boxed{1}_",
     "⁄",
     "1" * 99 + " ",
+    "0.333...",
+    "0." + "12" * 30 + "...",
+    "0.3(",
+    r"0.\dot3",
+    r"0.\overline{",
+    "x=1,",
+    "x=1, y",
+    "(1, 2",
+    r"\{x|",
+    r"\{x\mid ",
+    r"1\text{ h }",
+    r"1\text{ h } + ",
+    r"1\%",
+    ", ",
+    r",\text{",
+    r"\\[2pt",
+    "P(1,",
 ]
 LENGTH = 100_000
 

@@ -188,7 +188,7 @@ def written_out(text: str) -> str:
 
 # --- recurring decimals ------------------------------------------------------------------------------------------
 _PERIOD = (
-    r"(?:(?P<dotted>\\dot ?\{?\d\}? ?\d{0,28}\\dot ?\{?\d\}?)|\((?P<bracketed>\d{1,30})\)"
+    r"(?:(?P<dotted>\\dot ?(?:\d|\{\d\}) ?\d{0,28}\\dot ?(?:\d|\{\d\}))|\((?P<bracketed>\d{1,30})\)"
     r"|\\(?:overline|bar|dot) ?\{ ?(?P<barred>\d{1,30}) ?\}|\\(?:overline|bar|dot) ?(?P<single>\d)(?![\d{]))"
 )
 _RECURRING = re.compile(
@@ -373,32 +373,32 @@ _LATEX_FORMS = (
     # The distance after a line break would be a factor of the next entry.
     (re.compile(r"\\\\ ?\[[-\d.]{1,8} ?(?:pt|em|ex|mm|cm|in)\]"), r"\\\\"),
     # "1, 2, and 3": math-verify reads the word as a further comma.
-    (re.compile(rf",{_SPACE}*+\\(?:text|mathrm|textrm|mbox) ?\{{ ?(?:and|or) ?\}}"), ","),
+    (re.compile(rf",{_SPACE}{{0,4}}+\\(?:text|mathrm|textrm|mbox) ?\{{ ?(?:and|or) ?\}}"), ","),
     # A set by its condition is the condition.
     (
         re.compile(
-            rf"\\\{{{_SPACE}*+([a-z])(?: ?\\in ?\\(?:mathbb|mathbf) ?\{{?R\}}?)?"
-            rf"{_SPACE}*+(?:\\mid|\\colon|[|:]){_SPACE}*+"
+            rf"\\\{{{_SPACE}{{0,4}}+([a-z])(?: ?\\in ?\\(?:mathbb|mathbf) ?\{{?R\}}?)?"
+            rf"{_SPACE}{{0,4}}+(?:\\mid|\\colon|[|:]){_SPACE}{{0,4}}+"
             r"((?=[^{}|]{0,80}\1)(?=[^{}|]{0,80}(?:[<>]|\\[lg]e))[^{}|]{1,80}?)\\\}"
         ),
         r"\2",
     ),
     # Units that are a fraction of their own.
-    (re.compile(rf"(?<=[\d}}]){_SPACE}*+\\[dt]?frac ?\{{ ?{_UNIT_TEXT} ?\}} ?\{{ ?{_UNIT_TEXT} ?\}}"), ""),
+    (re.compile(rf"(?<=[\d}}]){_SPACE}{{0,4}}+\\[dt]?frac ?\{{ ?{_UNIT_TEXT} ?\}} ?\{{ ?{_UNIT_TEXT} ?\}}"), ""),
 )
 """Forms of LaTeX that math-verify misreads, and what it reads for them."""
 _PERCENT = r"(?:\\?%|\\(?:text|mathrm) ?\{ ?(?:percent|per cent) ?\})"
-_PERCENT_SIGN = re.compile(rf"(?<=[\d}}]){_SPACE}*+{_PERCENT}")
+_PERCENT_SIGN = re.compile(rf"(?<=[\d}}]){_SPACE}{{0,4}}+{_PERCENT}")
 _FRACTION_OF_PERCENT = re.compile(rf"{_LATEX_FRACTION}\\%")
 _QUANTITY = r"(-?\d{1,15}(?:\.\d{1,15})?)"
 _TWO_QUANTITIES = re.compile(
-    rf"(?<=[{{$(\[])( ?){_QUANTITY}{_SPACE}*+{_UNIT_TEXT}{_SPACE}*+(?:\\text ?\{{ ?and ?\}}{_SPACE}*+)?"
-    rf"{_QUANTITY}{_SPACE}*+{_UNIT_TEXT}(?=\.? ?(?:[}}$]|\\[)\]]))"
+    rf"(?<=[{{$(\[])( ?){_QUANTITY}{_SPACE}{{0,4}}+{_UNIT_TEXT}{_SPACE}{{0,4}}+(?:\\text ?\{{ ?and ?\}}{_SPACE}{{0,4}}+)?"
+    rf"{_QUANTITY}{_SPACE}{{0,4}}+{_UNIT_TEXT}(?=\.? ?(?:[}}$]|\\[)\]]))"
 )
 _SAME_UNIT = re.compile(
-    rf"{_SPACE}*+{_UNIT_TEXT}(?= ?[-+] ?[^{{}}$]{{1,40}}\\(?:text|mathrm|textrm|mbox) ?\{{ ?\1 ?\}})"
+    rf"{_SPACE}{{0,4}}+{_UNIT_TEXT}(?= ?[-+] ?[^{{}}$]{{1,40}}\\(?:text|mathrm|textrm|mbox) ?\{{ ?\1 ?\}})"
 )
-_ASSIGNMENT = rf"{_SPACE}*+[a-z] ?= ?[^=,;{{}}$]{{1,40}}"
+_ASSIGNMENT = rf"{_SPACE}{{0,4}}+[a-z] ?= ?[^=,;{{}}$]{{1,40}}"
 _ASSIGNMENTS = re.compile(rf"(?<=[{{$(\[])(?:{_ASSIGNMENT}[,;]){{1,4}}+{_ASSIGNMENT}(?=[}}$]|\\[)\]])")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 
