@@ -43,8 +43,8 @@ FAULTS = (
     Fault(
         title="Recurring decimals are not numbers",
         text="A decimal with a bar (`\\overline`, `\\bar`), with dots or with its period in brackets is not read as "
-        "the fraction that it is, so that an exact answer gets no reward. Some wrong ones get it: the bar is dropped or "
-        "becomes a name.",
+        "the fraction that it is, so that an exact answer gets no reward. Wrong answers get one: `0.\\overline{3}` is "
+        "parsed to 0, and `0.0\\overline{3}` to a product.",
         mended="a recurring decimal becomes its fraction (`recurring_fractions`).",
         probes=(
             right(r"$\frac{1}{3}$", r"$0.\overline{3}$"),
@@ -53,13 +53,13 @@ FAULTS = (
             right(r"$\frac{1}{3}$", r"$0.(3)$"),
             right(r"$\frac{1}{3}$", r"$0.333\ldots$"),
             wrong(r"$0.\overline{3}$", r"$0.0\overline{3}$"),
+            wrong("$0$", r"$0.\overline{3}$"),
         ),
     ),
     Fault(
         title="Percent signs behind a fraction, a thin space or as text",
-        text="`\\frac{25}{2}\\%` is not parsed in dollar signs, and is a product that equals no decimal in a box. "
-        "`37.5\\,\\%` is not parsed. `\\text{ percent}` with a space is dropped like a unit, so that "
-        "0.5 percent is 0.5.",
+        text="`\\frac{25}{2}\\%` is not parsed in dollar signs. In a box `12\\frac{1}{2}\\%` loses its 12. The sign of "
+        "`37.5\\,\\%` is lost. `\\text{ percent}` with a space is dropped like a unit, so that 0.5 percent is 0.5.",
         mended="the sign is moved to its number, and a fraction of percent becomes a fraction of one "
         "(`_fractions_of_percent`).",
         probes=(

@@ -93,7 +93,7 @@ def test_rewriting_never_raises_and_is_bounded(text: str) -> None:
         r"${}_5C_2$ and $A_{12}$",
         "e is 2.718281828... and pi 3.14159..., see (1) and (2, 3) below.",
         r"$f(1,2)$, $P(A)$, $P(X=1)$ and $x=2,x=5$",
-        r"$0.5(3)$x and $|A|=3$",
+        r"0.5(3) = 1.5, $0.5(3)+1$ and $|A|=3$",
     ],
 )
 def test_what_needs_no_rewriting_stays(text: str) -> None:

@@ -188,7 +188,9 @@ def written_out(text: str) -> str:
 
 # --- recurring decimals ------------------------------------------------------------------------------------------
 _PERIOD = (
-    r"(?:(?P<dotted>\\dot ?(?:\d|\{\d\}) ?\d{0,28}\\dot ?(?:\d|\{\d\}))|\((?P<bracketed>\d{1,30})\)"
+    r"(?:(?P<dotted>\\dot ?(?:\d|\{\d\}) ?\d{0,28}\\dot ?(?:\d|\{\d\}))"
+    # 0.5(3) = 1.5 is a product.
+    r"|\((?P<bracketed>\d{1,30})\)(?! ?(?:[-+*/=(^A-Za-z]|\\(?:cdot|times|div)))"
     r"|\\(?:overline|bar|dot) ?\{ ?(?P<barred>\d{1,30}) ?\}|\\(?:overline|bar|dot) ?(?P<single>\d)(?![\d{]))"
 )
 _RECURRING = re.compile(
@@ -366,6 +368,7 @@ _BOLD = re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^*\n]{1,300})(?<=\S)\*\*(?![\w(*
 _NEEDS_LATEX = re.compile(rf"[√∛∜π]|\\|sqrt|\^\{{|(?<=[\d)]){_SUPER}")
 _SPACE = r"(?:[ ~]|\\[ ,;:!]|\\quad(?![A-Za-z]))"
 _UNIT_TEXT = r"\\(?:text|mathrm|textrm|mbox) ?\{ ?([A-Za-z. ]{1,30}?) ?\}"
+_UNIT_POWER = r"(?: ?\^ ?(?:\d|\{\d\}))?"
 _LATEX_FORMS = (
     # The name of a point before its coordinates would be a function of them.
     (re.compile(r"(?<=[{$(\[=])( ?)[A-Z](?:'|_\{?\d\}?)? ?(?=(?:\\left ?)?\([^()=]{1,80},)"), r"\1"),
@@ -379,20 +382,28 @@ _LATEX_FORMS = (
         re.compile(
             rf"\\\{{{_SPACE}{{0,4}}+([a-z])(?: ?\\in ?\\(?:mathbb|mathbf) ?\{{?R\}}?)?"
             rf"{_SPACE}{{0,4}}+(?:\\mid|\\colon|[|:]){_SPACE}{{0,4}}+"
-            r"((?=[^{}|]{0,80}\1)(?=[^{}|]{0,80}(?:[<>]|\\[lg]e))[^{}|]{1,80}?)\\\}"
+            r"((?=[^{}|]{0,80}\1)(?=[^{}|]{0,80}(?:[<>]|\\[lgn]e))[^{}|]{1,80}?)\\\}"
         ),
         r"\2",
     ),
     # Units that are a fraction of their own.
-    (re.compile(rf"(?<=[\d}}]){_SPACE}{{0,4}}+\\[dt]?frac ?\{{ ?{_UNIT_TEXT} ?\}} ?\{{ ?{_UNIT_TEXT} ?\}}"), ""),
+    (
+        re.compile(
+            rf"(?<=[\d}}]){_SPACE}{{0,4}}+\\[dt]?frac ?\{{ ?{_UNIT_TEXT}{_UNIT_POWER} ?\}}"
+            rf" ?\{{ ?{_UNIT_TEXT}{_UNIT_POWER} ?\}}"
+        ),
+        "",
+    ),
 )
 """Forms of LaTeX that math-verify misreads, and what it reads for them."""
 _PERCENT = r"(?:\\?%|\\(?:text|mathrm) ?\{ ?(?:percent|per cent) ?\})"
 _PERCENT_SIGN = re.compile(rf"(?<=[\d}}]){_SPACE}{{0,4}}+{_PERCENT}")
+_PROSE_PERCENT = re.compile(r"(?<![\w./])(\d{1,15})/(\d{1,15}) ?(?:%|percent\b|per cent\b)")
 _FRACTION_OF_PERCENT = re.compile(rf"{_LATEX_FRACTION}\\%")
 _QUANTITY = r"(-?\d{1,15}(?:\.\d{1,15})?)"
 _TWO_QUANTITIES = re.compile(
-    rf"(?<=[{{$(\[])( ?){_QUANTITY}{_SPACE}{{0,4}}+{_UNIT_TEXT}{_SPACE}{{0,4}}+(?:\\text ?\{{ ?and ?\}}{_SPACE}{{0,4}}+)?"
+    rf"(?<=[{{$(\[])( ?){_QUANTITY}{_SPACE}{{0,4}}+{_UNIT_TEXT}{_SPACE}{{0,4}}+"
+    rf"(?:\\text ?\{{ ?and ?\}}{_SPACE}{{0,4}}+)?"
     rf"{_QUANTITY}{_SPACE}{{0,4}}+{_UNIT_TEXT}(?=\.? ?(?:[}}$]|\\[)\]]))"
 )
 _SAME_UNIT = re.compile(
@@ -482,7 +493,10 @@ def _sorted_assignments(text: str) -> str:
     """``text`` with ``y=1, x=2`` as ``x=2, y=1``: math-verify compares them with a point in the order of writing."""
 
     def in_order(match: re.Match[str]) -> str:
-        parts = [re.sub(rf"^{_SPACE}+|{_SPACE}+$", "", part) for part in re.split("[,;]", match.group())]
+        names = re.findall(r"([a-z]) ?=", match.group())
+        if names == sorted(names):
+            return match.group()
+        parts = [re.sub(rf"^{_SPACE}+|{_SPACE}+$", "", part) for part in re.split(r"(?<!\\)[,;]", match.group())]
         return ", ".join(sorted(parts, key=lambda part: part[0]))
 
     return _ASSIGNMENTS.sub(in_order, text)
@@ -493,6 +507,7 @@ def _prose(text: str) -> str:
     text = _BOLD.sub(r"\1", text)
     text = recurring_fractions(text)
     text = improper_fractions(text)
+    text = _PROSE_PERCENT.sub(r"\1/\g<2>00", text)
     text = written_out(text)
     text = _plain_subscripts(text)
     text = numerals(text, r"\({}\)")
