@@ -292,13 +292,18 @@ def _as_sets(given: list[Any], gold: list[Any]) -> list[Any]:
     gold_values = [form.rhs if isinstance(form, Eq) else form for form in gold]
     if not any(isinstance(value, (Interval, Union)) for value in gold_values):
         return given
+    asks_for_union = any(isinstance(value, Union) for value in gold_values)
     sets = []
     for form in given:
         members = _members(form)
         is_bounds = all(_is_bound(member) for member in members)
-        is_alternatives = isinstance(form, FiniteSet)
-        if is_alternatives and is_bounds and len(form.free_symbols) == 1:
-            # "x < -2 or x > 2" is a set of two relations to math-verify.
+        if isinstance(form, FiniteSet):
+            is_alternatives = asks_for_union and is_bounds and len(form.free_symbols) == 1
+            if not is_alternatives:
+                sets.append(form)
+                continue
+            # "x < -2 or x > 2" is a set of two relations to math-verify, and so is "x > -2 and x < 2". The union of
+            # the latter is no union of intervals, so that only the former can equal one.
             with contextlib.suppress(Exception):
                 form = Union(*(member.as_set() for member in members))
         elif is_bounds and len(form.free_symbols) == 1:

@@ -201,7 +201,7 @@ _DOTTED_END = re.compile(
     r"(?<![\w.,\\])(?P<whole>\d{1,15})\.(?P<digits>\d{3,60})(?: ?\\[lc]?dots(?![A-Za-z])|\.\.\.|…)(?!\d)"
 )
 _REPEATED = re.compile(r"(\d{1,20}?)\1\1+\Z")
-"""A period written three times. Twice is no proof: the decimals of e begin 718281828."""
+"""A period written three times. Twice is not enough: the decimals of e begin 718281828."""
 
 
 def recurring_fractions(text: str, form: str = "{}/{}") -> str:
@@ -368,15 +368,16 @@ _BOLD = re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^*\n]{1,300})(?<=\S)\*\*(?![\w(*
 _NEEDS_LATEX = re.compile(rf"[√∛∜π]|\\|sqrt|\^\{{|(?<=[\d)]){_SUPER}")
 _SPACE = r"(?:[ ~]|\\[ ,;:!]|\\quad(?![A-Za-z]))"
 _UNIT_TEXT = r"\\(?:text|mathrm|textrm|mbox) ?\{ ?([A-Za-z. ]{1,30}?) ?\}"
+_WORD = r"\\(?:text|mathrm|textrm|mbox) ?\{ ?(?:and|or) ?\}"
 _UNIT_POWER = r"(?: ?\^ ?(?:\d|\{\d\}))?"
 _LATEX_FORMS = (
-    # The name of a point before its coordinates would be a function of them.
-    (re.compile(r"(?<=[{$(\[=])( ?)[A-Z](?:'|_\{?\d\}?)? ?(?=(?:\\left ?)?\([^()=]{1,80},)"), r"\1"),
+    # The name of a point before its coordinates would be a function of them. C(5,2) and N(0,1) are no points.
+    (re.compile(r"(?<=[{$(\[=])( ?)[ADHKMOPQRSVW](?:'|_\{?\d\}?)? ?(?=(?:\\left ?)?\([^()=]{1,80},)"), r"\1"),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
     # The distance after a line break would be a factor of the next entry.
     (re.compile(r"\\\\ ?\[[-\d.]{1,8} ?(?:pt|em|ex|mm|cm|in)\]"), r"\\\\"),
     # "1, 2, and 3": math-verify reads the word as a further comma.
-    (re.compile(rf",{_SPACE}{{0,4}}+\\(?:text|mathrm|textrm|mbox) ?\{{ ?(?:and|or) ?\}}"), ","),
+    (re.compile(rf",{_SPACE}{{0,4}}+{_WORD}"), ","),
     # A set by its condition is the condition.
     (
         re.compile(
@@ -402,14 +403,14 @@ _PROSE_PERCENT = re.compile(r"(?<![\w./])(\d{1,15})/(\d{1,15}) ?(?:%|percent\b|p
 _FRACTION_OF_PERCENT = re.compile(rf"{_LATEX_FRACTION}\\%")
 _QUANTITY = r"(-?\d{1,15}(?:\.\d{1,15})?)"
 _TWO_QUANTITIES = re.compile(
-    rf"(?<=[{{$(\[])( ?){_QUANTITY}{_SPACE}{{0,4}}+{_UNIT_TEXT}{_SPACE}{{0,4}}+"
+    rf"(?<=[{{$(\[])( ?){_QUANTITY}{_SPACE}{{0,4}}+(?!{_WORD}){_UNIT_TEXT}{_SPACE}{{0,4}}+"
     rf"(?:\\text ?\{{ ?and ?\}}{_SPACE}{{0,4}}+)?"
     rf"{_QUANTITY}{_SPACE}{{0,4}}+{_UNIT_TEXT}(?=\.? ?(?:[}}$]|\\[)\]]))"
 )
 _SAME_UNIT = re.compile(
     rf"{_SPACE}{{0,4}}+{_UNIT_TEXT}(?= ?[-+] ?[^{{}}$]{{1,40}}\\(?:text|mathrm|textrm|mbox) ?\{{ ?\1 ?\}})"
 )
-_ASSIGNMENT = rf"{_SPACE}{{0,4}}+[a-z] ?= ?[^=,;{{}}$]{{1,40}}"
+_ASSIGNMENT = rf"{_SPACE}{{0,4}}+[a-z] ?= ?(?:[^=,;{{}}$]|\{{[^{{}}$]{{0,30}}\}}){{1,40}}"
 _ASSIGNMENTS = re.compile(rf"(?<=[{{$(\[])(?:{_ASSIGNMENT}[,;]){{1,4}}+{_ASSIGNMENT}(?=[}}$]|\\[)\]])")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 
@@ -485,7 +486,16 @@ def _quantities(text: str) -> str:
 
     math-verify drops whatever follows the first unit.
     """
-    text = _TWO_QUANTITIES.sub(r"\1(\2,\4)", text)
+
+    def pair(match: re.Match[str]) -> str:
+        before, first, first_unit, second, second_unit = match.groups()
+        first_unit = first_unit.removesuffix(" and")
+        # 3 cm and 5 cm are two answers, 3 hours and 20 minutes are one.
+        if first_unit == second_unit:
+            return f"{before}{first},{second}"
+        return f"{before}({first},{second})"
+
+    text = _TWO_QUANTITIES.sub(pair, text)
     return _SAME_UNIT.sub("", text)
 
 

@@ -272,7 +272,7 @@ def multiple_choice(
 
     The last of the most explicit form wins: a boxed letter, "answer is (B)", "(B)", a letter alone at the start of its
     line, a lone capital not followed by a lower-case word. A small letter counts in a box, and where "answer is" states
-    it in brackets or at the end of its sentence. Two letters on equal terms (``A or B``) are no choice.
+    it in brackets or at the end of its sentence. Two letters on equal terms (``A or B``) name none.
     ``meta["choices"]`` limits the letters.
     """
     if not re.fullmatch(r"[A-Z]+", letters) or len(set(letters)) != len(letters):
