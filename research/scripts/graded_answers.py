@@ -1,9 +1,10 @@
 """Agreement of answer graders with hand-graded answers: writes results/graded/README.md, verdicts.csv and issues.md.
 
 python bench/peers/fetch.py trl verl tensordict pyvers codetiming torchdata pylatexenc
-python research/scripts/graded_answers.py
+python research/scripts/graded_answers.py [--pages]
 
-Every grader gets the same completion and gold. The peers' graders are the functions of their released wheels.
+``--pages``: the pages alone, from the verdicts in verdicts.csv. Every grader gets the same completion and gold. The
+peers' graders are the functions of their released wheels.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from statistics import NormalDist
@@ -66,17 +68,34 @@ class Grader:
 
 
 # --- the graders -------------------------------------------------------------------------------------------------
+@lru_cache
+def function_of(peer: Peer, module: str, name: str) -> Callable[..., Any]:
+    """A function of a peer, imported when it is first used."""
+    return getattr(peer.module(module), name)
+
+
+def verl_math_reward(row: Row) -> float:
+    """verl's grader of MATH."""
+    compute_score = function_of(VERL, "verl.utils.reward_score.math_reward", "compute_score")
+    return float(compute_score(row["completion"], row["answer"]))
+
+
+def verl_prime_math(row: Row) -> float:
+    """verl's grader of the NuminaMath sets, which returns the verdict first."""
+    compute_score = function_of(VERL, "verl.utils.reward_score.prime_math", "compute_score")
+    return float(compute_score(row["completion"], row["answer"])[0])
+
+
+def trl_accuracy_reward(row: Row) -> float:
+    """TRL's reward, with the gold in dollar signs, as its datasets write it."""
+    accuracy_reward = function_of(TRL, "trl.rewards.accuracy_rewards", "accuracy_reward")
+    rewards = accuracy_reward([[{"content": row["completion"]}]], [wrapped(row["answer"])])
+    # None, for a gold that cannot be parsed, teaches as little as 0.
+    return float(rewards[0] or 0.0)
+
+
 def graders() -> list[Grader]:
     """Ours, math-verify alone and the peers'."""
-    math_reward = VERL.module("verl.utils.reward_score.math_reward").compute_score
-    prime_math = VERL.module("verl.utils.reward_score.prime_math").compute_score
-    accuracy_reward = TRL.module("trl.rewards.accuracy_rewards").accuracy_reward
-
-    def trl(row: Row) -> float:
-        # The gold as its datasets write it, in dollar signs. None, for a gold that cannot be parsed, is no reward.
-        rewards = accuracy_reward([[{"content": row["completion"]}]], [wrapped(row["answer"])])
-        return float(rewards[0] or 0.0)
-
     return [
         Grader(
             name=OURS,
@@ -93,18 +112,19 @@ def graders() -> list[Grader]:
             name="verl math_reward",
             description=f"`verl.utils.reward_score.math_reward.compute_score` of verl {VERL.version}, its grader of "
             "MATH: the text of the last box, normalized",
-            grade=lambda row: float(math_reward(row["completion"], row["answer"])),
+            grade=verl_math_reward,
         ),
         Grader(
             name="verl prime_math",
             description=f"`verl.utils.reward_score.prime_math.compute_score` of verl {VERL.version}, its grader of the "
-            "NuminaMath sets: rules and sympy",
-            grade=lambda row: float(prime_math(row["completion"], row["answer"])[0]),
+            "NuminaMath sets: rules and sympy. Its last resort, sympy's LaTeX parser, asks for antlr4 4.11 and does not "
+            f"run beside the {version('antlr4-python3-runtime')} of this environment",
+            grade=verl_prime_math,
         ),
         Grader(
             name="TRL accuracy_reward",
             description=f"`trl.rewards.accuracy_reward` of TRL {TRL.version}: math-verify, with options of its own",
-            grade=trl,
+            grade=trl_accuracy_reward,
         ),
     ]
 
@@ -226,8 +246,9 @@ def page(rows: Sequence[Row], used: Sequence[Grader], results: dict[str, list[fl
         "An exact gold is not met by rounded digits. `25%` is 0.25, and a bare 25 is accepted where the gold is a "
         "percentage.",
         "",
-        "The completions were written while our rules were being extended, so that our own column shows what is mended "
-        "and not what to expect of new answers. The other columns are measurements of code that has not seen them. "
+        "The answers were written before any grader had read them; one, a mixed number with `and`, which may be two "
+        "numbers, was replaced. Then our rules were extended in view of them, so "
+        "that our own column shows what is mended, and not what to expect of new answers. "
         "verl's and TRL's graders expect LaTeX or a box, and have no rules for choices; the line `with a box` compares "
         "them on their own ground.",
         "",
@@ -296,25 +317,47 @@ def issues() -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+FACTS = ("kind", "reward", "completion", "answer", "value")
+"""The columns of verdicts.csv before those of the graders."""
+
+
+def write_verdicts(file: Path, rows: Sequence[Row], results: dict[str, list[float]]) -> None:
+    """verdicts.csv: a line per row, with the verdict of each grader."""
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow([*FACTS, *results])
+        for index, row in enumerate(rows):
+            facts = [row["kind"], row["reward"], row["completion"], row["answer"], f"{row['value']:g}"]
+            writer.writerow([*facts, *[f"{values[index]:g}" for values in results.values()]])
+
+
+def read_verdicts(file: Path, rows: Sequence[Row]) -> dict[str, list[float]]:
+    """The verdicts of verdicts.csv. Raises :class:`SystemExit` where they are those of other rows."""
+    with file.open(newline="", encoding="utf-8") as stream:
+        lines = list(csv.DictReader(stream))
+    stored = [(line["completion"], line["answer"]) for line in lines]
+    if stored != [(row["completion"], row["answer"]) for row in rows]:
+        raise SystemExit(f"{file} has the verdicts of other answers; run the command without --pages")
+    names = [name for name in lines[0] if name not in FACTS]
+    return {name: [float(line[name]) for line in lines] for name in names}
+
+
+def main(arguments: Sequence[str]) -> int:
     logging.disable(logging.WARNING)
     rows = [json.loads(line) for line in ANSWERS.read_text(encoding="utf-8").splitlines()]
     used = graders()
-    results = {grader.name: verdicts(grader, rows) for grader in used}
     TARGET.mkdir(parents=True, exist_ok=True)
+    file = TARGET / "verdicts.csv"
+    if "--pages" in arguments:
+        results = read_verdicts(file, rows)
+    else:
+        results = {grader.name: verdicts(grader, rows) for grader in used}
+        write_verdicts(file, rows, results)
     (TARGET / "README.md").write_text(page(rows, used, results), encoding="utf-8")
     (TARGET / "issues.md").write_text(issues(), encoding="utf-8")
-    with (TARGET / "verdicts.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["kind", "reward", "completion", "answer", "value", *results])
-        for index, row in enumerate(rows):
-            values = [f"{column[index]:g}" for column in results.values()]
-            writer.writerow(
-                [row["kind"], row["reward"], row["completion"], row["answer"], f"{row['value']:g}", *values]
-            )
     print("\n".join(agreement_table(rows, results)))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

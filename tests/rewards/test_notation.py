@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import time
 from collections import Counter
@@ -52,6 +53,18 @@ def test_the_corpus_has_right_and_wrong_answers_of_every_kind(kind: str) -> None
     counts = Counter(case["value"] for case in CASES if case["kind"] == kind)
     assert counts[1.0] >= 8
     assert counts[0.0] >= 8
+
+
+def test_the_comparison_with_other_graders_is_of_these_answers() -> None:
+    """results/graded is stale where it fails: python research/scripts/graded_answers.py."""
+    with (FIXTURES.parents[1] / "results" / "graded" / "verdicts.csv").open(newline="", encoding="utf-8") as file:
+        stored = list(csv.DictReader(file))
+    wide = [case for case in CASES if "why" in case]
+    assert len(wide) == len(stored) == 500
+    for case, line in zip(wide, stored, strict=True):
+        assert (line["completion"], line["answer"]) == (case["completion"], case["answer"])
+        agrees = float(line["kl_comedy"]) == case["value"] == float(line["value"])
+        assert agrees != ("documented" in case), line
 
 
 # --- rewriting ----------------------------------------------------------------------------------------------------
