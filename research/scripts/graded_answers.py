@@ -117,8 +117,8 @@ def graders() -> list[Grader]:
         Grader(
             name="verl prime_math",
             description=f"`verl.utils.reward_score.prime_math.compute_score` of verl {VERL.version}, its grader of the "
-            "NuminaMath sets: rules and sympy. Its last resort, sympy's LaTeX parser, asks for antlr4 4.11 and does not "
-            f"run beside the {version('antlr4-python3-runtime')} of this environment",
+            "NuminaMath sets: rules and sympy. Its last resort, sympy's LaTeX parser, asks for antlr4 4.11 and does "
+            f"not run beside the {version('antlr4-python3-runtime')} of this environment",
             grade=verl_prime_math,
         ),
         Grader(

@@ -401,10 +401,10 @@ _PERCENT = r"(?:\\?%|\\(?:text|mathrm) ?\{ ?(?:percent|per cent) ?\})"
 _PERCENT_SIGN = re.compile(rf"(?<=[\d}}]){_SPACE}{{0,4}}+{_PERCENT}")
 _PROSE_PERCENT = re.compile(r"(?<![\w./])(\d{1,15})/(\d{1,15}) ?(?:%|percent\b|per cent\b)")
 _FRACTION_OF_PERCENT = re.compile(rf"{_LATEX_FRACTION}\\%")
-_QUANTITY = r"(-?\d{1,15}(?:\.\d{1,15})?)"
+_QUANTITY = r"(-? ?\d{1,15}(?:\.\d{1,15})?)"
 _TWO_QUANTITIES = re.compile(
     rf"(?<=[{{$(\[])( ?){_QUANTITY}{_SPACE}{{0,4}}+(?!{_WORD}){_UNIT_TEXT}{_SPACE}{{0,4}}+"
-    rf"(?:\\text ?\{{ ?and ?\}}{_SPACE}{{0,4}}+)?"
+    rf"(?:\\text ?\{{ ?and ?\}}{_SPACE}{{0,4}}+|\+ ?|(?=-))?"
     rf"{_QUANTITY}{_SPACE}{{0,4}}+{_UNIT_TEXT}(?=\.? ?(?:[}}$]|\\[)\]]))"
 )
 _SAME_UNIT = re.compile(
@@ -495,8 +495,8 @@ def _quantities(text: str) -> str:
             return f"{before}{first},{second}"
         return f"{before}({first},{second})"
 
-    text = _TWO_QUANTITIES.sub(pair, text)
-    return _SAME_UNIT.sub("", text)
+    text = _SAME_UNIT.sub("", text)
+    return _TWO_QUANTITIES.sub(pair, text)
 
 
 def _sorted_assignments(text: str) -> str:

@@ -306,19 +306,24 @@ def chosen_letter(text: str, letters: str) -> str | None:
             matches.extend(re.finditer(pattern, text, re.MULTILINE))
         if matches:
             last = max(matches, key=re.Match.start)
-            if _names_another(text, last.end(), letters):
+            if _names_another(text, last, letters):
                 return None
             # The group that took part: each alternative of a form has one of its own.
             return str(last[last.lastindex or 0]).upper()
     return None
 
 
-def _names_another(text: str, end: int, letters: str) -> bool:
-    """Whether a second letter follows at ``end`` on equal terms, as in ``(A) and (B).``: then none is chosen."""
+def _names_another(text: str, choice: re.Match[str], letters: str) -> bool:
+    """Whether a second letter stands beside the choice on equal terms, as in ``(A) and (B).``: then none is chosen."""
     closing = r"[)\]*_`}]{0,4}\s?"
-    joined = r"(?:,|/|&|,?\s?\b(?:and|or)\b)\s?[(\[*_`]{0,4}"
-    second = rf"{closing}{joined}[{letters}]{closing}(?:[.,;\n]|\Z)"
-    return re.compile(second).match(text, end) is not None
+    opening = r"\s?[(\[*_`]{0,4}"
+    words = r"(?:/|&|,?\s?\b(?:and|or)\b)"
+    # A sentence may go on after a comma: "the answer is A, B is wrong".
+    after = rf"{closing}(?:,|{words}){opening}[{letters}]{closing}(?:[.,;\n]|\Z)"
+    if re.compile(after).match(text, choice.end()):
+        return True
+    before = rf"(?<![\w'])[{letters}]{closing}{words}{opening}\Z"
+    return re.search(before, text[max(choice.start() - 24, 0) : choice.start()]) is not None
 
 
 @REWARDS.register(
