@@ -1,4 +1,189 @@
-def write(out, rows):
-    import json
+"""The register as files: rows, the answers of the form, the page of tables, and one text per issue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kl_comedy.kl.claims import TARGET_MEANINGS
+from kl_comedy.kl.oracle.divergences import DIVERGENCE_MEANINGS
+
+Row = Mapping[str, Any]
+MEANINGS = {**TARGET_MEANINGS, **DIVERGENCE_MEANINGS}
+WORDS = {
+    "sequence_reverse": "reverse KL of completions",
+    "sequence_forward": "forward KL of completions",
+    "token_reverse": "reverse KL of each token",
+    "token_forward": "forward KL of each token",
+    "token_chi_square": "chi-square of each token",
+    "token_reference_chi_square": "chi-square of reference against policy",
+    "token_total_variation": "total variation of each token",
+    "token_jensen_shannon": "Jensen-Shannon divergence of each token",
+    "token_policy_square": "half the mean square log-ratio, under the policy",
+    "token_reference_square": "half the mean square log-ratio, under the reference",
+    "zero": "nothing (zero mean)",
+    "none": "no divergence that has a name here",
+}
+"""Of a table's cell, by the name of the objective."""
+BEGIN, END = "<!-- generated: register -->", "<!-- end -->"
+
+
+def write(out: Path, rows: Sequence[Row]) -> None:
+    """Write register.json, which_flag.json, by_hand.json, the generated part of README.md and issues/."""
+    from register.by_hand import checks
+    from register.which_flag import answers
+
     out.mkdir(parents=True, exist_ok=True)
-    (out/"register.json").write_text(json.dumps(rows, indent=1)+"\n")
+    (out / "register.json").write_text(json.dumps(list(rows), indent=1) + "\n", encoding="utf-8")
+    (out / "which_flag.json").write_text(json.dumps(answers(), separators=(",", ":")) + "\n", encoding="utf-8")
+    by_hand = checks()
+    (out / "by_hand.json").write_text(json.dumps(by_hand, indent=1) + "\n", encoding="utf-8")
+    _write_issues(out / "issues", rows)
+    page = out / "README.md"
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text(f"{before}{BEGIN}\n\n{generated(rows, by_hand)}\n{END}{after}", encoding="utf-8")
+
+
+def generated(rows: Sequence[Row], by_hand: Sequence[Mapping[str, Any]]) -> str:
+    """The counts, the table and the checks by hand."""
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    by_maker: dict[str, int] = {}
+    for row in rows:
+        by_maker[row["made_by"]] = by_maker.get(row["made_by"], 0) + 1
+    counts = ", ".join(f"{count} by {maker}" for maker, count in by_maker.items())
+    lines = [f"{len(rows)} rows of {len(systems)} systems and papers: {counts}.", "", *table(rows), ""]
+    lines += ["### Checked by hand", ""]
+    lines += ["| row | independent enumeration | register |", "| --- | --- | --- |"]
+    rows_by_id = {row["id"]: row for row in rows}
+    for check in by_hand:
+        row = rows_by_id[check["id"]]
+        lines.append(f"| `{check['id']}` | {check['says']} | {objective(row.get('fresh'))}; {holes_text(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The lines of the table."""
+    head = ["system", "version", "function", "setting", "fresh", "stale", "with holes", "error", "fix", "made by"]
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
+    for row in rows:
+        cells = [
+            row["system"],
+            row["version"],
+            f"`{_plain(row.get('function', ''))}`",
+            f"`{_plain(row['flags'])}`",
+            objective(row.get("fresh")),
+            objective(row.get("stale")),
+            holes_text(row),
+            error_text(row),
+            _plain(row["fix"]),
+            row["made_by"],
+        ]
+        if row["issue"]:
+            cells[-2] = f"[{cells[-2]}](issues/{row['id']}.md)"
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _plain(text: str) -> str:
+    """A text inside a cell: a bar would end it, and brackets would be a link."""
+    return text.replace("|", "\\|").replace("[", "(").replace("]", ")")
+
+
+def objective(figures: Mapping[str, Any] | None) -> str:
+    """What is optimized, with its coefficient, in words."""
+    if not figures:
+        return "not rebuilt"
+    words = WORDS[figures["target"]]
+    coefficient = figures["coefficient"]
+    if coefficient is not None and abs(coefficient - 1) > 1e-3:
+        words = f"{coefficient:.3g} times the {words}"
+    if figures["near"]:
+        words += ", while no clamp acts"
+    return words
+
+
+def error_text(row: Row) -> str:
+    """The relative errors with fresh and stale samples."""
+    if not row.get("fresh"):
+        return "not rebuilt"
+    return f"{percent(row['fresh']['error'])} / {percent(row['stale']['error'])}"
+
+
+def percent(share: float | None) -> str:
+    """A relative error as a percentage.
+
+    >>> percent(0.0), percent(0.2301), percent(0.0003468)
+    ('0 %', '23 %', '0.035 %')
+    """
+    if share is None:
+        return "not finite"
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+
+
+def holes_text(row: Row) -> str:
+    """What a masked token inside a completion does."""
+    figures = row.get("holes")
+    if figures is None:
+        return "not tried"
+    parts = []
+    if figures["change"]:
+        parts.append(f"leak: {percent(figures['change'])} of the gradient")
+    if figures["reached"]:
+        parts.append("the masked token gets a gradient")
+    return ", ".join(parts) or "no leak"
+
+
+# --- texts of issues -----------------------------------------------------------------------------------------------
+def _write_issues(folder: Path, rows: Sequence[Row]) -> None:
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.md"):
+        old.unlink()
+    for row in rows:
+        if row["issue"] and row.get("fresh"):
+            (folder / f"{row['id']}.md").write_text(issue(row), encoding="utf-8")
+
+
+def issue(row: Row) -> str:
+    """The text of one issue, ready to send."""
+    intended = WORDS[row["intended"]]
+    source = row["source"] or "our re-implementation of the formula"
+    lines = [
+        f"# {row['issue']}",
+        "",
+        f"To: {row['system']}. Version: {row['version']}.",
+        "",
+        f"**Setting.** `{row['flags']}`",
+        "",
+        f"**Code.** `{row['function']}` of `{source}`"
+        + (f" (sha256 `{row['sha256'][:16]}`)." if row["sha256"] else "."),
+        "",
+        f"**Expected.** The expected gradient of the loss is that of the {intended}.",
+        "",
+        "**Found.** The expected gradient, by enumeration of every completion of small policies in float64:",
+        "",
+        f"- with fresh samples: {objective(row['fresh'])}; {percent(row['fresh']['error'])} from the gradient of the "
+        f"{intended}{_cosine(row['fresh'])}",
+        f"- with stale samples: {objective(row['stale'])}; {percent(row['stale']['error'])}{_cosine(row['stale'])}",
+        f"- with a masked token inside each completion, as a tool's reply: {holes_text(row)}",
+        "",
+    ]
+    if row["call"]:
+        lines += ["What is computed, with log-probs of the sampled tokens:", "", f"    {row['call']}", ""]
+    lines += [f"**Fix.** `{row['fix']}`", ""]
+    if row.get("fixed_fresh"):
+        fixed = row["fixed_fresh"]
+        lines += [f"With it, and fresh samples: {objective(fixed)}, {percent(fixed['error'])} off.", ""]
+    if row.get("known"):
+        lines += [f"Reported before: <{row['known']}>", ""]
+    lines += [f"**Rebuild.** `{row['command']}`", ""]
+    return "\n".join(lines)
+
+
+def _cosine(figures: Mapping[str, Any]) -> str:
+    if figures["cosine"] is None:
+        return ""
+    return f", cosine {figures['cosine']:.3g}"
