@@ -18,7 +18,7 @@ from kl_comedy.kl.oracle.certificate import certify
 from kl_comedy.lab.peers import NAMES, SYSTEMS, Flag, Reading, System, Value, format_value, read_flags
 
 REGIMES = ("on_policy", "off_policy")
-MOST_ANSWERS = 8000
+MOST_ANSWERS = 30_000
 """Combinations of one system. Flags are offered while there are fewer, those that name the KL first."""
 ON = 0.01
 """The coefficient that stands for every one above 0: answers depend on whether it is."""
@@ -39,25 +39,40 @@ def options_of(flag: Flag) -> list[Value]:
     chosen: dict[str, Value] = {}
     for value in values:
         chosen.setdefault(repr(value), value)
-    has_number_above_0 = isinstance(flag.default, float) and flag.default > 0
-    if has_number_above_0:
+    # One number above 0 is enough, and the default is the better one.
+    if _is_number_above_0(flag) and flag.default != ON:
         chosen.pop(repr(ON), None)
     return list(chosen.values())
 
 
 def offered(system: System) -> list[Flag]:
     """The flags in the form: those with a choice, while the combinations are at most :data:`MOST_ANSWERS`."""
-    names_kl = [flag for flag in system.flags if "kl" in flag.name or "beta" in flag.name]
-    others = [flag for flag in system.flags if flag not in names_kl]
     flags = []
     combinations = 1
-    for flag in (*names_kl, *others):
+    # Stable: within a rank the order is that of the file.
+    for flag in sorted(system.flags, key=_rank):
         count = len(options_of(flag))
         if combinations * count > MOST_ANSWERS:
             continue
         combinations *= count
         flags.append(flag)
     return flags
+
+
+def _rank(flag: Flag) -> int:
+    """Which flags come first: those that decide whether and where there is a KL."""
+    if _is_number_above_0(flag):
+        # On already; a form that leaves it out leaves nothing open.
+        return 3
+    if "kl" in flag.name or "beta" in flag.name:
+        return 0
+    if "adv" in flag.name:
+        return 1
+    return 2
+
+
+def _is_number_above_0(flag: Flag) -> bool:
+    return isinstance(flag.default, float) and flag.default > 0
 
 
 def answers() -> dict[str, Any]:
