@@ -100,11 +100,12 @@ def top_k() -> dict[str, Any]:
     kl = gradient(reverse_kl, LOGITS)
     released = distance(slope(with_fix=False), kl)
     fixed_distance = distance(slope(with_fix=True), kl)
+    says = f"{_rounded(released)} from the reverse KL, {_rounded(fixed_distance)} with the fix"
     return {
         "id": "ema-pg-reverse",
         "from_named": fixed_distance,
         "from_kl": released,
-        "says": f"4 tokens, top {TOP}: {_rounded(released)} from the reverse KL, {_rounded(fixed_distance)} with the fix",
+        "says": f"4 tokens, top {TOP}: {says}",
     }
 
 

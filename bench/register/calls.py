@@ -115,7 +115,7 @@ def top_k_parts(
 
 
 def tail_score(logp: Tensor, chooser: Tensor, tokens: Tensor) -> Tensor:
-    """0 in value, with the gradient of the log-prob on tokens outside the likeliest ones of ``chooser`` ``[B, T, V]``."""
+    """0 in value, with the gradient of the log-prob on tokens outside the likeliest of ``chooser`` ``[B, T, V]``."""
     top_BTK = chooser.detach().topk(TOP, -1).indices
     outside_BT = (top_BTK != tokens[..., None]).all(-1)
     return torch.where(outside_BT, logp - logp.detach(), 0.0)

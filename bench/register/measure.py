@@ -13,14 +13,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from peers.case import FLOAT32, FLOAT64
+from peers.measure import instances
 from torch import Tensor
 
 from kl_comedy.kl.claims import TARGETS
 from kl_comedy.kl.oracle import Loss, Moments, Rows, exact_moments
 from kl_comedy.kl.oracle.certificate import BatteryInstance
 from kl_comedy.kl.oracle.divergences import DIVERGENCES, divergence_gradient
-from peers.case import FLOAT32, FLOAT64
-from peers.measure import instances
 
 FRESH, STALE = "on_policy", "off_policy"
 HOLE = 1

@@ -7,11 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.kl.claims import TARGET_MEANINGS
-from kl_comedy.kl.oracle.divergences import DIVERGENCE_MEANINGS
-
 Row = Mapping[str, Any]
-MEANINGS = {**TARGET_MEANINGS, **DIVERGENCE_MEANINGS}
 WORDS = {
     "sequence_reverse": "reverse KL of completions",
     "sequence_forward": "forward KL of completions",
@@ -27,24 +23,35 @@ WORDS = {
     "none": "no divergence that has a name here",
 }
 """Of a table's cell, by the name of the objective."""
-BEGIN, END = "<!-- generated: register -->", "<!-- end -->"
+OWN_NAMES = ("plus_plus_returns", "with_returns", "top_k_parts", "loss_module", "unsloth_kl", "nemo_weight", "ratio(")
+"""Names in a call that are this repository's."""
+BEGIN = "<!-- python research/scripts/stored_tables.py register -->"
+END = "<!-- end of the rows -->"
+"""Between them stands the generated part of the page; `kl-comedy results verify` makes its tables again."""
 
 
 def write(out: Path, rows: Sequence[Row]) -> None:
-    """Write register.json, which_flag.json, by_hand.json, the generated part of README.md and issues/."""
+    """Write which_flag.json and by_hand.json, which take seconds, then :func:`write_rows`."""
     from register.by_hand import checks
     from register.which_flag import answers
 
     out.mkdir(parents=True, exist_ok=True)
-    (out / "register.json").write_text(json.dumps(list(rows), indent=1) + "\n", encoding="utf-8")
     (out / "which_flag.json").write_text(json.dumps(answers(), separators=(",", ":")) + "\n", encoding="utf-8")
-    by_hand = checks()
-    (out / "by_hand.json").write_text(json.dumps(by_hand, indent=1) + "\n", encoding="utf-8")
+    (out / "by_hand.json").write_text(json.dumps(checks(), indent=1) + "\n", encoding="utf-8")
+    write_rows(out, rows)
+
+
+def write_rows(out: Path, rows: Sequence[Row]) -> None:
+    """Write register.json, the generated part of README.md and the texts of issues."""
+    (out / "register.json").write_text(json.dumps(list(rows), indent=1) + "\n", encoding="utf-8")
     _write_issues(out / "issues", rows)
     page = out / "README.md"
-    text = page.read_text(encoding="utf-8")
+    text = f"# The register of KL code\n\n{BEGIN}\n{END}\n"
+    if page.is_file():
+        text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
+    by_hand = json.loads((out / "by_hand.json").read_text(encoding="utf-8"))
     page.write_text(f"{before}{BEGIN}\n\n{generated(rows, by_hand)}\n{END}{after}", encoding="utf-8")
 
 
@@ -139,12 +146,14 @@ def holes_text(row: Row) -> str:
 
 # --- texts of issues -----------------------------------------------------------------------------------------------
 def _write_issues(folder: Path, rows: Sequence[Row]) -> None:
+    texts = {f"{row['id']}.md": issue(row) for row in rows if row["issue"] and row.get("fresh")}
     folder.mkdir(exist_ok=True)
+    # A row that has no issue any more leaves no text behind.
     for old in folder.glob("*.md"):
-        old.unlink()
-    for row in rows:
-        if row["issue"] and row.get("fresh"):
-            (folder / f"{row['id']}.md").write_text(issue(row), encoding="utf-8")
+        if old.name not in texts:
+            old.unlink()
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def issue(row: Row) -> str:
@@ -173,14 +182,41 @@ def issue(row: Row) -> str:
     ]
     if row["call"]:
         lines += ["What is computed, with log-probs of the sampled tokens:", "", f"    {row['call']}", ""]
+        helpers = [name for name in OWN_NAMES if name in row["call"]]
+        if helpers:
+            lines += [f"({', '.join(helpers)}: arguments as the trainer builds them, `bench/register/calls.py`.)", ""]
     lines += [f"**Fix.** `{row['fix']}`", ""]
     if row.get("fixed_fresh"):
         fixed = row["fixed_fresh"]
-        lines += [f"With it, and fresh samples: {objective(fixed)}, {percent(fixed['error'])} off.", ""]
+        effect = f"With it, and fresh samples: {objective(fixed)}, {percent(fixed['error'])} off"
+        if row.get("fixed_holes"):
+            effect += f"; with a masked token: {holes_text({'holes': row['fixed_holes']})}"
+        lines += [f"{effect}.", ""]
+    if row.get("form"):
+        lines += ["**To see it.** The exact expectation over one token, with torch alone:", "", *script(row), ""]
+    if row["hand"]:
+        lines += ["The same by sums over four tokens in plain Python: `bench/register/by_hand.py`.", ""]
     if row.get("known"):
         lines += [f"Reported before: <{row['known']}>", ""]
     lines += [f"**Rebuild.** `{row['command']}`", ""]
     return "\n".join(lines)
+
+
+def script(row: Row) -> list[str]:
+    """A program that shows the mistake with nothing but torch; it prints the error of the form and of the fix."""
+    lines = [
+        "import torch",
+        "",
+        "torch.manual_seed(0)",
+        "logits, ref_logits = torch.randn(2, 5, dtype=torch.float64)",
+        "logp = logits.requires_grad_().log_softmax(-1)",
+        "ref = ref_logits.log_softmax(-1)",
+        "kl = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), logits, retain_graph=True)[0]",
+        f"for loss in ({row['form']}, {row['form_fixed']}):",
+        "    mean = torch.autograd.grad((logp.exp().detach() * loss).sum(), logits, retain_graph=True)[0]",
+        "    print(float((mean - kl).norm() / kl.norm()))  # the released form, then the fix: 0",
+    ]
+    return ["```python", *lines, "```"]
 
 
 def _cosine(figures: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 python bench/register/run.py --sources DIR    run every row; writes results/register/
 python bench/register/run.py --changes        run every row; says what differs from the stored rows, writes nothing
-python bench/register/run.py --only rlinf     the rows whose id begins so, to stdout
+python bench/register/run.py --only rlinf     the rows whose id begins so, to stdout; with --store, into the register
 
 DIR holds clones (DIR/OWNER/NAME). Wheels are those of bench/peers/fetch.py. A row without its source is made by our
 re-implementation, and marked so; one that has neither says 'not rebuilt'.
@@ -28,6 +28,8 @@ ROWS = HERE.parent / "rows.yaml"
 OUT = HERE.parents[2] / "results" / "register"
 COMMAND = "python bench/register/run.py --sources DIR"
 RELEASED, OURS, NOT_REBUILT = "released code", "re-implementation", "not rebuilt"
+TEXTS = ("fix", "issue", "known", "form", "form_fixed", "hand")
+"""Fields of a row on which no figure depends."""
 DIGITS = 4
 """Of stored figures: more would differ between machines."""
 
@@ -47,12 +49,10 @@ def wheel_of(row: Mapping[str, Any]) -> str:
 
 def built(row: Mapping[str, Any], sources: Path | None) -> dict[str, Any]:
     """One row with its figures, in this process."""
-    from peers.wheels import pins
     from register.sources import SourceMissing
 
     stored = {"id": row["id"], "system": row["system"], "flags": row["flags"], "intended": row["intended"]}
-    stored |= {name: row.get(name, "") for name in ("fix", "issue", "known", "call", "ours", "fixed")}
-    stored["hand"] = bool(row.get("hand"))
+    stored |= {name: row.get(name, "") for name in ("call", "ours", "fixed", *TEXTS)}
     try:
         if "case" in row:
             return stored | _from_wheel(row)
@@ -60,12 +60,7 @@ def built(row: Mapping[str, Any], sources: Path | None) -> dict[str, Any]:
             return stored | _from_source(row, sources)
         return stored | _from_formula(row, "no release with this form in torch")
     except (SourceMissing, FileNotFoundError) as error:
-        version = _commit_of(row) or str(row.get("version", ""))
-        if "case" in row:
-            from peers.adapters import adapter
-
-            version = adapter(wheel_of(row)).version
-        assert pins()
+        version = _version(row)
         if not row.get("ours"):
             return stored | {"version": version, "made_by": NOT_REBUILT, "why": str(error)}
         return stored | _from_formula(row, str(error)) | {"version": version}
@@ -138,6 +133,15 @@ def _from_formula(row: Mapping[str, Any], why: str) -> dict[str, Any]:
     }
 
 
+def _version(row: Mapping[str, Any]) -> str:
+    """The version of a row that is not run: that of its wheel's pin, its commit, or what it says."""
+    if "case" in row:
+        from peers.adapters import adapter
+
+        return adapter(wheel_of(row)).version
+    return _commit_of(row) or str(row.get("version", ""))
+
+
 def _commit_of(row: Mapping[str, Any]) -> str:
     if "commit" not in row:
         return ""
@@ -154,8 +158,7 @@ def _loss(expression: str, code: Any) -> Any:
     def call(given: dict[str, Any]) -> Any:
         names = {**HELPERS, **given, "options": SimpleNamespace, "code": code}
         if code is not None:
-            names |= {"run": code.run, **{name: value for name, value in vars(code)["_names"].items()}}
-            names |= given
+            names |= {"run": code.run, **code.names, **given}
         # The expressions are this repository's own.
         return eval(compiled, names)
 
@@ -164,13 +167,18 @@ def _loss(expression: str, code: Any) -> Any:
 
 def _fixed(row: Mapping[str, Any], code: Any) -> dict[str, Any]:
     """What the row's fix optimizes with fresh samples; nothing for a row without a fix that can be run."""
-    from register.measure import FRESH, verdict
+    from register.measure import FRESH, holes, verdict
 
     # A fix that calls the released functions cannot be run without them.
     if not row.get("fixed") or (code is None and "repository" in row):
-        return {"fixed_fresh": None}
-    outcome = verdict(_loss(row["fixed"], code), FRESH, intended=row["intended"])
-    return {"fixed_fresh": _rounded(dataclasses.asdict(outcome))}
+        return {"fixed_fresh": None, "fixed_holes": None}
+    loss = _loss(row["fixed"], code)
+    outcome = verdict(loss, FRESH, intended=row["intended"])
+    with_holes = holes(loss, intended=row["intended"])
+    return {
+        "fixed_fresh": _rounded(dataclasses.asdict(outcome)),
+        "fixed_holes": _rounded(dataclasses.asdict(with_holes)),
+    }
 
 
 def _figures(loss: Any, row: Mapping[str, Any], *, group_size: int = 1, with_holes: bool = True) -> dict[str, Any]:
@@ -209,8 +217,8 @@ def run_rows(rows: Sequence[Mapping[str, Any]], sources: Path | None) -> list[di
         except Exception as error:
             lines = str(error).splitlines() or ["no message"]
             why = f"{type(error).__name__}: {lines[0]}"
-            outcome.append({**{key: row.get(key, "") for key in ("id", "system", "flags", "intended", "fix", "issue")},
-                            "version": str(row.get("version", "")), "made_by": NOT_REBUILT, "why": why})
+            described = {name: row.get(name, "") for name in ("id", "system", "flags", "intended", *TEXTS)}
+            outcome.append({**described, "version": str(row.get("version", "")), "made_by": NOT_REBUILT, "why": why})
     return outcome
 
 
@@ -234,6 +242,20 @@ def run_all(sources: Path | None) -> list[dict[str, Any]]:
             made[row["id"]] = row
         print(f"{system or 'sources'}: {len(ids)} rows", file=sys.stderr, flush=True)
     return [made[row["id"]] for row in rows]
+
+
+def store_rows(out: Path, rebuilt: Sequence[Mapping[str, Any]]) -> None:
+    """Put some rows into a register that has been written before; the order and the texts are those of rows.yaml."""
+    from register.page import write_rows
+
+    stored = json.loads((out / "register.json").read_text(encoding="utf-8"))
+    by_id = {row["id"]: row for row in (*stored, *rebuilt)}
+    rows = []
+    for row in rows_of():
+        if row["id"] in by_id:
+            texts = {name: row.get(name, "") for name in TEXTS}
+            rows.append({**by_id[row["id"]], **texts})
+    write_rows(out, rows)
 
 
 def changes(stored: Sequence[Mapping[str, Any]], rebuilt: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -276,6 +298,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the register")
     parser.add_argument("--changes", action="store_true", help="compare with the stored rows, write nothing")
     parser.add_argument("--only", nargs="+", metavar="ID", help="rows by id, or by its beginning")
+    parser.add_argument("--store", action="store_true", help="with --only: replace these rows of the register")
     parser.add_argument("--json", action="store_true", help="print JSON on one line")
     options = parser.parse_args(arguments)
     if options.sources is not None and not options.sources.is_dir():
@@ -288,8 +311,12 @@ def main(arguments: list[str]) -> int:
             ids = ", ".join(row["id"] for row in rows_of())
             print(f"--only: got {' '.join(options.only)!r}; allowed: {ids}", file=sys.stderr)
             return 2
+        outcome = run_rows(chosen, options.sources)
+        if options.store:
+            store_rows(options.out, outcome)
+            return 0
         indent = None if options.json else 2
-        print(json.dumps(run_rows(chosen, options.sources), indent=indent))
+        print(json.dumps(outcome, indent=indent))
         return 0
     rebuilt = run_all(options.sources)
     stored_file = options.out / "register.json"

@@ -5,7 +5,6 @@ annotations are not evaluated, and names that it imports within itself can be gi
 """
 
 from __future__ import annotations
-
 import __future__
 
 import ast
@@ -88,6 +87,11 @@ class Code:
         if name.startswith("_"):
             raise AttributeError(name)
         return self._names[name]
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """Everything that the released code defines or was given."""
+        return dict(self._names)
 
     def give(self, **names: Any) -> Code:
         """Define names that the functions read from their module, such as a helper of another file."""

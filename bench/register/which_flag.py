@@ -1,4 +1,4 @@
-"""The answers of the form 'which flag?': what each system's flags optimize, computed before, so that a page has no server.
+"""The answers of the form 'which flag?': what each system's flags optimize, computed before: the page has no server.
 
 Every combination of the values that the form offers is read by the rules of `kl-comedy explain` and certified by
 enumeration. Equal answers are stored once, as numbers of lines that are stored once too.
@@ -90,16 +90,21 @@ def answers() -> dict[str, Any]:
             given = {flag.name: value for flag, value in zip(flags, values, strict=True)}
             answer = tuple(lines.setdefault(line, len(lines)) for line in _answer(system, given))
             numbers.append(texts.setdefault(answer, len(texts)))
-        left_out = [flag.where for flag in system.flags if flag not in flags]
-        systems[name] = {
-            "title": system.title,
-            "version": system.version,
-            "source": system.source.strip(),
-            "flags": [_flag(flag) for flag in flags],
-            "left_out": left_out,
-            "answers": numbers,
-        }
+        systems[name] = {**described(system), "answers": numbers}
     return {"systems": systems, "answers": list(texts), "lines": list(lines)}
+
+
+def described(system: System) -> dict[str, Any]:
+    """What the form shows of a system beside its answers; ``changes``: what other releases do otherwise."""
+    flags = offered(system)
+    return {
+        "title": system.title,
+        "version": system.version,
+        "source": system.source.strip(),
+        "changes": list(dict.fromkeys(change.says for change in system.versions)),
+        "flags": [_flag(flag) for flag in flags],
+        "left_out": [flag.where for flag in system.flags if flag not in flags],
+    }
 
 
 def _flag(flag: Flag) -> dict[str, Any]:

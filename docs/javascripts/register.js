@@ -137,7 +137,8 @@
   const showForm = (root, data) => {
     const names = Object.keys(data.systems);
     const system = select(names.map((name) => [name, data.systems[name].title]), "System");
-    const version = make("p", { class: "kl-count" });
+    const version = make("select", { "aria-label": "Version" });
+    const source = make("p", { class: "kl-count" });
     const flags = make("div", { class: "kl-controls" });
     const answer = make("div", { class: "kl-answer", role: "status" });
     let controls = [];
@@ -154,12 +155,16 @@
         const colon = line.indexOf(": ");
         return make("p", {}, make("strong", {}, line.slice(0, colon).replace("_", "-")), line.slice(colon));
       });
-      answer.replaceChildren(...items);
+      const isOlder = version.selectedIndex > 0;
+      const changes = chosen.changes.map((text) => make("p", {}, make("strong", {}, "other versions"), `: ${text}`));
+      answer.replaceChildren(...(isOlder ? changes : []), ...items);
     };
 
     const showFlags = () => {
       const chosen = data.systems[system.value];
-      version.textContent = `Version ${chosen.version}. From ${chosen.source}.`;
+      version.replaceChildren(make("option", {}, chosen.version));
+      if (chosen.changes.length) version.append(make("option", {}, "an older release"));
+      source.textContent = `From ${chosen.source}.`;
       controls = chosen.flags.map((flag) =>
         select(flag.options.map((option, number) => [option, number === 0 ? `${option} (default)` : option]), flag.name),
       );
@@ -178,8 +183,9 @@
 
     system.addEventListener("input", showFlags);
     const chooser = make("div", { class: "kl-controls" });
-    chooser.append(labelled("System", system));
-    root.replaceChildren(chooser, version, flags, answer);
+    chooser.append(labelled("System", system), labelled("Version", version));
+    version.addEventListener("input", showAnswer);
+    root.replaceChildren(chooser, source, flags, answer);
     showFlags();
   };
 
