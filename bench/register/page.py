@@ -198,6 +198,8 @@ def issue(row: Row) -> str:
         lines += ["The same by sums over four tokens in plain Python: `bench/register/by_hand.py`.", ""]
     if row.get("known"):
         lines += [f"Reported before: <{row['known']}>", ""]
+    if row.get("related"):
+        lines += [f"Perhaps related: <{row['related']}>", ""]
     lines += [f"**Rebuild.** `{row['command']}`", ""]
     return "\n".join(lines)
 

@@ -2,6 +2,8 @@
 
 python bench/register/run.py --sources DIR    run every row; writes results/register/
 python bench/register/run.py --changes        run every row; says what differs from the stored rows, writes nothing
+python bench/register/run.py --newest --changes --sources DIR
+                                              the same with the newest commit of every clone in place of the pinned one
 python bench/register/run.py --only rlinf     the rows whose id begins so, to stdout; with --store, into the register
 
 DIR holds clones (DIR/OWNER/NAME). Wheels are those of bench/peers/fetch.py. A row without its source is made by our
@@ -28,7 +30,7 @@ ROWS = HERE.parent / "rows.yaml"
 OUT = HERE.parents[2] / "results" / "register"
 COMMAND = "python bench/register/run.py --sources DIR"
 RELEASED, OURS, NOT_REBUILT = "released code", "re-implementation", "not rebuilt"
-TEXTS = ("fix", "issue", "known", "form", "form_fixed", "hand")
+TEXTS = ("fix", "issue", "known", "related", "form", "form_fixed", "hand")
 """Fields of a row on which no figure depends."""
 DIGITS = 4
 """Of stored figures: more would differ between machines."""
@@ -207,6 +209,19 @@ def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
     return rounded
 
 
+def at_newest(row: Mapping[str, Any], sources: Path | None) -> Mapping[str, Any]:
+    """A row of a repository with the newest commit of its clone; others, and those without a clone, as they are."""
+    from register.sources import SourceMissing, newest
+
+    if sources is None or "repository" not in row:
+        return row
+    try:
+        commit, date = newest(sources, row["repository"])
+    except SourceMissing:
+        return row
+    return {**row, "commit": commit, "dated": date}
+
+
 def run_rows(rows: Sequence[Mapping[str, Any]], sources: Path | None) -> list[dict[str, Any]]:
     """The rows, in this process; a row whose code fails says why."""
     warnings.filterwarnings("ignore")
@@ -222,7 +237,7 @@ def run_rows(rows: Sequence[Mapping[str, Any]], sources: Path | None) -> list[di
     return outcome
 
 
-def run_all(sources: Path | None) -> list[dict[str, Any]]:
+def run_all(sources: Path | None, *, use_newest: bool = False) -> list[dict[str, Any]]:
     """Every row in the order of rows.yaml; the rows of one wheel in a process of their own."""
     rows = rows_of()
     groups: dict[str, list[str]] = {}
@@ -233,6 +248,8 @@ def run_all(sources: Path | None) -> list[dict[str, Any]]:
         command = [sys.executable, str(HERE), "--json", "--only", *ids]
         if sources is not None:
             command += ["--sources", str(sources)]
+        if use_newest:
+            command.append("--newest")
         # The stand-ins of one wheel would hide packages that another one needs.
         completed = subprocess.run(command, capture_output=True, text=True, check=False)
         json_lines = [line for line in completed.stdout.splitlines() if line.startswith("[{")]
@@ -297,6 +314,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--sources", type=Path, metavar="DIR", help="folder of clones")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the register")
     parser.add_argument("--changes", action="store_true", help="compare with the stored rows, write nothing")
+    parser.add_argument("--newest", action="store_true", help="run the newest commit of each clone")
     parser.add_argument("--only", nargs="+", metavar="ID", help="rows by id, or by its beginning")
     parser.add_argument("--store", action="store_true", help="with --only: replace these rows of the register")
     parser.add_argument("--json", action="store_true", help="print JSON on one line")
@@ -311,6 +329,8 @@ def main(arguments: list[str]) -> int:
             ids = ", ".join(row["id"] for row in rows_of())
             print(f"--only: got {' '.join(options.only)!r}; allowed: {ids}", file=sys.stderr)
             return 2
+        if options.newest:
+            chosen = [dict(at_newest(row, options.sources)) for row in chosen]
         outcome = run_rows(chosen, options.sources)
         if options.store:
             store_rows(options.out, outcome)
@@ -318,7 +338,10 @@ def main(arguments: list[str]) -> int:
         indent = None if options.json else 2
         print(json.dumps(outcome, indent=indent))
         return 0
-    rebuilt = run_all(options.sources)
+    if options.newest and not options.changes:
+        print("--newest: is for --changes and --only; rows are stored at pinned commits", file=sys.stderr)
+        return 2
+    rebuilt = run_all(options.sources, use_newest=options.newest)
     stored_file = options.out / "register.json"
     if options.changes:
         if not stored_file.is_file():

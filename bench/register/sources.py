@@ -60,6 +60,17 @@ def _git_folder(folder: Path, repository: str) -> Path:
     raise SourceMissing(f"no clone of {repository} in {folder}")
 
 
+def newest(folder: Path, repository: str) -> tuple[str, str]:
+    """The commit that a clone has checked out, and its date. Raises :class:`SourceMissing`."""
+    git = _git_folder(folder, repository)
+    command = ["git", "-C", str(git), "log", "-1", "--format=%H %cs"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    if shown.returncode != 0:
+        raise SourceMissing(f"{repository} has no commit in {folder}")
+    commit, date = shown.stdout.split()
+    return commit, date
+
+
 def sha256_text(text: str) -> str:
     """The hash that is stored beside a row in place of the code."""
     return hashlib.sha256(text.encode("utf-8")).hexdigest()

@@ -11,7 +11,9 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 
-from register.sources import Code, Source, SourceMissing
+from register.fetch import NOT_FETCHED, fetch
+from register.run import at_newest
+from register.sources import Code, Source, SourceMissing, newest
 
 TEXT = """
 import heavy_package
@@ -102,3 +104,25 @@ def test_a_clone_or_a_commit_that_is_not_there_is_named(folder):
         source(commit, objects=("estimate",)).text(path / "elsewhere")
     with pytest.raises(SourceMissing, match=r"has no code\.py at 0000000"):
         source("0" * 40, objects=("estimate",)).text(path)
+
+
+def test_the_newest_commit_of_a_clone_takes_the_place_of_the_pinned_one(folder):
+    path, commit = folder
+    found, date = newest(path, "owner/name")
+    assert found == commit
+    assert len(date) == len("2026-11-26")
+    row = {"repository": "owner/name", "commit": "0" * 40, "dated": "1999-01-01", "id": "a"}
+    assert at_newest(row, path) == {"repository": "owner/name", "commit": commit, "dated": date, "id": "a"}
+    # Without a clone the row stays, and then says that it was not rebuilt.
+    assert at_newest({**row, "repository": "no/clone"}, path)["commit"] == "0" * 40
+    assert at_newest({"case": "verl:k1"}, path) == {"case": "verl:k1"}
+
+
+def test_a_pinned_commit_is_fetched_once_into_a_clone_that_rows_can_read(folder, tmp_path):
+    path, commit = folder
+    remote = f"file://{path}/{{}}"
+    target = tmp_path / "sources"
+    assert fetch(target, "owner/name", commit, remote) == f"owner/name@{commit[:7]}: fetched"
+    assert fetch(target, "owner/name", commit, "file:///nowhere/{}") == f"owner/name@{commit[:7]}: already fetched"
+    assert source(commit, objects=("estimate",)).text(target) == TEXT
+    assert NOT_FETCHED in fetch(target, "owner/name", "1" * 40, remote)
