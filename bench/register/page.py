@@ -96,8 +96,8 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """A text inside a cell: a bar would end it, and brackets would be a link."""
-    return text.replace("|", "\\|").replace("[", "(").replace("]", ")")
+    """A text inside a cell, which a bar would end."""
+    return text.replace("|", "\\|")
 
 
 def objective(figures: Mapping[str, Any] | None) -> str:
