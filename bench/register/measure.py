@@ -37,6 +37,7 @@ class Verdict:
     ``target``: the objective whose gradient, times ``coefficient``, is the expected gradient on every instance.
     ``near``: whether that holds only while no clamp acts. ``error``: the relative distance of the expected gradient
     from that of the row's intended KL, a mean over instances with shared parameters. ``cosine``: between the two.
+    ``silent``: no completion has a gradient; a mean of zero alone is noise in training.
     """
 
     target: str
@@ -44,6 +45,7 @@ class Verdict:
     near: bool
     error: float
     cosine: float | None
+    silent: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,8 @@ def verdict(loss: Loss, regime: str, *, intended: str, group_size: int = 1) -> V
     if target != "zero":
         cosine = _mean([result.moments.cosine(result.targets[intended]) for result in shown])
     error = _mean([result.moments.relative_bias(result.targets[intended]) for result in shown])
-    return Verdict(target=target, coefficient=coefficient, near=near, error=error, cosine=cosine)
+    silent = all(result.moments.variance == 0 and not bool(result.moments.gradient_D.any()) for result in results)
+    return Verdict(target=target, coefficient=coefficient, near=near, error=error, cosine=cosine, silent=silent)
 
 
 def _named(results: Sequence[_Result]) -> tuple[str, float | None]:

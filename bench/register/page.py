@@ -19,10 +19,11 @@ WORDS = {
     "token_jensen_shannon": "Jensen-Shannon divergence of each token",
     "token_policy_square": "half the mean square log-ratio, under the policy",
     "token_reference_square": "half the mean square log-ratio, under the reference",
-    "zero": "nothing (zero mean)",
+    "zero": "nothing: noise of zero mean",
     "none": "no divergence that has a name here",
 }
 """Of a table's cell, by the name of the objective."""
+SILENT = "nothing: no completion has a gradient"
 OWN_NAMES = ("plus_plus_returns", "with_returns", "top_k_parts", "loss_module", "unsloth_kl", "nemo_weight", "ratio(")
 """Names in a call that are this repository's."""
 BEGIN = "<!-- python research/scripts/stored_tables.py register -->"
@@ -104,6 +105,8 @@ def objective(figures: Mapping[str, Any] | None) -> str:
     """What is optimized, with its coefficient, in words."""
     if not figures:
         return "not rebuilt"
+    if figures.get("silent"):
+        return SILENT
     words = WORDS[figures["target"]]
     coefficient = figures["coefficient"]
     if coefficient is not None and abs(coefficient - 1) > 1e-3:

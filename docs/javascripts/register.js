@@ -14,9 +14,10 @@
     token_jensen_shannon: "Jensen-Shannon divergence of each token",
     token_policy_square: "half the mean square log-ratio, under the policy",
     token_reference_square: "half the mean square log-ratio, under the reference",
-    zero: "nothing (zero mean)",
+    zero: "nothing: noise of zero mean",
     none: "no divergence that has a name here",
   };
+  const SILENT = "nothing: no completion has a gradient";
   const KINDS = {
     right: "optimizes what is meant",
     other: "optimizes something else",
@@ -52,6 +53,7 @@
 
   const objective = (figures) => {
     if (!figures) return "not rebuilt";
+    if (figures.silent) return SILENT;
     let words = WORDS[figures.target] || figures.target;
     if (figures.coefficient !== null && Math.abs(figures.coefficient - 1) > 1e-3) {
       words = `${Number(figures.coefficient.toPrecision(3))} times the ${words}`;

@@ -38,8 +38,9 @@ def test_the_script_has_the_words_of_the_table():
     import sys
 
     sys.path.append(str(ROOT / "bench"))
-    from register.page import WORDS
+    from register.page import SILENT, WORDS
 
+    assert f'const SILENT = "{SILENT}";' in SCRIPT
     block = SCRIPT.partition("const WORDS = {")[2].partition("};")[0]
     words = dict(re.findall(r'^\s*(\w+): "(.*)",$', block, re.MULTILINE))
     assert words == WORDS

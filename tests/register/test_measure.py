@@ -42,6 +42,13 @@ def test_a_form_gets_the_name_of_what_it_optimizes(expression, target, coefficie
     assert found.coefficient == (coefficient and pytest.approx(coefficient, rel=1e-4))
 
 
+def test_noise_of_zero_mean_is_told_from_no_gradient_at_all():
+    noise = verdict(loss("k1(logp, ref_logp)"), FRESH, intended="token_reverse")
+    nothing = verdict(loss("0.0 * logp"), FRESH, intended="token_reverse")
+    assert (noise.target, noise.silent) == ("zero", False)
+    assert (nothing.target, nothing.silent) == ("zero", True)
+
+
 def test_a_clamp_leaves_the_name_near_the_reference_alone():
     found = verdict(loss("clamped_k3(logp, ref_logp)"), FRESH, intended="token_reverse")
     assert (found.target, found.near) == ("token_forward", True)
