@@ -24,7 +24,7 @@ WORDS = {
 }
 """Of a table's cell, by the name of the objective."""
 SILENT = "nothing: no completion has a gradient"
-OWN_NAMES = ("plus_plus_returns", "with_returns", "top_k_parts", "loss_module", "unsloth_kl", "nemo_weight", "ratio(")
+OWN_NAMES = ("plus_plus_returns", "with_returns", "top_k_parts", "loss_module", "unsloth_kl", "nemo_weight", "ratio")
 """Names in a call that are this repository's."""
 BEGIN = "<!-- python research/scripts/stored_tables.py register -->"
 END = "<!-- end of the rows -->"
@@ -161,50 +161,76 @@ def _write_issues(folder: Path, rows: Sequence[Row]) -> None:
 
 def issue(row: Row) -> str:
     """The text of one issue, ready to send."""
-    intended = WORDS[row["intended"]]
-    source = row["source"] or "our re-implementation of the formula"
-    lines = [
+    paragraphs = [
         f"# {row['issue']}",
-        "",
         f"To: {row['system']}. Version: {row['version']}.",
-        "",
         f"**Setting.** `{row['flags']}`",
-        "",
-        f"**Code.** `{row['function']}` of `{source}`"
-        + (f" (sha256 `{row['sha256'][:16]}`)." if row["sha256"] else "."),
-        "",
-        f"**Expected.** The expected gradient of the loss is that of the {intended}.",
-        "",
-        "**Found.** The expected gradient, by enumeration of every completion of small policies in float64:",
-        "",
-        f"- with fresh samples: {objective(row['fresh'])}; {percent(row['fresh']['error'])} from the gradient of the "
-        f"{intended}{_cosine(row['fresh'])}",
-        f"- with stale samples: {objective(row['stale'])}; {percent(row['stale']['error'])}{_cosine(row['stale'])}",
-        f"- with a masked token inside each completion, as a tool's reply: {holes_text(row)}",
-        "",
+        _code(row),
+        f"**Expected.** The expected gradient of the loss is that of the {WORDS[row['intended']]}.",
+        *_found(row),
+        *_call(row),
+        *_fix(row),
     ]
-    if row["call"]:
-        lines += ["What is computed, with log-probs of the sampled tokens:", "", f"    {row['call']}", ""]
-        helpers = [name for name in OWN_NAMES if name in row["call"]]
-        if helpers:
-            lines += [f"({', '.join(helpers)}: arguments as the trainer builds them, `bench/register/calls.py`.)", ""]
-    lines += [f"**Fix.** `{row['fix']}`", ""]
-    if row.get("fixed_fresh"):
-        fixed = row["fixed_fresh"]
-        effect = f"With it, and fresh samples: {objective(fixed)}, {percent(fixed['error'])} off"
-        if row.get("fixed_holes"):
-            effect += f"; with a masked token: {holes_text({'holes': row['fixed_holes']})}"
-        lines += [f"{effect}.", ""]
     if row.get("form"):
-        lines += ["**To see it.** The exact expectation over one token, with torch alone:", "", *script(row), ""]
+        paragraphs += ["**To see it.** The exact expectation over one token, with torch alone:", "\n".join(script(row))]
     if row["hand"]:
-        lines += ["The same by sums over four tokens in plain Python: `bench/register/by_hand.py`.", ""]
+        paragraphs.append("The same by sums over few tokens in plain Python: `bench/register/by_hand.py`.")
     if row.get("known"):
-        lines += [f"Reported before: <{row['known']}>", ""]
+        paragraphs.append(f"Reported before: <{row['known']}>")
     if row.get("related"):
-        lines += [f"Perhaps related: <{row['related']}>", ""]
-    lines += [f"**Rebuild.** `{row['command']}`", ""]
-    return "\n".join(lines)
+        paragraphs.append(f"Perhaps related: <{row['related']}>")
+    paragraphs.append(f"**Rebuild.** `{row['command']}`")
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _code(row: Row) -> str:
+    """Where the code is, and where the trainer calls it."""
+    if not row["source"]:
+        return f"**Code.** Our re-implementation of the formula: `{row['function']}`."
+    text = f"**Code.** `{row['function']}` of `{row['source']}` (sha256 `{row['sha256'][:16]}`)"
+    if row.get("called_at"):
+        text += f", called at `{row['called_at']}`"
+    return f"{text}."
+
+
+def _found(row: Row) -> list[str]:
+    fresh = row["fresh"]
+    stale = row["stale"]
+    intended = WORDS[row["intended"]]
+    results = [
+        f"- with fresh samples: {objective(fresh)}; {percent(fresh['error'])} from the gradient of the {intended}"
+        f"{_cosine(fresh)}",
+        f"- with stale samples: {objective(stale)}; {percent(stale['error'])}{_cosine(stale)}",
+        f"- with a masked token inside each completion, as a tool's reply: {holes_text(row)}",
+    ]
+    return [
+        "**Found.** The expected gradient, by enumeration of every completion of small policies in float64:",
+        "\n".join(results),
+    ]
+
+
+def _call(row: Row) -> list[str]:
+    """What is computed; nothing for a wheel, whose case calls the trainer's own method."""
+    if not row["call"]:
+        return []
+    paragraphs = ["What is computed, with log-probs of the sampled tokens:", f"    {row['call']}"]
+    helpers = [name for name in OWN_NAMES if f"{name}(" in row["call"]]
+    if helpers:
+        names = ", ".join(helpers)
+        paragraphs.append(f"({names}: arguments as the trainer builds them, `bench/register/calls.py`.)")
+    return paragraphs
+
+
+def _fix(row: Row) -> list[str]:
+    """The fix, and what it was measured to do."""
+    paragraphs = [f"**Fix.** `{row['fix']}`"]
+    fixed = row.get("fixed_fresh")
+    if not fixed:
+        return paragraphs
+    effect = f"With it, and fresh samples: {objective(fixed)}, {percent(fixed['error'])} off"
+    if row.get("fixed_holes"):
+        effect += f"; with a masked token: {holes_text({'holes': row['fixed_holes']})}"
+    return [*paragraphs, f"{effect}."]
 
 
 def script(row: Row) -> list[str]:

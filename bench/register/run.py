@@ -30,7 +30,7 @@ ROWS = HERE.parent / "rows.yaml"
 OUT = HERE.parents[2] / "results" / "register"
 COMMAND = "python bench/register/run.py --sources DIR"
 RELEASED, OURS, NOT_REBUILT = "released code", "re-implementation", "not rebuilt"
-TEXTS = ("fix", "issue", "known", "related", "form", "form_fixed", "hand")
+TEXTS = ("fix", "issue", "known", "related", "called_at", "form", "form_fixed", "hand")
 """Fields of a row on which no figure depends."""
 DIGITS = 4
 """Of stored figures: more would differ between machines."""

@@ -161,17 +161,17 @@ def _function(module: ast.Module, path: str) -> ast.FunctionDef:
 
 
 def _assignments(function: ast.FunctionDef, names: Sequence[str]) -> list[ast.stmt]:
-    """The first assignment to each of the names, in the order of the names."""
-    chosen: list[ast.stmt] = []
+    """The first assignment to each name, in the order of the names; the second to a name that stands there twice."""
+    by_name: dict[str, list[ast.stmt]] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            by_name.setdefault(node.targets[0].id, []).append(node)
+    # ast.walk goes level by level, so that a later line that stands less deep would come first.
+    for assignments in by_name.values():
+        assignments.sort(key=lambda node: node.lineno)
+    chosen = []
     for name in names:
-        found = None
-        for node in ast.walk(function):
-            if not isinstance(node, ast.Assign):
-                continue
-            target = node.targets[0]
-            if isinstance(target, ast.Name) and target.id == name and (found is None or node.lineno < found.lineno):
-                found = node
-        if found is None:
+        if not by_name.get(name):
             raise SourceMissing(f"{function.name} has no assignment to {name}")
-        chosen.append(found)
+        chosen.append(by_name[name].pop(0))
     return chosen

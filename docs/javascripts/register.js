@@ -90,6 +90,7 @@
     if (row.fixed_fresh) fact("With the fix, fresh", objective(row.fixed_fresh));
     fact("Function", row.function, true);
     fact("Source", row.source, true);
+    fact("Called at", row.called_at, true);
     fact("SHA-256", row.sha256 && row.sha256.slice(0, 16), true);
     const made = row.made_by === "not rebuilt" ? `not rebuilt: ${row.why}` : row.made_by;
     const kind = kindsOf(row).map((name) => KINDS[name]).join(", ");

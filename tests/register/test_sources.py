@@ -83,6 +83,13 @@ def test_statements_within_a_method_run_with_given_names(folder):
     assert float(value) == pytest.approx(torch.e - 2)
 
 
+def test_a_name_that_is_asked_for_twice_gives_its_second_assignment(folder):
+    path, commit = folder
+    wanted = source(commit, within="Trainer.step", statements=("log_ratio", "kl", "kl"))
+    value = Code(wanted.text(path), wanted).run("kl", new=torch.tensor(0.0), ref=torch.tensor(1.0))
+    assert value == 0.0
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
