@@ -13,8 +13,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 
+from register.measure import FRESH, verdict
 from register.page import BEGIN, END, error_text, generated, holes_text, issue, objective, script
-from register.run import NOT_REBUILT, OURS, RELEASED, changes, main, rows_of, run_rows, store_rows, wheel_of
+from register.run import NOT_REBUILT, OURS, RELEASED, _loss, changes, main, rows_of, run_rows, store_rows, wheel_of
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "results" / "register"
@@ -164,13 +165,17 @@ def test_a_row_without_its_source_is_made_by_our_formula_or_not_rebuilt():
 
 def test_our_formula_gives_what_the_released_code_gave(rows):
     """Every re-implementation of a source is checked against the stored row of the released code."""
-    written = [row for row in rows_of() if "repository" in row and row.get("ours")]
     stored = {row["id"]: row for row in rows}
-    for ours in run_rows(written, sources=None):
-        released = stored[ours["id"]]
-        assert ours["made_by"] == OURS
-        assert ours["fresh"]["target"] == released["fresh"]["target"], ours["id"]
-        assert ours["fresh"]["error"] == pytest.approx(released["fresh"]["error"], rel=1e-3, abs=1e-5), ours["id"]
+    checked = 0
+    for row in rows_of():
+        if "repository" not in row or not row.get("ours"):
+            continue
+        released = stored[row["id"]]["fresh"]
+        ours = verdict(_loss(row["ours"], None), FRESH, intended=row["intended"])
+        assert ours.target == released["target"], row["id"]
+        assert ours.error == pytest.approx(released["error"], rel=1e-3, abs=1e-5), row["id"]
+        checked += 1
+    assert checked >= 25
 
 
 def test_code_that_fails_says_so_in_its_row():
