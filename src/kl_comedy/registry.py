@@ -621,15 +621,15 @@ def plugins_with(modules: Iterable[str]) -> PluginSet:
 def _registering_module(frame: FrameType | None) -> str:
     """The name of the module that calls ``register``: from ``frame`` outwards the first one that is not ours.
 
-    A helper of ours may stand between (``register_suite``). Where one of our own modules is being imported, the next
-    caller is the import system, and the part is built in.
+    A helper of ours may stand between (``register_suite``). A part is built in where the body of one of our own modules
+    runs, whoever imports it: Python's import system, or a loader as that of pytest, which rewrites ``assert``.
     """
     while frame is not None:
         name = _real_name(str(frame.f_globals.get("__name__")))
-        if name.partition(".")[0] in ("importlib", "_frozen_importlib"):
-            break
         if name.partition(".")[0] != __package__:
             return name
+        if frame.f_code.co_name == "<module>":
+            break
         frame = frame.f_back
     return __package__
 

@@ -256,6 +256,21 @@ def test_a_damaged_table_does_not_cost_the_report(store, tmp_path, caplog):
         file.write_bytes(whole)
 
 
+def test_a_table_that_a_server_does_not_send_does_not_cost_the_report(store, monkeypatch):
+    runs = open_runs(store)
+    run_id = next(run_id for run_id in runs.frame()["run_id"] if len(runs.sample_tables(run_id, 4)) == 4)
+    monkeypatch.setattr("kl_comedy.tracking.database.artifact_folder", lambda client, run_id: None)
+    download = runs._client.download_artifacts
+
+    def loses_the_first(run_id, path, folder):
+        if path.endswith("/1.json"):
+            raise OSError("connection reset by peer")
+        return download(run_id, path, folder)
+
+    monkeypatch.setattr(runs._client, "download_artifacts", loses_the_first)
+    assert [step for step, _ in runs.sample_tables(run_id, 4)] == [4, 8, 12]
+
+
 # --- in a browser -----------------------------------------------------------------------------------------------------
 def needs_browser(test):
     absent = browser.program() is None and not os.environ.get("KL_COMEDY_NEED_BROWSER")

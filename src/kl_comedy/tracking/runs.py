@@ -325,12 +325,17 @@ class Store:
         return {path: int(Path(path).stem) for path in files if re.search(r"/\d+\.json$", path)}
 
     def _read_table(self, run_id: str, path: str) -> list[dict[str, Any]]:
-        """The rows of the run's table at ``path``. Raises :class:`UserError` for a file that is none."""
+        """The rows of the run's table at ``path``. Raises :class:`UserError` where none comes."""
         local = database.artifact_folder(self._client, run_id)
         if local is not None:
             return _table_rows(local / path, run_id)
         with tempfile.TemporaryDirectory() as scratch:
-            return _table_rows(Path(self._client.download_artifacts(run_id, path, scratch)), run_id)
+            try:
+                fetched = self._client.download_artifacts(run_id, path, scratch)
+            except Exception as error:
+                # A server may have lost the file, or itself.
+                raise store.cannot_be_read(self.uri, error) from error
+            return _table_rows(Path(fetched), run_id)
 
     def _files_below(self, run_id: str, folder: str) -> list[str]:
         """The paths of the run's artifacts in ``folder`` and below."""

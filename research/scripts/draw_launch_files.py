@@ -1,0 +1,122 @@
+"""Draw launch files of public repositories, in an order that a commit's hash fixes.
+
+python research/scripts/draw_launch_files.py [--seed HASH] [--count 20] [--wanted 200]
+
+The candidates stand in tests/lab/launch_file_candidates.txt: one line "# owner/name commit system|user" for each
+repository, then the paths of its candidate files. A candidate is a file of the repository's newest commit whose
+path looks like a launch of a training; at most 40 of one repository stand there, the ones with the lowest
+sha256(repository + path). A file that another repository has with the same bytes stands there once.
+
+The files are ranked by sha256(seed + repository + path). The drawn ones are the first of that order, with at most
+``--cap`` files of one repository and at least ``--users`` (a share of ``--wanted``) of users' repositories. A file
+that a person labelled "not a training" (tests/lab/drawn_launch_files.jsonl) is passed over: it counts neither among
+the wanted ones nor toward its repository's cap. The script prints the next ``--count`` files that have no label.
+
+A label is one line of JSON: ``repo``, ``path``, ``commit`` and ``sha256`` (of the file's bytes) say which file was
+read, ``kind`` and ``system`` what it starts. For ``kind: rl``, ``kl`` says where the run has a KL term (none, loss,
+reward, both, advantage) and ``anchor`` the policy to which it is taken (reference, sampler, old policy).
+``estimators`` and ``betas`` give each term's form and coefficient, with ``from``: the file, the base config, the
+called script, or the default of the system. ``correction`` names a weight that the system puts on the KL term, and
+``unknown`` what the file alone cannot tell. To get a file again: clone the repository and check out the commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+LAB = Path(__file__).resolve().parents[2] / "tests" / "lab"
+CANDIDATES = LAB / "launch_file_candidates.txt"
+LABELS = LAB / "drawn_launch_files.jsonl"
+PASSED_OVER = "not a training"
+SEED = "fc59c164b871fcf8d9bde4088cafdd3a24097242"
+"""The last commit before the candidates were listed: the seed of the labels that are stored."""
+
+
+class Candidate(NamedTuple):
+    repo: str
+    commit: str
+    owner: str
+    """"system" for a repository of a training system, "user" for a repository of its users."""
+    path: str
+
+
+def read_candidates(text: str) -> list[Candidate]:
+    """The candidates of the list's text, in its order."""
+    candidates = []
+    repo, commit, owner = "", "", ""
+    for line in text.splitlines():
+        if line.startswith("# "):
+            repo, commit, owner = line[2:].split(" ")
+        elif line:
+            candidates.append(Candidate(repo, commit, owner, line))
+    return candidates
+
+
+def read_kinds(text: str) -> dict[tuple[str, str], str]:
+    """The kind that each labelled file has, by repository and path."""
+    kinds = {}
+    for line in text.splitlines():
+        label = json.loads(line)
+        kinds[(label["repo"], label["path"])] = label["kind"]
+    return kinds
+
+
+def rank(candidate: Candidate, seed: str) -> str:
+    """The text by which candidates are sorted."""
+    return hashlib.sha256((seed + candidate.repo + candidate.path).encode()).hexdigest()
+
+
+def draw(
+    candidates: list[Candidate],
+    kinds: dict[tuple[str, str], str],
+    seed: str,
+    *,
+    wanted: int = 200,
+    cap: int = 6,
+    users: float = 0.4,
+) -> list[Candidate]:
+    """The first ``wanted`` candidates of the seed's order that the caps admit, without those passed over."""
+    most_of_systems = wanted - round(users * wanted)
+    of_systems = 0
+    per_repository: dict[str, int] = {}
+    drawn: list[Candidate] = []
+    for candidate in sorted(candidates, key=lambda candidate: rank(candidate, seed)):
+        if len(drawn) == wanted:
+            break
+        if kinds.get((candidate.repo, candidate.path)) == PASSED_OVER:
+            continue
+        if per_repository.get(candidate.repo, 0) == cap:
+            continue
+        if candidate.owner == "system" and of_systems == most_of_systems:
+            continue
+        if candidate.owner == "system":
+            of_systems += 1
+        per_repository[candidate.repo] = per_repository.get(candidate.repo, 0) + 1
+        drawn.append(candidate)
+    return drawn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", default=SEED, help="the hash of a commit")
+    parser.add_argument("--count", type=int, default=20, help="how many files without a label are printed")
+    parser.add_argument("--wanted", type=int, default=200, help="how many launches of trainings are drawn in all")
+    parser.add_argument("--cap", type=int, default=6, help="the most files of one repository")
+    parser.add_argument("--users", type=float, default=0.4, help="the least share of users' repositories")
+    options = parser.parse_args()
+    kinds = read_kinds(LABELS.read_text()) if LABELS.exists() else {}
+    candidates = read_candidates(CANDIDATES.read_text())
+    drawn = draw(candidates, kinds, options.seed, wanted=options.wanted, cap=options.cap, users=options.users)
+    unlabelled = [candidate for candidate in drawn if (candidate.repo, candidate.path) not in kinds]
+    passed_over = sum(kind == PASSED_OVER for kind in kinds.values())
+    print(f"# {len(drawn) - len(unlabelled)} labelled, {passed_over} passed over, {len(unlabelled)} to do")
+    for candidate in unlabelled[: options.count]:
+        print(candidate.repo, candidate.commit, candidate.owner, candidate.path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""What a loss is given and what it returns: every completion of a policy as one batch, and the checked call.
+
+Legend: ``B`` completions, ``T`` tokens, ``V`` vocabulary; log-probs in nats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.kl.oracle.certificate import BatteryInstance
+from kl_comedy.kl.oracle.enumeration import Completions
+
+HOLES = {1: 2, 2: 1}
+"""After how many tokens of a completion, how many masked ones stand, where the completion continues."""
+REDRAWN_SEED = 500
+"""Added to a column's seed for other log-probs in the same hole; larger than any number of columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The tensors for a loss: every completion that the sampler can draw, with its probability ``weight_B``.
+
+    ``T`` counts the masked tokens within a completion too. ``step_T``: which token of the completion a column holds,
+    -1 in a hole. ``full_BTV`` is the leaf that gradients are taken by: the policy's log-probs.
+    """
+
+    rows: Completions
+    weight_B: Tensor
+    step_T: list[int]
+    full_BTV: Tensor
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, policy: BatteryInstance, holes_seed: int | None, redrawn: int | None = None) -> Batch:
+        """Every completion. ``holes_seed``: of the log-probs in the holes; None for a batch without holes.
+
+        ``redrawn``: a column in a hole that gets other log-probs than the seed alone would give.
+        """
+        instance = policy.instance
+        tree = instance.tree
+        weight_B = instance.probability(tree.all)
+        rows = tree.all.select(weight_B > 0)
+        weight_B = weight_B[weight_B > 0]
+
+        step_T: list[int] = []
+        for step in range(tree.length):
+            if holes_seed is not None:
+                step_T += [-1] * HOLES.get(step, 0)
+            step_T.append(step)
+        columns = token_columns(step_T)
+
+        shape = (len(weight_B), len(step_T))
+        inside_BT = torch.zeros(shape, dtype=torch.bool)
+        inside_BT[:, columns] = rows.mask_BT
+        token_BT = torch.zeros(shape, dtype=torch.long)
+        token_BT[:, columns] = rows.token_BT
+        # Policy, reference and what the sampler recorded.
+        logp_3BTV = torch.zeros(3, *shape, tree.vocabulary, dtype=torch.float64)
+        tables = (instance.policy_logp(), instance.ref_logp_NV, instance.recorded_logp_NV)
+        for number, table_NV in enumerate(tables):
+            logp_3BTV[number][:, columns] = table_NV[rows.prefix_BT]
+
+        has_logp_BT = inside_BT.clone()
+        for column, step in enumerate(step_T):
+            if step >= 0 or holes_seed is None:
+                continue
+            # A hole stands within a completion; behind the end of a completion is padding.
+            continues_B = inside_BT[:, column:].any(-1)
+            column_seed = holes_seed * 1000 + column
+            if column == redrawn:
+                column_seed += REDRAWN_SEED
+            drawn_3BV = _drawn_logp(column_seed, completions=len(rows.mask_BT), vocabulary=tree.vocabulary)
+            logp_3BTV[:, continues_B, column] = drawn_3BV[:, continues_B]
+            has_logp_BT[:, column] = continues_B
+
+        def of_tokens(logp_BTV: Tensor) -> Tensor:
+            token_logp_BT = logp_BTV.gather(-1, token_BT[..., None])[..., 0]
+            return torch.where(has_logp_BT, token_logp_BT, 0.0)
+
+        full_BTV = logp_3BTV[0].clone().requires_grad_(True)
+        # Not a leaf, as in a trainer: torch refuses to change a leaf in place, and would hide that the loss tries to.
+        policy_BTV = full_BTV * 1.0
+        tensors = {
+            "logp": of_tokens(policy_BTV),
+            "ref_logp": of_tokens(logp_3BTV[1]),
+            "behaviour_logp": of_tokens(logp_3BTV[2]),
+            "mask": inside_BT,
+            "tokens": token_BT,
+            "logp_full": policy_BTV,
+            "ref_logp_full": logp_3BTV[1],
+        }
+        return cls(rows=rows, weight_B=weight_B, step_T=step_T, full_BTV=full_BTV, tensors=tensors)
+
+
+def _drawn_logp(seed: int, *, completions: int, vocabulary: int) -> Tensor:
+    """Log-probs ``[3, B, V]`` of policy, reference and sampler that are as far apart as policies in training."""
+    generator = torch.Generator().manual_seed(seed)
+    logits_3BV = torch.randn(3, completions, vocabulary, generator=generator, dtype=torch.float64)
+    return (1.5 * logits_3BV).log_softmax(-1)
+
+
+def token_columns(step_T: Sequence[int]) -> list[int]:
+    """The columns that hold tokens of completions, in the order of the tokens."""
+    return [column for column, step in enumerate(step_T) if step >= 0]
+
+
+class Loss:
+    """The loss of each completion of a batch, with checks that it is deterministic and of that completion alone."""
+
+    def __init__(self, call: Callable[[Mapping[str, Tensor]], Any], reduction: str) -> None:
+        self.call = call
+        self.reduction = reduction
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Losses ``[B]``, and what was returned, unreduced. Raises :class:`UserError`; see :func:`check`."""
+        mask_BT = batch.tensors["mask"]
+        count = len(mask_BT)
+        first = self._value(batch, slice(0, 1))
+        again = self._value(batch, slice(0, 1))
+        # nan_to_num, because NaN differs from itself; a NaN is reported as a problem, not as a random loss.
+        if not torch.equal(first.nan_to_num(), again.nan_to_num()):
+            raise UserError(
+                "loss_fn: the loss changes from call to call (dropout, noise, a running mean); switch it off"
+            )
+        if first.dim() == 0:
+            self._check_padding(batch)
+            # A scalar does not say which completion it is of: each is computed alone.
+            values = [self._value(batch, slice(row, row + 1)) for row in range(count)]
+            loss_B = torch.stack(values)
+            if self.reduction == "token_mean":
+                loss_B = loss_B * mask_BT.sum(-1)
+            return loss_B, loss_B
+        returned = self._value(batch, slice(0, count))
+        together_B = self._summed(returned, mask_BT)
+        relative, absolute = rounding_of(together_B)
+        first_B = self._summed(first, mask_BT[:1])
+        if not torch.allclose(first_B, together_B[:1], rtol=relative, atol=absolute, equal_nan=True):
+            raise UserError(
+                "loss_fn: the loss of a completion changes with the others in its batch; return it unreduced"
+            )
+        self._check_padding(batch)
+        return together_B, returned
+
+    def with_all_masked(self, batch: Batch) -> Tensor:
+        """The value for two completions, of which the first has no token in the mask."""
+        mask_BT = batch.tensors["mask"].clone()
+        mask_BT[0] = False
+        masked = dataclasses.replace(batch, tensors={**batch.tensors, "mask": mask_BT})
+        return self._value(masked, slice(0, 2)).detach()
+
+    def value_of_tokens(self, batch: Batch, returned: Tensor) -> Tensor | None:
+        """The value of each token ``[B, T]``; None where the loss of a completion is not a sum over its tokens.
+
+        A loss that does not return it is called with a mask of one token at a time.
+        """
+        if returned.dim() == 2:
+            return returned
+        mask_BT = batch.tensors["mask"]
+        value_BT = torch.zeros(mask_BT.shape, dtype=torch.float64)
+        for column in token_columns(batch.step_T):
+            alone_BT = torch.zeros_like(mask_BT)
+            alone_BT[:, column] = mask_BT[:, column]
+            one_token = dataclasses.replace(batch, tensors={**batch.tensors, "mask": alone_BT})
+            for row in alone_BT[:, column].nonzero()[:, 0].tolist():
+                value = self._value(one_token, slice(row, row + 1))
+                value_BT[row, column] = float(self._summed(value.detach(), alone_BT[row : row + 1]))
+        if not torch.allclose(value_BT.sum(-1), returned.double(), rtol=1e-4, atol=1e-6):
+            return None
+        return value_BT
+
+    def with_swapped_arguments(self, batch: Batch) -> Tensor | None:
+        """The losses ``[B]`` with policy and reference exchanged; None where the loss cannot be called so."""
+        tensors = dict(batch.tensors)
+        for policy_name, ref_name in (("logp", "ref_logp"), ("logp_full", "ref_logp_full")):
+            tensors[policy_name] = batch.tensors[ref_name]
+            tensors[ref_name] = batch.tensors[policy_name]
+        try:
+            swapped_B, _ = self(dataclasses.replace(batch, tensors=tensors))
+        except UserError:
+            return None
+        return swapped_B
+
+    def _value(self, batch: Batch, rows: slice, columns: slice = slice(None)) -> Tensor:
+        given = {name: tensor[rows, columns] for name, tensor in batch.tensors.items()}
+        # A loss that writes into its arguments would change what the later calls of this check are given.
+        before = {name: tensor.detach().clone() for name, tensor in given.items()}
+        value = self.call(given)
+        for name, tensor in given.items():
+            if not torch.equal(tensor.detach(), before[name]):
+                raise UserError(f"loss_fn: it changes its argument {name} in place; work on a copy")
+        allowed = "a tensor [B, T], [B], or a scalar"
+        if not isinstance(value, Tensor):
+            raise bad_value("loss_fn", type(value).__name__, allowed, "what it returns")
+        shape_BT = given["mask"].shape
+        if value.shape not in ((), shape_BT[:1], shape_BT):
+            raise bad_value("loss_fn", tuple(value.shape), allowed, "what it returns")
+        return value
+
+    @staticmethod
+    def _summed(value: Tensor, mask_BT: Tensor) -> Tensor:
+        """A value ``[B, T]`` summed over the mask; others as they are."""
+        if value.dim() != 2:
+            return value
+        # Not a product with the mask: inf * 0 would be NaN.
+        return torch.where(mask_BT, value, 0.0).sum(-1)
+
+    def _check_padding(self, batch: Batch) -> None:
+        """Raise :class:`UserError` where the padding behind a completion changes its loss."""
+        mask_BT = batch.tensors["mask"]
+        # The last column of the mask counts, not the number of tokens: holes stand in between.
+        length_B = (mask_BT * torch.arange(1, mask_BT.shape[1] + 1)).amax(-1)
+        row = int(length_B.argmin())
+        length = int(length_B[row])
+        rows = slice(row, row + 1)
+        columns = slice(0, length)
+        padded = self._summed(self._value(batch, rows), mask_BT[rows]).detach().reshape(-1)
+        cut_off = self._summed(self._value(batch, rows, columns), mask_BT[rows, columns]).detach().reshape(-1)
+        relative, absolute = rounding_of(padded)
+        agree = torch.allclose(cut_off, padded, rtol=relative, atol=absolute, equal_nan=True)
+        # A value that is not finite is a problem of its own, which the report names.
+        if not agree and bool(padded.isfinite().all()):
+            raise UserError(
+                f"loss_fn: the loss depends on the padding: with {length} tokens it is {float(cut_off):.4g} in "
+                f"{length} columns and {float(padded):.4g} in {mask_BT.shape[1]}; multiply by the mask, and divide by "
+                "its tokens"
+            )
+
+
+def rounding_of(value: Tensor) -> tuple[float, float]:
+    """The relative and the absolute difference that sums in another order may have, by the dtype."""
+    if value.dtype in (torch.bfloat16, torch.float16):
+        return 0.1, 0.05
+    return 1e-4, 1e-6
+
+
+def slope_of(loss_B: Tensor, batch: Batch) -> Tensor:
+    """The derivative of the losses by all log-probs, ``[B, T, V]``."""
+    if not loss_B.requires_grad:
+        return torch.zeros_like(batch.full_BTV)
+    # A completion's loss reads its own log-probs alone, so the gradient of the sum holds that of each.
+    total = loss_B.double().sum()
+    (slope_BTV,) = torch.autograd.grad(
+        total, batch.full_BTV, allow_unused=True, materialize_grads=True, retain_graph=True
+    )
+    return slope_BTV
