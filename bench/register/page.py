@@ -91,7 +91,8 @@ def table(rows: Sequence[Row]) -> list[str]:
             row["made_by"],
         ]
         if row["issue"]:
-            cells[-2] = f"[{cells[-2]}](issues/{row['id']}.md)"
+            # Not the fix itself as the link's text: its brackets would end it.
+            cells[-2] += f" ([issue](issues/{row['id']}.md))"
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
