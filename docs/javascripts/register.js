@@ -195,8 +195,8 @@
   const show = () => {
     const rows = dataOf("register-rows");
     const answers = dataOf("register-answers");
-    const register = document.getElementById("register");
-    const form = document.getElementById("which-flag");
+    const register = document.getElementById("kl-register");
+    const form = document.getElementById("kl-which-flag");
     if (register && rows) showRegister(register, rows);
     if (form && answers) showForm(form, answers);
   };

@@ -89,20 +89,20 @@ def put(tab, root, label, value):
 def test_every_row_is_shown_and_search_and_filters_narrow_them(tab, address, size):
     tab.open(f"{address}/register/", *WIDTHS[size])
     assert when(tab, CARDS) == [row["id"] for row in ROWS]
-    put(tab, "register", "Search the rows", "chi-square")
+    put(tab, "kl-register", "Search the rows", "chi-square")
     shown = tab.evaluate(CARDS)
     assert {"rlinf-fsdp", "rlhf-book-kl3"} <= set(shown)
     assert len(shown) < len(ROWS)
-    put(tab, "register", "System", "RLinf")
+    put(tab, "kl-register", "System", "RLinf")
     assert tab.evaluate(CARDS) == ["rlinf-fsdp"]
-    put(tab, "register", "Search the rows", "")
-    put(tab, "register", "System", "")
-    put(tab, "register", "Verdict", "leak")
+    put(tab, "kl-register", "Search the rows", "")
+    put(tab, "kl-register", "System", "")
+    put(tab, "kl-register", "Verdict", "leak")
     assert "miles-plus-plus" in tab.evaluate(CARDS)
     assert "slime-plus-plus" not in tab.evaluate(CARDS)
-    put(tab, "register", "Search the rows", "no such words")
+    put(tab, "kl-register", "Search the rows", "no such words")
     assert tab.evaluate(CARDS) == []
-    assert tab.evaluate("document.querySelector('#register .kl-count').textContent") == f"0 of {len(ROWS)} rows"
+    assert tab.evaluate("document.querySelector('#kl-register .kl-count').textContent") == f"0 of {len(ROWS)} rows"
 
 
 @browser_test
@@ -110,13 +110,13 @@ def test_every_row_is_shown_and_search_and_filters_narrow_them(tab, address, siz
 def test_the_form_answers_for_a_system_and_its_flags(tab, address, size):
     tab.open(f"{address}/register/", *WIDTHS[size])
     when(tab, ANSWER)
-    put(tab, "which-flag", "System", "rlinf")
-    put(tab, "which-flag", "algorithm.kl_beta", "0.01")
+    put(tab, "kl-which-flag", "System", "rlinf")
+    put(tab, "kl-which-flag", "algorithm.kl_beta", "0.01")
     assert "chi-square divergence" in tab.evaluate(ANSWER)
-    put(tab, "which-flag", "actor.training_backend", "megatron")
+    put(tab, "kl-which-flag", "actor.training_backend", "megatron")
     assert "k3_reverse_token in loss" in tab.evaluate(ANSWER)
-    put(tab, "which-flag", "System", "trl")
-    put(tab, "which-flag", "Version", "an older release")
+    put(tab, "kl-which-flag", "System", "trl")
+    put(tab, "kl-which-flag", "Version", "an older release")
     assert "other versions: " in tab.evaluate(ANSWER)
 
 
@@ -127,7 +127,7 @@ def test_nothing_is_wider_than_the_screen(tab, address, size):
     when(tab, CARDS)
     assert tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     wide = tab.evaluate(
-        "[...document.querySelectorAll('#register *, #which-flag *')].filter((node) =>"
+        "[...document.querySelectorAll('#kl-register *, #kl-which-flag *')].filter((node) =>"
         " node.getBoundingClientRect().right > document.documentElement.clientWidth + 1).map((node) => node.tagName)"
     )
     assert wide == []
@@ -148,6 +148,18 @@ def test_the_page_works_from_a_folder_without_a_server(tab, site):
     tab.open(f"file://{site}/register/index.html", *WIDTHS["desktop"])
     assert when(tab, CARDS) == [row["id"] for row in ROWS]
     assert when(tab, ANSWER)
+
+
+@browser_test
+def test_the_parts_of_the_page_keep_their_headings(tab, address):
+    """A part whose id is that of a heading would be written into the heading."""
+    tab.open(f"{address}/register/", *WIDTHS["desktop"])
+    when(tab, CARDS)
+    headings = tab.evaluate(
+        "[...document.querySelectorAll('article h2')].map((heading) => heading.firstChild.textContent)"
+    )
+    assert headings == ["Which flag?", "Rows"]
+    assert tab.evaluate("document.querySelectorAll('h2 select, h2 .kl-card').length") == 0
 
 
 @browser_test
