@@ -65,6 +65,9 @@ CELL = re.compile(r"<td(?P<attributes>[^>]*)>(?P<content>.*?)</td>", re.DOTALL)
 WORDY_CELL = 18
 """Characters of a table's mean cell from which a phone shows one line per cell; below it columns are compared."""
 
+DATA = re.compile(r"<!-- json: (?P<id>[\w-]+) (?P<path>[\w./-]+) -->")
+"""Where a page wants the text of a JSON file."""
+
 CODE_OR_LINK_ON_A_PAGE = re.compile(r"<(pre|code|script|style|a)\b.*?</\1>", re.DOTALL)
 """What a reader sees as code, or as a link."""
 TAG = re.compile(r"<[^>]+>")
@@ -280,6 +283,20 @@ def _labelled(table: re.Match[str]) -> str:
     return f"<table data-sentences>{table['head']}<tbody>{body}</tbody>\n</table>"
 
 
+def with_data(html: str, root: Path) -> str:
+    """Put the JSON files that a page names (``<!-- json: ID PATH -->``) into it, for its script to read.
+
+    In the page and not beside it: a script may not read a file of a folder that no server serves.
+    """
+
+    def element(marker: re.Match[str]) -> str:
+        # As the browser reads it, "</" could end the element; in JSON the backslash changes nothing.
+        text = (root / marker["path"]).read_text("utf-8").strip().replace("</", "<\\/")
+        return f'<script type="application/json" id="{marker["id"]}">{text}</script>'
+
+    return DATA.sub(element, html)
+
+
 def dead_texts(html: str) -> Iterator[str]:
     """What a reader would see of links that Markdown did not take for links."""
     text = TAG.sub("", CODE_OR_LINK_ON_A_PAGE.sub("code", html))
@@ -337,9 +354,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
         raise _ends_build(error) from None
 
 
-def on_page_content(html: str, page: Any, **_: object) -> str:
-    """Refuse a page on which a link is plain text, and prepare tables of sentences for a phone."""
+def on_page_content(html: str, page: Any, config: Any, **_: object) -> str:
+    """Refuse a page on which a link is plain text, prepare tables of sentences for a phone, and put in data."""
     dead = list(dead_texts(html))
     if dead:
         raise _ends_build(DeadLink(f"{page.file.src_uri}: a link is shown as text: {dead[0]!r}"))
-    return with_labelled_cells(html)
+    return with_data(with_labelled_cells(html), _root(config))

@@ -171,6 +171,12 @@ def peers() -> str:
     return markdown(data["rows"], data["skipped"])
 
 
+def register() -> str:
+    from register.page import generated
+
+    return generated(read_json("register/register.json"), read_json("register/by_hand.json"))
+
+
 def harness() -> str:
     from argparse import Namespace
 
@@ -339,6 +345,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "audit_cost": audit_cost,
     "growth": growth,
     "peers": peers,
+    "register": register,
     "harness": harness,
     "overlap": overlap,
     "plan": plan,

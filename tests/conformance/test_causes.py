@@ -178,12 +178,25 @@ def reference_chi_square(logp_full, ref_logp_full, mask):
     return (2 * ref_logp_full - logp_full).exp().sum(-1) * mask
 
 
+def square_under_the_policy(logp, ref_logp, behaviour_logp, mask):
+    """k2 times a ratio that is differentiated, as with slime's --use-unbiased-kl."""
+    return (logp - behaviour_logp).exp() * k2(logp, ref_logp) * mask
+
+
+def square_under_the_reference(logp, ref_logp, mask):
+    """``r log r - r + 1`` with ``r = reference / policy``."""
+    log_r = ref_logp - logp
+    return (log_r.exp() * log_r - log_r.exp() + 1) * mask
+
+
 @pytest.mark.parametrize(
     ("loss", "name"),
     [
         (jensen_shannon, "token_jensen_shannon"),
         (total_variation, "token_total_variation"),
         (reference_chi_square, "token_reference_chi_square"),
+        (square_under_the_policy, "token_policy_square"),
+        (square_under_the_reference, "token_reference_square"),
     ],
 )
 def test_other_divergences_are_named(loss, name):

@@ -3,6 +3,7 @@
 import html
 import importlib
 import inspect
+import json
 import re
 import shutil
 import sys
@@ -392,3 +393,13 @@ def test_every_page_of_results_is_reached_from_the_menu_or_another_page(site):
         if page.parent.resolve() not in linked:
             lonely.append(str(page.relative_to(site)))
     assert lonely == []
+
+
+def test_data_that_a_page_names_stand_in_it(repository):
+    """As the browser reads an element, the text of the data cannot end it."""
+    (repository / "results" / "rows.json").write_text('["a </script><b>", 1]\n')
+    markers = "<!-- json: my-rows results/rows.json -->\n<!-- another comment -->"
+    page = hooks.with_data(f"<p>text</p>\n{markers}", repository)
+    element = re.search(r'<script type="application/json" id="my-rows">(.*?)</script>', page)
+    assert json.loads(element[1]) == ["a </script><b>", 1]
+    assert page.endswith("<!-- another comment -->")

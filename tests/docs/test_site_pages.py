@@ -22,6 +22,7 @@ PAGES = [
     "clusters/",
     "evidence/",
     "evidence/lags/",
+    "register/",
     "api/kl/",
     "api/python/",
     "files/examples/own_trainer.py/",

@@ -185,9 +185,13 @@ def cause_of(claimed: str, hit: str | None, measured: Sequence[Slopes]) -> str:
     causes = []
     if hit is not None and (claimed, hit) in WRONG_TARGETS:
         causes.append(WRONG_TARGETS[claimed, hit])
+    exchanged = ""
     if hit in DIVERGENCES:
-        causes.append(_exchanged(measured))
+        exchanged = _exchanged(measured)
+    if exchanged:
+        causes.append(exchanged)
     else:
+        # A divergence may come of another mistake too, as the square of k2 of a ratio that should be detached.
         causes.append(_repair(claimed, measured))
     if hit is None:
         causes.append(_parts_of_top_k(measured))

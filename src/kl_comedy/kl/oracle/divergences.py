@@ -37,11 +37,25 @@ def _jensen_shannon(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
     return jensen_shannon(logp_NV, ref_logp_NV, 0.5)
 
 
+def _policy_square(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
+    """``1/2 sum p (log p/q)^2``: what k2 optimizes where its samples' score is differentiated too."""
+    return 0.5 * (logp_NV.exp() * (logp_NV - ref_logp_NV) ** 2).sum(-1)
+
+
+def _reference_square(logp_NV: Tensor, ref_logp_NV: Tensor) -> Tensor:
+    """``1/2 sum q (log p/q)^2``: what the form ``r log r - r + 1`` with ``r = q/p`` optimizes, as in RAPO."""
+    # On samples of p its derivative by log p is r log p/q, and the sum over p of that is the gradient of this one. As
+    # an estimate of a value the form is that of KL(q || p); 2510.03865 uses it with a reweighted reference.
+    return 0.5 * (ref_logp_NV.exp() * (logp_NV - ref_logp_NV) ** 2).sum(-1)
+
+
 _DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token_chi_square": _chi_square,
     "token_reference_chi_square": _reverse_chi_square,
     "token_total_variation": _total_variation,
     "token_jensen_shannon": _jensen_shannon,
+    "token_policy_square": _policy_square,
+    "token_reference_square": _reference_square,
 }
 DIVERGENCES = tuple(_DIVERGENCES)
 DIVERGENCE_MEANINGS = {
@@ -49,6 +63,10 @@ DIVERGENCE_MEANINGS = {
     "token_reference_chi_square": "optimizes the chi-square of reference against policy per visited prefix, not a KL",
     "token_total_variation": "optimizes the total variation per visited prefix, not a KL",
     "token_jensen_shannon": "optimizes the Jensen-Shannon divergence per visited prefix, not a KL",
+    "token_policy_square": "optimizes half the mean square log-ratio under the policy per visited prefix, not a KL",
+    "token_reference_square": (
+        "optimizes half the mean square log-ratio under the reference per visited prefix, not a KL"
+    ),
 }
 
 

@@ -1,0 +1,257 @@
+"""The register as files: rows, the answers of the form, the page of tables, and one text per issue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+WORDS = {
+    "sequence_reverse": "reverse KL of completions",
+    "sequence_forward": "forward KL of completions",
+    "token_reverse": "reverse KL of each token",
+    "token_forward": "forward KL of each token",
+    "token_chi_square": "chi-square of each token",
+    "token_reference_chi_square": "chi-square of reference against policy",
+    "token_total_variation": "total variation of each token",
+    "token_jensen_shannon": "Jensen-Shannon divergence of each token",
+    "token_policy_square": "half the mean square log-ratio, under the policy",
+    "token_reference_square": "half the mean square log-ratio, under the reference",
+    "zero": "nothing: noise of zero mean",
+    "none": "no divergence that has a name here",
+}
+"""Of a table's cell, by the name of the objective."""
+SILENT = "nothing: no completion has a gradient"
+OWN_NAMES = ("plus_plus_returns", "with_returns", "top_k_parts", "loss_module", "unsloth_kl", "nemo_weight", "ratio")
+"""Names in a call that are this repository's."""
+BEGIN = "<!-- python research/scripts/stored_tables.py register -->"
+END = "<!-- end of the rows -->"
+"""Between them stands the generated part of the page; `kl-comedy results verify` makes its tables again."""
+
+
+def write(out: Path, rows: Sequence[Row]) -> None:
+    """Write which_flag.json and by_hand.json, which take seconds, then :func:`write_rows`."""
+    from register.by_hand import checks
+    from register.which_flag import answers
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "which_flag.json").write_text(json.dumps(answers(), separators=(",", ":")) + "\n", encoding="utf-8")
+    (out / "by_hand.json").write_text(json.dumps(checks(), indent=1) + "\n", encoding="utf-8")
+    write_rows(out, rows)
+
+
+def write_rows(out: Path, rows: Sequence[Row]) -> None:
+    """Write register.json, the generated part of README.md and the texts of issues."""
+    (out / "register.json").write_text(json.dumps(list(rows), indent=1) + "\n", encoding="utf-8")
+    _write_issues(out / "issues", rows)
+    page = out / "README.md"
+    text = f"# The register of KL code\n\n{BEGIN}\n{END}\n"
+    if page.is_file():
+        text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    by_hand = json.loads((out / "by_hand.json").read_text(encoding="utf-8"))
+    page.write_text(f"{before}{BEGIN}\n\n{generated(rows, by_hand)}\n{END}{after}", encoding="utf-8")
+
+
+def generated(rows: Sequence[Row], by_hand: Sequence[Mapping[str, Any]]) -> str:
+    """The counts, the table and the checks by hand."""
+    systems = list(dict.fromkeys(row["system"] for row in rows))
+    by_maker: dict[str, int] = {}
+    for row in rows:
+        by_maker[row["made_by"]] = by_maker.get(row["made_by"], 0) + 1
+    counts = ", ".join(f"{count} by {maker}" for maker, count in by_maker.items())
+    lines = [f"{len(rows)} rows of {len(systems)} systems and papers: {counts}.", "", *table(rows), ""]
+    lines += ["### Checked by hand", ""]
+    lines += ["| row | independent enumeration | register |", "| --- | --- | --- |"]
+    rows_by_id = {row["id"]: row for row in rows}
+    for check in by_hand:
+        row = rows_by_id[check["id"]]
+        lines.append(f"| `{check['id']}` | {check['says']} | {objective(row.get('fresh'))}; {holes_text(row)} |")
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The lines of the table."""
+    head = ["system", "version", "function", "setting", "fresh", "stale", "with holes", "error", "fix", "made by"]
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
+    for row in rows:
+        cells = [
+            row["system"],
+            row["version"],
+            f"`{_plain(row.get('function', ''))}`",
+            f"`{_plain(row['flags'])}`",
+            objective(row.get("fresh")),
+            objective(row.get("stale")),
+            holes_text(row),
+            error_text(row),
+            _plain(row["fix"]),
+            row["made_by"],
+        ]
+        if row["issue"]:
+            # Not the fix itself as the link's text: its brackets would end it.
+            cells[-2] += f" ([issue](issues/{row['id']}.md))"
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _plain(text: str) -> str:
+    """A text inside a cell, which a bar would end."""
+    return text.replace("|", "\\|")
+
+
+def objective(figures: Mapping[str, Any] | None) -> str:
+    """What is optimized, with its coefficient, in words."""
+    if not figures:
+        return "not rebuilt"
+    if figures.get("silent"):
+        return SILENT
+    words = WORDS[figures["target"]]
+    coefficient = figures["coefficient"]
+    if coefficient is not None and abs(coefficient - 1) > 1e-3:
+        words = f"{coefficient:.3g} times the {words}"
+    if figures["near"]:
+        words += ", while no clamp acts"
+    return words
+
+
+def error_text(row: Row) -> str:
+    """The relative errors with fresh and stale samples."""
+    if not row.get("fresh"):
+        return "not rebuilt"
+    return f"{percent(row['fresh']['error'])} / {percent(row['stale']['error'])}"
+
+
+def percent(share: float | None) -> str:
+    """A relative error as a percentage.
+
+    >>> percent(0.0), percent(0.2301), percent(0.0003468)
+    ('0 %', '23 %', '0.035 %')
+    """
+    if share is None:
+        return "not finite"
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+
+
+def holes_text(row: Row) -> str:
+    """What a masked token inside a completion does."""
+    figures = row.get("holes")
+    if figures is None:
+        return "not tried"
+    parts = []
+    if figures["change"]:
+        parts.append(f"leak: {percent(figures['change'])} of the gradient")
+    if figures["reached"]:
+        parts.append("the masked token gets a gradient")
+    return ", ".join(parts) or "no leak"
+
+
+# --- texts of issues -----------------------------------------------------------------------------------------------
+def _write_issues(folder: Path, rows: Sequence[Row]) -> None:
+    texts = {f"{row['id']}.md": issue(row) for row in rows if row["issue"] and row.get("fresh")}
+    folder.mkdir(exist_ok=True)
+    # A row that has no issue any more leaves no text behind.
+    for old in folder.glob("*.md"):
+        if old.name not in texts:
+            old.unlink()
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def issue(row: Row) -> str:
+    """The text of one issue, ready to send."""
+    paragraphs = [
+        f"# {row['issue']}",
+        f"To: {row['system']}. Version: {row['version']}.",
+        f"**Setting.** `{row['flags']}`",
+        _code(row),
+        f"**Expected.** The expected gradient of the loss is that of the {WORDS[row['intended']]}.",
+        *_found(row),
+        *_call(row),
+        *_fix(row),
+    ]
+    if row.get("form"):
+        paragraphs += ["**To see it.** The exact expectation over one token, with torch alone:", "\n".join(script(row))]
+    if row["hand"]:
+        paragraphs.append("The same by sums over few tokens in plain Python: `bench/register/by_hand.py`.")
+    if row.get("known"):
+        paragraphs.append(f"Reported before: <{row['known']}>")
+    if row.get("related"):
+        paragraphs.append(f"Perhaps related: <{row['related']}>")
+    paragraphs.append(f"**Rebuild.** `{row['command']}`")
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def _code(row: Row) -> str:
+    """Where the code is, and where the trainer calls it."""
+    if not row["source"]:
+        return f"**Code.** Our re-implementation of the formula: `{row['function']}`."
+    text = f"**Code.** `{row['function']}` of `{row['source']}` (sha256 `{row['sha256'][:16]}`)"
+    if row.get("called_at"):
+        text += f", called at `{row['called_at']}`"
+    return f"{text}."
+
+
+def _found(row: Row) -> list[str]:
+    fresh = row["fresh"]
+    stale = row["stale"]
+    intended = WORDS[row["intended"]]
+    results = [
+        f"- with fresh samples: {objective(fresh)}; {percent(fresh['error'])} from the gradient of the {intended}"
+        f"{_cosine(fresh)}",
+        f"- with stale samples: {objective(stale)}; {percent(stale['error'])}{_cosine(stale)}",
+        f"- with a masked token inside each completion, as a tool's reply: {holes_text(row)}",
+    ]
+    return [
+        "**Found.** The expected gradient, by enumeration of every completion of small policies in float64:",
+        "\n".join(results),
+    ]
+
+
+def _call(row: Row) -> list[str]:
+    """What is computed; nothing for a wheel, whose case calls the trainer's own method."""
+    if not row["call"]:
+        return []
+    paragraphs = ["What is computed, with log-probs of the sampled tokens:", f"    {row['call']}"]
+    helpers = [name for name in OWN_NAMES if f"{name}(" in row["call"]]
+    if helpers:
+        names = ", ".join(helpers)
+        paragraphs.append(f"({names}: arguments as the trainer builds them, `bench/register/calls.py`.)")
+    return paragraphs
+
+
+def _fix(row: Row) -> list[str]:
+    """The fix, and what it was measured to do."""
+    paragraphs = [f"**Fix.** `{row['fix']}`"]
+    fixed = row.get("fixed_fresh")
+    if not fixed:
+        return paragraphs
+    effect = f"With it, and fresh samples: {objective(fixed)}, {percent(fixed['error'])} off"
+    if row.get("fixed_holes"):
+        effect += f"; with a masked token: {holes_text({'holes': row['fixed_holes']})}"
+    return [*paragraphs, f"{effect}."]
+
+
+def script(row: Row) -> list[str]:
+    """A program that shows the mistake with nothing but torch; it prints the error of the form and of the fix."""
+    lines = [
+        "import torch",
+        "",
+        "torch.manual_seed(0)",
+        "logits, ref_logits = torch.randn(2, 5, dtype=torch.float64)",
+        "logp = logits.requires_grad_().log_softmax(-1)",
+        "ref = ref_logits.log_softmax(-1)",
+        "kl = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), logits, retain_graph=True)[0]",
+        f"for loss in ({row['form']}, {row['form_fixed']}):",
+        "    mean = torch.autograd.grad((logp.exp().detach() * loss).sum(), logits, retain_graph=True)[0]",
+        "    print(float((mean - kl).norm() / kl.norm()))  # the released form, then the fix: 0",
+    ]
+    return ["```python", *lines, "```"]
+
+
+def _cosine(figures: Mapping[str, Any]) -> str:
+    if figures["cosine"] is None:
+        return ""
+    return f", cosine {figures['cosine']:.3g}"

@@ -1,0 +1,205 @@
+// The register's page: rows with search and filters, and the form "which flag?". The data are in the page itself, so that
+// it works without a server and without a network. Text of the data becomes text nodes alone, never HTML.
+"use strict";
+
+(() => {
+  const WORDS = {
+    sequence_reverse: "reverse KL of completions",
+    sequence_forward: "forward KL of completions",
+    token_reverse: "reverse KL of each token",
+    token_forward: "forward KL of each token",
+    token_chi_square: "chi-square of each token",
+    token_reference_chi_square: "chi-square of reference against policy",
+    token_total_variation: "total variation of each token",
+    token_jensen_shannon: "Jensen-Shannon divergence of each token",
+    token_policy_square: "half the mean square log-ratio, under the policy",
+    token_reference_square: "half the mean square log-ratio, under the reference",
+    zero: "nothing: noise of zero mean",
+    none: "no divergence that has a name here",
+  };
+  const SILENT = "nothing: no completion has a gradient";
+  const KINDS = {
+    right: "optimizes what is meant",
+    other: "optimizes something else",
+    leak: "leaks masked tokens",
+  };
+
+  const dataOf = (id) => {
+    const element = document.getElementById(id);
+    return element ? JSON.parse(element.textContent) : null;
+  };
+
+  // An element with attributes and children; strings become text.
+  const make = (name, attributes = {}, ...children) => {
+    const element = document.createElement(name);
+    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+    element.append(...children);
+    return element;
+  };
+
+  const labelled = (text, control) => make("label", {}, make("span", {}, text), control);
+
+  const select = (options, title) => {
+    const element = make("select", { "aria-label": title });
+    for (const [value, text] of options) element.append(make("option", { value }, text));
+    return element;
+  };
+
+  const percent = (share) => {
+    if (share === null || share === undefined) return "not finite";
+    const value = 100 * share;
+    return `${value >= 99.5 ? value.toFixed(0) : Number(value.toPrecision(2))} %`;
+  };
+
+  const objective = (figures) => {
+    if (!figures) return "not rebuilt";
+    if (figures.silent) return SILENT;
+    let words = WORDS[figures.target] || figures.target;
+    if (figures.coefficient !== null && Math.abs(figures.coefficient - 1) > 1e-3) {
+      words = `${Number(figures.coefficient.toPrecision(3))} times the ${words}`;
+    }
+    return figures.near ? `${words}, while no clamp acts` : words;
+  };
+
+  const holes = (figures) => {
+    if (!figures) return "not tried";
+    const parts = [];
+    if (figures.change) parts.push(`leak: ${percent(figures.change)} of the gradient`);
+    if (figures.reached) parts.push("the masked token gets a gradient");
+    return parts.join(", ") || "no leak";
+  };
+
+  const kindsOf = (row) => {
+    const kinds = [];
+    if (row.fresh) kinds.push(row.fresh.target === row.intended ? "right" : "other");
+    if (row.holes && (row.holes.change || row.holes.reached)) kinds.push("leak");
+    return kinds;
+  };
+
+  const card = (row) => {
+    const facts = make("dl", {});
+    const fact = (name, text, isCode = false) => {
+      if (!text) return;
+      facts.append(make("div", {}, make("dt", {}, name), make("dd", {}, isCode ? make("code", {}, text) : text)));
+    };
+    fact("Fresh samples", objective(row.fresh));
+    fact("Stale samples", objective(row.stale));
+    fact("With holes", holes(row.holes));
+    if (row.fresh) fact("Error, fresh / stale", `${percent(row.fresh.error)} / ${percent(row.stale.error)}`);
+    fact("Fix", row.fix);
+    if (row.fixed_fresh) fact("With the fix, fresh", objective(row.fixed_fresh));
+    fact("Function", row.function, true);
+    fact("Source", row.source, true);
+    fact("Called at", row.called_at, true);
+    fact("SHA-256", row.sha256 && row.sha256.slice(0, 16), true);
+    const made = row.made_by === "not rebuilt" ? `not rebuilt: ${row.why}` : row.made_by;
+    const kind = kindsOf(row).map((name) => KINDS[name]).join(", ");
+    if (row.issue && row.fresh) {
+      const link = make("a", { href: `../evidence/register/issues/${row.id}/` }, row.issue);
+      facts.append(make("div", {}, make("dt", {}, "Text of an issue"), make("dd", {}, link)));
+    }
+    return make(
+      "article",
+      { class: "kl-card", "data-id": row.id },
+      make("h3", {}, row.system),
+      make("p", { class: "kl-setting" }, make("code", {}, row.flags)),
+      make("p", {}, `${row.version}; ${made}${kind ? `; ${kind}` : ""}`),
+      facts,
+    );
+  };
+
+  const showRegister = (root, rows) => {
+    const search = make("input", { type: "search", "aria-label": "Search the rows", placeholder: "slime, k3, swapped ..." });
+    const systems = [...new Set(rows.map((row) => row.system))];
+    const system = select([["", "every system"], ...systems.map((name) => [name, name])], "System");
+    const makers = [...new Set(rows.map((row) => row.made_by))];
+    const maker = select([["", "released code and ours"], ...makers.map((name) => [name, name])], "Made by");
+    const kind = select([["", "every verdict"], ...Object.entries(KINDS)], "Verdict");
+    const count = make("p", { role: "status", class: "kl-count" });
+    const list = make("div", { class: "kl-cards" });
+    const cards = rows.map((row) => [row, JSON.stringify(row).toLowerCase() + objective(row.fresh), card(row)]);
+    const update = () => {
+      const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
+      const shown = cards.filter(
+        ([row, text]) =>
+          words.every((word) => text.includes(word)) &&
+          (!system.value || row.system === system.value) &&
+          (!maker.value || row.made_by === maker.value) &&
+          (!kind.value || kindsOf(row).includes(kind.value)),
+      );
+      list.replaceChildren(...shown.map((entry) => entry[2]));
+      count.textContent = `${shown.length} of ${rows.length} rows`;
+    };
+    for (const control of [search, system, maker, kind]) control.addEventListener("input", update);
+    const controls = make("div", { class: "kl-controls" });
+    controls.append(labelled("Search", search), labelled("System", system), labelled("Made by", maker), labelled("Verdict", kind));
+    root.replaceChildren(controls, count, list);
+    update();
+  };
+
+  const showForm = (root, data) => {
+    const names = Object.keys(data.systems);
+    const system = select(names.map((name) => [name, data.systems[name].title]), "System");
+    const version = make("select", { "aria-label": "Version" });
+    const source = make("p", { class: "kl-count" });
+    const flags = make("div", { class: "kl-controls" });
+    const answer = make("div", { class: "kl-answer", role: "status" });
+    let controls = [];
+
+    const showAnswer = () => {
+      const chosen = data.systems[system.value];
+      // The first flag changes slowest, as in the list of answers.
+      let place = 0;
+      chosen.flags.forEach((flag, number) => {
+        place = place * flag.options.length + controls[number].selectedIndex;
+      });
+      const lines = data.answers[chosen.answers[place]].map((number) => data.lines[number]);
+      const items = lines.map((line) => {
+        const colon = line.indexOf(": ");
+        return make("p", {}, make("strong", {}, line.slice(0, colon).replace("_", "-")), line.slice(colon));
+      });
+      const isOlder = version.selectedIndex > 0;
+      const changes = chosen.changes.map((text) => make("p", {}, make("strong", {}, "other versions"), `: ${text}`));
+      answer.replaceChildren(...(isOlder ? changes : []), ...items);
+    };
+
+    const showFlags = () => {
+      const chosen = data.systems[system.value];
+      version.replaceChildren(make("option", {}, chosen.version));
+      if (chosen.changes.length) version.append(make("option", {}, "an older release"));
+      source.textContent = `From ${chosen.source}.`;
+      controls = chosen.flags.map((flag) =>
+        select(flag.options.map((option, number) => [option, number === 0 ? `${option} (default)` : option]), flag.name),
+      );
+      const fields = chosen.flags.map((flag, number) => {
+        const field = labelled(flag.name, controls[number]);
+        field.append(make("small", {}, flag.meaning));
+        controls[number].addEventListener("input", showAnswer);
+        return field;
+      });
+      flags.replaceChildren(...fields);
+      if (chosen.left_out.length) {
+        flags.append(make("p", {}, `At their defaults: ${chosen.left_out.join(", ")}.`));
+      }
+      showAnswer();
+    };
+
+    system.addEventListener("input", showFlags);
+    const chooser = make("div", { class: "kl-controls" });
+    chooser.append(labelled("System", system), labelled("Version", version));
+    version.addEventListener("input", showAnswer);
+    root.replaceChildren(chooser, source, flags, answer);
+    showFlags();
+  };
+
+  const show = () => {
+    const rows = dataOf("register-rows");
+    const answers = dataOf("register-answers");
+    const register = document.getElementById("kl-register");
+    const form = document.getElementById("kl-which-flag");
+    if (register && rows) showRegister(register, rows);
+    if (form && answers) showForm(form, answers);
+  };
+  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", show);
+  else show();
+})();

@@ -1,0 +1,170 @@
+"""The page of the register: data become text, and in a real browser search, filters and the form answer."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from browser import Browser, program
+from built_site import IS_INSTALLED, WITHOUT, served, whole_site
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = (ROOT / "docs" / "javascripts" / "register.js").read_text("utf-8")
+ROWS = json.loads((ROOT / "results" / "register" / "register.json").read_text("utf-8"))
+WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+
+in_a_browser = [
+    pytest.mark.slow,
+    pytest.mark.skipif(program() is None, reason="no browser is installed"),
+    pytest.mark.skipif(not IS_INSTALLED, reason=WITHOUT),
+]
+
+
+def browser_test(function):
+    for mark in in_a_browser:
+        function = mark(function)
+    return function
+
+
+def test_the_script_never_makes_html_of_data_and_asks_nobody():
+    of_html = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\("
+    of_requests = r"fetch\(|XMLHttp|https?:"
+    assert re.findall(f"{of_html}|{of_requests}", SCRIPT) == []
+
+
+def test_the_script_has_the_words_of_the_table():
+    """The page and the plain table say the same of an objective."""
+    import sys
+
+    sys.path.append(str(ROOT / "bench"))
+    from register.page import SILENT, WORDS
+
+    assert f'const SILENT = "{SILENT}";' in SCRIPT
+    block = SCRIPT.partition("const WORDS = {")[2].partition("};")[0]
+    words = dict(re.findall(r'^\s*(\w+): "(.*)",$', block, re.MULTILINE))
+    assert words == WORDS
+
+
+@pytest.fixture(scope="module")
+def site():
+    return whole_site()
+
+
+@pytest.fixture(scope="module")
+def address(site):
+    with served(site) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def tab():
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+def when(tab, value):
+    """The value of a JavaScript expression as soon as it is true, not 0 and not empty."""
+    look = f"() => {{ const value = {value}; value && value.length !== 0 ? done(value) : setTimeout(look, 50); }}"
+    return tab.evaluate(f"new Promise((done) => {{ const look = {look}; look(); }})")
+
+
+CARDS = "[...document.querySelectorAll('.kl-card')].map((card) => card.dataset.id)"
+ANSWER = "document.querySelector('.kl-answer').textContent"
+
+
+def put(tab, root, label, value):
+    """Type into, or choose in, the control of a part of the page that has this label."""
+    chosen = json.dumps(value)
+    selector = json.dumps(f"#{root} [aria-label='{label}']")
+    tab.evaluate(
+        f"(() => {{ const control = document.querySelector({selector}); control.value = {chosen};"
+        " control.dispatchEvent(new Event('input', {bubbles: true})); return true; })()"
+    )
+
+
+@browser_test
+@pytest.mark.parametrize("size", WIDTHS)
+def test_every_row_is_shown_and_search_and_filters_narrow_them(tab, address, size):
+    tab.open(f"{address}/register/", *WIDTHS[size])
+    assert when(tab, CARDS) == [row["id"] for row in ROWS]
+    put(tab, "kl-register", "Search the rows", "chi-square")
+    shown = tab.evaluate(CARDS)
+    assert {"rlinf-fsdp", "rlhf-book-kl3"} <= set(shown)
+    assert len(shown) < len(ROWS)
+    put(tab, "kl-register", "System", "RLinf")
+    assert tab.evaluate(CARDS) == ["rlinf-fsdp"]
+    put(tab, "kl-register", "Search the rows", "")
+    put(tab, "kl-register", "System", "")
+    put(tab, "kl-register", "Verdict", "leak")
+    assert "miles-plus-plus" in tab.evaluate(CARDS)
+    assert "slime-plus-plus" not in tab.evaluate(CARDS)
+    put(tab, "kl-register", "Search the rows", "no such words")
+    assert tab.evaluate(CARDS) == []
+    assert tab.evaluate("document.querySelector('#kl-register .kl-count').textContent") == f"0 of {len(ROWS)} rows"
+
+
+@browser_test
+@pytest.mark.parametrize("size", WIDTHS)
+def test_the_form_answers_for_a_system_and_its_flags(tab, address, size):
+    tab.open(f"{address}/register/", *WIDTHS[size])
+    when(tab, ANSWER)
+    put(tab, "kl-which-flag", "System", "rlinf")
+    put(tab, "kl-which-flag", "algorithm.kl_beta", "0.01")
+    assert "chi-square divergence" in tab.evaluate(ANSWER)
+    put(tab, "kl-which-flag", "actor.training_backend", "megatron")
+    assert "k3_reverse_token in loss" in tab.evaluate(ANSWER)
+    put(tab, "kl-which-flag", "System", "trl")
+    put(tab, "kl-which-flag", "Version", "an older release")
+    assert "other versions: " in tab.evaluate(ANSWER)
+
+
+@browser_test
+@pytest.mark.parametrize("size", WIDTHS)
+def test_nothing_is_wider_than_the_screen(tab, address, size):
+    tab.open(f"{address}/register/", *WIDTHS[size])
+    when(tab, CARDS)
+    assert tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    wide = tab.evaluate(
+        "[...document.querySelectorAll('#kl-register *, #kl-which-flag *')].filter((node) =>"
+        " node.getBoundingClientRect().right > document.documentElement.clientWidth + 1).map((node) => node.tagName)"
+    )
+    assert wide == []
+
+
+@browser_test
+def test_the_links_of_the_rows_lead_to_the_texts_of_issues(tab, address, site):
+    tab.open(f"{address}/register/", *WIDTHS["desktop"])
+    when(tab, CARDS)
+    links = tab.evaluate("[...document.querySelectorAll('.kl-card a')].map((link) => new URL(link.href).pathname)")
+    assert len(links) == len([row for row in ROWS if row["issue"]])
+    for link in links:
+        assert (site / link.strip("/") / "index.html").is_file(), link
+
+
+@browser_test
+def test_the_page_works_from_a_folder_without_a_server(tab, site):
+    tab.open(f"file://{site}/register/index.html", *WIDTHS["desktop"])
+    assert when(tab, CARDS) == [row["id"] for row in ROWS]
+    assert when(tab, ANSWER)
+
+
+@browser_test
+def test_the_parts_of_the_page_keep_their_headings(tab, address):
+    """A part whose id is that of a heading would be written into the heading."""
+    tab.open(f"{address}/register/", *WIDTHS["desktop"])
+    when(tab, CARDS)
+    headings = tab.evaluate(
+        "[...document.querySelectorAll('article h2')].map((heading) => heading.firstChild.textContent)"
+    )
+    assert headings == ["Which flag?", "Rows"]
+    assert tab.evaluate("document.querySelectorAll('h2 select, h2 .kl-card').length") == 0
+
+
+@browser_test
+def test_it_asks_no_other_host(tab, address):
+    tab.requests.clear()
+    tab.open(f"{address}/register/", *WIDTHS["desktop"])
+    when(tab, CARDS)
+    assert [request for request in tab.requests if not request.startswith((address, "data:"))] == []

@@ -1,0 +1,119 @@
+"""Planted forms get the name, the number and the leak that they have."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
+
+from register import by_hand
+from register.calls import HELPERS
+from register.measure import FRESH, STALE, holes, loss_of, verdict
+from register.run import _loss
+
+
+def loss(expression):
+    return _loss(expression, None)
+
+
+@pytest.mark.parametrize(
+    ("expression", "target", "coefficient"),
+    [
+        ("k2(logp, ref_logp)", "token_reverse", 1.0),
+        ("3 * k2(logp, ref_logp).float()", "token_reverse", 3.0),
+        ("k3(logp, ref_logp)", "token_forward", 1.0),
+        ("k3(ref_logp, logp)", "token_chi_square", 0.5),
+        ("(logp - ref_logp).abs()", "token_total_variation", 2.0),
+        ("score(logp) * k2(logp, ref_logp)", "token_policy_square", 1.0),
+        ("(ref_logp - logp).exp() * (ref_logp - logp) - (ref_logp - logp).exp()", "token_reference_square", 1.0),
+        ("in_reward(k1(old_logp, ref_logp), logp, old_logp, mask)", "sequence_reverse", 1.0),
+        ("k1(logp, ref_logp)", "zero", None),
+        ("-k2(logp, ref_logp)", "none", None),
+        ("k2(logp, ref_logp) / mask.sum(-1, keepdim=True)", "none", None),
+    ],
+)
+def test_a_form_gets_the_name_of_what_it_optimizes(expression, target, coefficient):
+    found = verdict(loss(expression), FRESH, intended="token_reverse")
+    assert (found.target, found.near) == (target, False)
+    assert found.coefficient == (coefficient and pytest.approx(coefficient, rel=1e-4))
+
+
+def test_noise_of_zero_mean_is_told_from_no_gradient_at_all():
+    noise = verdict(loss("k1(logp, ref_logp)"), FRESH, intended="token_reverse")
+    nothing = verdict(loss("0.0 * logp"), FRESH, intended="token_reverse")
+    assert (noise.target, noise.silent) == ("zero", False)
+    assert (nothing.target, nothing.silent) == ("zero", True)
+
+
+def test_a_clamp_leaves_the_name_near_the_reference_alone():
+    found = verdict(loss("clamped_k3(logp, ref_logp)"), FRESH, intended="token_reverse")
+    assert (found.target, found.near) == ("token_forward", True)
+
+
+def test_the_error_is_that_of_the_intended_kl_and_staleness_shows():
+    form = loss("k2(logp, ref_logp)")
+    assert verdict(form, FRESH, intended="token_reverse").error == pytest.approx(0, abs=1e-9)
+    assert verdict(form, FRESH, intended="token_forward").error > 0.1
+    stale = verdict(form, STALE, intended="token_reverse")
+    assert stale.target == "none"
+    assert stale.error > 0.05
+    corrected = loss("ratio(logp, old_logp) * k2(logp, ref_logp).detach() + 0 * logp")
+    assert verdict(corrected, STALE, intended="token_reverse").target != "token_reverse"
+    assert verdict(loss("ratio(logp, old_logp) * k3(logp, ref_logp)"), STALE, intended="token_reverse").target == (
+        "token_reverse"
+    )
+
+
+@pytest.mark.parametrize(
+    ("expression", "leaks", "reached"),
+    [
+        ("k2(logp, ref_logp)", False, False),
+        ("in_reward(k1(old_logp, ref_logp), logp, old_logp, mask)", False, False),
+        # The mask forgotten in the sum of later costs; a reply's cost depends on the token before it.
+        ("with_returns(-k1(old_logp, ref_logp).flip(-1).cumsum(-1).flip(-1), logp, old_logp)", True, False),
+        ("k2(logp, ref_logp).sum(-1)", False, True),
+    ],
+)
+def test_masked_tokens_that_enter_a_loss_are_seen(expression, leaks, reached):
+    found = holes(loss(expression), intended="sequence_reverse")
+    assert (found.change > 0.05, found.reached) == (leaks, reached)
+
+
+def test_a_masked_token_after_the_end_of_a_completion_does_not_count():
+    """A completion of one token has padding behind it, whose log-probs are 0."""
+    seen = []
+
+    def call(given):
+        seen.append((given["mask"], given["old_logp"]))
+        return given["logp"] * 0
+
+    holes(loss_of(call), intended="token_reverse")
+    for mask_BT, old_logp_BT in seen:
+        ended_B = mask_BT.sum(-1) == 1
+        assert bool((old_logp_BT[ended_B][:, 1:] == 0).all())
+
+
+def test_the_checks_by_hand_agree_with_what_the_rows_say():
+    swapped, top_k, returns = by_hand.checks()
+    for check in (swapped, top_k, returns):
+        assert check["from_named"] < 1e-6
+        assert check["from_kl"] > 0.1
+    assert [swapped["id"], top_k["id"], returns["id"]] == ["rlinf-fsdp", "ema-pg-reverse", "miles-plus-plus"]
+
+
+def test_the_swapped_form_is_half_a_chi_square_in_the_oracle_and_by_hand():
+    """Two enumerations with nothing in common: the policies of the oracle, and four tokens in plain Python."""
+    swapped = by_hand.swapped_arguments()
+    found = verdict(loss("k3(ref_logp, logp)"), FRESH, intended="token_reverse")
+    assert (found.target, found.coefficient) == ("token_chi_square", pytest.approx(0.5))
+    assert swapped["from_named"] < 1e-6 < swapped["from_kl"]
+
+
+def test_every_formula_takes_tensors():
+    logp = torch.log_softmax(torch.arange(6.0).reshape(2, 3), -1)
+    for name in ("k1", "k2", "k3", "clamped_k3", "ratio"):
+        assert HELPERS[name](logp, logp).shape == logp.shape

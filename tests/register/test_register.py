@@ -1,0 +1,213 @@
+"""The stored register: every row has its code or says that it has none, and its pages are those of its data."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
+
+from register.measure import FRESH, verdict
+from register.page import BEGIN, END, error_text, generated, holes_text, issue, objective, script
+from register.run import NOT_REBUILT, OURS, RELEASED, _loss, changes, main, rows_of, run_rows, store_rows, wheel_of
+
+ROOT = Path(__file__).resolve().parents[2]
+STORED = ROOT / "results" / "register"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return json.loads((STORED / "register.json").read_text())
+
+
+def test_there_are_25_systems_and_15_rows_of_released_code(rows):
+    assert len({row["system"] for row in rows}) >= 25
+    released = [row for row in rows if row["made_by"] == RELEASED]
+    assert len(released) >= 15
+    for row in released:
+        assert len(row["sha256"]) == 64, row["id"]
+        assert row["function"], row["id"]
+
+
+def test_the_stored_rows_are_those_that_are_written(rows):
+    """A row that was added or whose texts were changed is stored by the command, not by hand."""
+    written = rows_of()
+    assert [row["id"] for row in rows] == [row["id"] for row in written]
+    for stored, row in zip(rows, written, strict=True):
+        for name in ("flags", "intended", "fix", "issue", "call", "ours", "fixed", "form", "form_fixed"):
+            assert stored.get(name, "") == row.get(name, ""), (row["id"], name)
+
+
+def test_a_row_of_a_commit_names_it_in_full():
+    for row in rows_of():
+        if "repository" in row:
+            assert len(row["commit"]) == 40, row["id"]
+        else:
+            assert row.get("case") or row["version"], row["id"]
+        assert row["fix"], row["id"]
+
+
+def test_rows_with_an_issue_have_a_mistake_and_a_text(rows):
+    names = {path.stem for path in (STORED / "issues").glob("*.md")}
+    assert names == {row["id"] for row in rows if row["issue"]}
+    for row in rows:
+        if not row["issue"]:
+            continue
+        leaks = bool(row["holes"]) and (row["holes"]["change"] > 0 or row["holes"]["reached"])
+        assert row["fresh"]["target"] != row["intended"] or leaks, row["id"]
+        assert (STORED / "issues" / f"{row['id']}.md").read_text() == issue(row)
+
+
+def test_every_fix_that_is_measured_optimizes_what_is_meant(rows):
+    measured = [row for row in rows if row.get("fixed_fresh")]
+    assert len(measured) >= 15
+    for row in measured:
+        assert row["fixed_fresh"]["target"] == row["intended"], row["id"]
+        assert not row["fixed_holes"]["change"], row["id"]
+
+
+def test_the_program_of_an_issue_shows_the_mistake_and_the_fix(rows):
+    shown = 0
+    for row in rows:
+        if not row["form"]:
+            continue
+        program = "\n".join(script(row)[1:-1])
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(program, {})
+        released, fixed = map(float, printed.getvalue().split())
+        assert released > 0.05, row["id"]
+        assert fixed < 1e-9, row["id"]
+        shown += 1
+    assert shown >= 10
+
+
+def test_the_page_is_that_of_the_data(rows):
+    text = (STORED / "README.md").read_text()
+    by_hand = json.loads((STORED / "by_hand.json").read_text())
+    between = text.partition(BEGIN)[2].partition(END)[0]
+    assert between.strip() == generated(rows, by_hand).strip()
+
+
+def test_the_form_has_an_answer_for_every_choice():
+    data = json.loads((STORED / "which_flag.json").read_text())
+    assert len(data["systems"]) >= 25
+    for name, system in data["systems"].items():
+        combinations = math.prod(len(flag["options"]) for flag in system["flags"])
+        assert len(system["answers"]) == combinations, name
+        assert max(system["answers"]) < len(data["answers"])
+    assert max(number for answer in data["answers"] for number in answer) < len(data["lines"])
+
+
+def test_the_form_gives_the_answer_of_explain():
+    """The place of an answer, computed as the page's script does: the first flag changes slowest."""
+    from register.which_flag import _answer, offered, options_of
+
+    from kl_comedy.lab.peers import SYSTEMS
+
+    data = json.loads((STORED / "which_flag.json").read_text())
+    for name, wanted in (("tunix", 100), ("oat", 5), ("rlinf", 17)):
+        system = SYSTEMS[name]
+        place = wanted
+        given = {}
+        for flag in reversed(offered(system)):
+            options = options_of(flag)
+            given[flag.name] = options[place % len(options)]
+            place //= len(options)
+        stored = data["answers"][data["systems"][name]["answers"][wanted]]
+        assert [data["lines"][number] for number in stored] == _answer(system, given)
+
+
+# --- what changed since -------------------------------------------------------------------------------------------
+def test_changes_say_what_differs_and_nothing_else(rows):
+    assert changes(rows, rows) == []
+    moved = json.loads(json.dumps(rows))
+    moved[0]["sha256"] = "0" * 64
+    moved[0]["fresh"]["target"] = "token_forward"
+    moved[1]["stale"]["error"] = 0.9
+    moved[2]["made_by"] = OURS
+    del moved[3]
+    moved.append({**moved[4], "id": "new-row"})
+    lines = changes(rows, moved)
+    assert any(line.startswith("new-row: new row") for line in lines)
+    assert f"{rows[3]['id']}: row is gone" in lines
+    assert any(line.startswith(f"{rows[0]['id']}: sha256 is") for line in lines)
+    assert f"{rows[0]['id']}, fresh: target is token_forward, was token_reverse" in lines
+    assert any(line.startswith(f"{rows[1]['id']}, stale: error is 0.9") for line in lines)
+    assert any(line.startswith(f"{rows[2]['id']}: {OURS}, was {RELEASED}") for line in lines)
+    assert len(lines) == 6
+
+
+def test_rounding_of_another_processor_is_no_change(rows):
+    moved = json.loads(json.dumps(rows))
+    for row in moved:
+        if row.get("fresh"):
+            row["fresh"]["error"] *= 1 + 1e-5
+    assert changes(rows, moved) == []
+
+
+# --- without the sources --------------------------------------------------------------------------------------------
+def test_a_row_without_its_source_is_made_by_our_formula_or_not_rebuilt():
+    by_id = {row["id"]: row for row in rows_of()}
+    ours, none = run_rows([by_id["slime-k3"], by_id["miles-plus-plus"]], sources=None)
+    assert (ours["made_by"], ours["fresh"]["target"]) == (OURS, "token_forward")
+    assert "no --sources given" in ours["why"]
+    assert none["made_by"] == NOT_REBUILT
+    assert objective(none.get("fresh")) == error_text(none) == "not rebuilt"
+    assert holes_text(none) == "not tried"
+
+
+def test_our_formula_gives_what_the_released_code_gave(rows):
+    """Every re-implementation of a source is checked against the stored row of the released code."""
+    stored = {row["id"]: row for row in rows}
+    checked = 0
+    for row in rows_of():
+        if "repository" not in row or not row.get("ours"):
+            continue
+        released = stored[row["id"]]["fresh"]
+        ours = verdict(_loss(row["ours"], None), FRESH, intended=row["intended"])
+        assert ours.target == released["target"], row["id"]
+        assert ours.error == pytest.approx(released["error"], rel=1e-3, abs=1e-5), row["id"]
+        checked += 1
+    assert checked >= 25
+
+
+def test_code_that_fails_says_so_in_its_row():
+    row = {**next(row for row in rows_of() if row["id"] == "tunix"), "ours": "undefined_name(logp)"}
+    (broken,) = run_rows([row], sources=None)
+    assert broken["made_by"] == NOT_REBUILT
+    assert broken["why"].startswith("NameError: name 'undefined_name'")
+
+
+def test_single_rows_go_into_the_register_in_its_order(tmp_path, rows):
+    for name in ("register.json", "by_hand.json", "README.md"):
+        (tmp_path / name).write_bytes((STORED / name).read_bytes())
+    changed = {**rows[1], "version": "9.9"}
+    store_rows(tmp_path, [changed])
+    stored = json.loads((tmp_path / "register.json").read_text())
+    assert [row["id"] for row in stored] == [row["id"] for row in rows]
+    assert stored[1]["version"] == "9.9"
+    assert "| 9.9 |" in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--only", "nothing-like-this"], "--only: got 'nothing-like-this'; allowed: trl-grpo"),
+        (["--sources", "/nowhere"], "--sources: got '/nowhere'; no such folder"),
+    ],
+)
+def test_wrong_input_is_one_line(capsys, arguments, says):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith(says)
+
+
+def test_the_wheel_of_a_row_is_that_of_its_case():
+    assert wheel_of({"case": "verl:reward/gdpo/kl"}) == "verl"
+    assert wheel_of({"repository": "a/b"}) == ""
