@@ -33,9 +33,9 @@ def wrong(gold: str, answer: str) -> Probe:
 
 
 DOCUMENTED = {
-    "units": "units are not compared (docs/configuration.md)",
-    "unsolved": "an inequality that is still to be solved is not an answer (docs/configuration.md)",
-    "rounding": "decimals are compared after rounding to `float_rounding` places (docs/configuration.md)",
+    "units": "units are not compared",
+    "unsolved": "an inequality that is still to be solved is not an answer",
+    "rounding": "decimals are compared after rounding to `float_rounding` places",
 }
 """Choices of kl_comedy that explain a verdict, by the word that a row names in ``documented``."""
 
