@@ -34,6 +34,11 @@ LABELS = LAB / "drawn_launch_files.jsonl"
 PASSED_OVER = "not a training"
 SEED = "fc59c164b871fcf8d9bde4088cafdd3a24097242"
 """The last commit before the candidates were listed: the seed of the labels that are stored."""
+FRESH_LABELS = LAB / "drawn_launch_files_2.jsonl"
+FRESH_SEED = "36e024a0bd20ca7d898bc11eaafebfce947a3a69"
+"""The commit of the reader that was mended on the first draw: the seed of a fresh draw of 60 files without a label."""
+FRESH_WANTED = 64
+"""So many are drawn by that seed that 60 of them had no label."""
 
 
 class Candidate(NamedTuple):

@@ -555,13 +555,13 @@ class _YamlSize:
             raise ValueError(f"more than {MAX_VALUES:,} keys and values, with aliases and merge keys written out")
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, *, limit: int = MAX_FILE_BYTES) -> str:
     """The text of a file that people write. Raises ValueError where it is too large or not UTF-8, and OSError."""
     # One byte more than allowed, and not the size of the file: /dev/zero has the size 0.
     with path.open("rb") as file:
-        content = file.read(MAX_FILE_BYTES + 1)
-    if len(content) > MAX_FILE_BYTES:
-        raise ValueError(f"larger than {MAX_FILE_BYTES:,} bytes")
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"larger than {limit:,} bytes")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:

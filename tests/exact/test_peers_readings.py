@@ -163,6 +163,8 @@ ONE_BY_ONE = {
     "trl:beta=0.04": (lambda r: ratio(r) * k3(delta(r)), 0.04),
     "trl:beta=0.04,use_bias_correction_kl=false": (lambda r: k3(delta(r)), 0.04),
     "trl:trainer=rloo": (rloo, 0.05),
+    "trl:trainer=ppo": (in_old_reward(k1), 0.05),
+    "trl:trainer=ppo,kl_estimator=k3": (in_old_reward(k3), 0.05),
     "openrlhf:": (in_old_reward(lambda d: d.clamp(-10, 10)), 0.01),
     "openrlhf:advantage_estimator=group_norm,kl_estimator=k3": (in_old_reward(lambda d: k3(d).clamp(-10, 10)), 0.01),
     "openrlhf:use_loss=true,kl_estimator=k3": (lambda r: k3(delta(r).clamp(min=-10)).clamp(-10, 10), 0.01),

@@ -62,6 +62,8 @@ READ = [
     Case("trl_notebook.ipynb", "trl", "loss (k3, ratio token, beta 0.04)"),
     Case("trl_flags_in_variable.sh", "trl", "loss (k3, ratio token, beta 0.04)"),
     Case("trl_rloo.yaml", "trl", "none", ("nothing in the file names it; grpo is assumed",)),
+    Case("trl_ppo.py", "trl", "reward (k3, ratio token, beta 0.05)", ("init_kl_coef = 0.2 by default",)),
+    Case("trl_ppo_old.py", "trl", "reward (k1, ratio token, beta 0.15)"),
     Case("open_r1_launch.sh", "trl", "none", ("the config recipes/small/grpo/config_demo.yaml is not read",)),
     Case("verl_flags_in_variable.sh", "verl", "reward (k1, ratio token, beta 0.01)"),
     Case("verl_kl_args_branch.sh", "verl", "loss (k2, ratio none, beta 0.005)", ("set in a branch", "else")),
@@ -83,6 +85,31 @@ READ = [
     Case("tunix_grpo.sh", "tunix", "loss (k1, ratio none, beta 0.08)", ("new in Tunix 0.1.7",)),
     Case("molt_launch.sh", "molt", "none"),
     Case("torchtitan_rl.sh", "torchtitan-rl", "none"),
+    Case("verl_wrapper.sh", "verl", "none", ("run_small.sh, which the file starts, is not read",)),
+    Case(
+        "verl_own_regularizer.yaml",
+        "verl",
+        "none",
+        ("my_loss.reg_coef=0.02 is not a flag of verl", "my_loss.regularizer=kl is not a flag of verl"),
+    ),
+    Case("verl_config_name.sh", "verl", "none", ("the config my_ppo is not read",)),
+    Case(
+        "prime_rl_trainer.toml",
+        "prime-rl",
+        "sampler, in the loss (k2, ratio none, beta 0.002)",
+        ("up to 0.4.0, it is 0 by default",),
+    ),
+    Case("areal_0.2.yaml", "areal", "reward (k1, ratio token, beta 0.02)"),
+    Case("pipelinerl_conf.yaml", "pipelinerl", "none", ("defaults: words is not read",)),
+    Case("miles_spec.sh", "miles", "loss (k2, ratio none, beta 0.02)"),
+    Case(
+        "tunix_experimental.sh",
+        "tunix",
+        "loss (k1, ratio none, beta 0.04)",
+        ("tunix.experimental.examples.words.main, which the file starts, is not read",),
+    ),
+    Case("rlinf_embodied.yaml", "rlinf", "none"),
+    Case("prime_rl.toml", "prime-rl", "sampler, in the loss (k2, ratio none, beta 0.002)", ("since prime-rl 0.5.0",)),
     Case("easyr1_launch.sh", "easyr1", "loss (k3, ratio none, beta 0.02)", ("examples/config.yaml is not read",)),
 ]
 
@@ -98,7 +125,34 @@ REFUSED = {
     "axolotl_ebft.yaml": "it is energy-based fine-tuning",
     "trl_gold.py": "it is distillation",
     "unsloth_sft.py": "it is supervised fine-tuning",
+    "swift_which.sh": "it is supervised training",
+    "molt_sft_arguments.sh": "it is supervised fine-tuning",
+    "open_instruct_job.yaml": "it is supervised fine-tuning",
+    "open_instruct_dpo.yaml": "it is preference training",
+    "open_instruct_sft.yaml": "it is supervised fine-tuning",
+    "oat_sft.sh": "it is supervised fine-tuning",
+    "skyrl_sft.sh": "it is supervised fine-tuning",
+    "prime_rl_sft.toml": "it is supervised fine-tuning",
+    "trl_sft.yaml": "it is supervised fine-tuning",
+    "trl_dpo.yaml": "it is preference training",
+    "trl_online_dpo.py": "it is preference training",
+    "roll_sft.yaml": "it is supervised fine-tuning",
+    "roll_dpo.py": "it is preference training",
+    "verl_generation.sh": "it is a data or model tool",
 }
+
+
+NOT_RECOGNISED = {
+    "own_kl_config.yaml": "cannot tell from this file, as what update.kl_coef=0.03 does stands in the code",
+    "own_config_without_kl.yaml": "no key of a KL is in the file",
+    "own_runner.sh": "cannot tell from this file, as it starts my_runner.py, which is not read",
+    "own_function.sh": "cannot tell from this file, as it starts own_package.cli, which is not read",
+    "own_import.py": "cannot tell from this file, as it takes its training from own_campaign",
+    "wrapper_named_like_nemo_rl.sh": "cannot tell from this file, as it starts ./examples/run_ppo.sh",
+}
+
+SETTINGS_ELSEWHERE = ("rllm_hydra.py", "areal_command_line.py", "roll_compose.py")
+"""Programs of a known system that take every setting from a config of their caller."""
 
 
 def explained(file, *options):
@@ -125,8 +179,39 @@ def test_a_run_of_another_kind_is_refused_and_named(file):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("file", NOT_RECOGNISED)
+def test_a_file_of_no_known_system_is_said_to_leave_its_kl_to_others(file):
+    with pytest.raises(UserError, match=NOT_RECOGNISED[file]) as error:
+        read_launch_file(CASES / file)
+    assert "no system of" in str(error.value)
+
+
+@pytest.mark.parametrize("file", SETTINGS_ELSEWHERE)
+def test_a_program_that_takes_a_config_of_its_caller_has_no_answer_of_its_own(file):
+    with pytest.raises(UserError, match="cannot tell from this file: it takes all settings from a config") as error:
+        read_launch_file(CASES / file)
+    system = str(error.value).partition("--system ")[2].partition(" ")[0]
+    assert read_launch_file(CASES / file, system=system).given == {}
+
+
 def test_every_file_of_the_cases_has_an_answer_here():
-    assert {path.name for path in CASES.iterdir()} == {case.file for case in READ} | set(REFUSED)
+    answered = {case.file for case in READ} | {*REFUSED, *NOT_RECOGNISED, *SETTINGS_ELSEWHERE}
+    assert {path.name for path in CASES.iterdir()} == answered
+
+
+def test_flags_that_set_the_kl_make_a_started_script_no_remark(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("source helpers.sh\npython -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=True\n")
+    assert not any("helpers.sh" in remark for remark in read_launch_file(script).remarks)
+
+
+def test_what_another_actor_does_not_read_does_nothing():
+    assert "kl_beta: the embodied actor does not read it" in explained("rlinf_embodied.yaml")
+
+
+def test_a_score_term_is_said_to_be_new():
+    launch = read_launch_file(CASES / "nemo_rl_recipe.yaml")
+    assert any("up to 0.6.0, the KL in the loss has no score term" in remark for remark in launch.remarks)
 
 
 def test_a_pull_to_the_sampler_and_a_ratio_of_the_completion_are_notes():
@@ -154,7 +239,7 @@ def test_a_base_config_beside_the_file_is_read(tmp_path):
     recipe.write_text("defaults: grpo_base.yaml\ngrpo: {num_prompts_per_step: 8}\n")
     launch = read_launch_file(recipe)
     assert launch.given == {"reference_policy_kl_penalty": 0.3}
-    assert launch.remarks == ()
+    assert not any("is not read" in remark for remark in launch.remarks)
 
 
 def test_a_config_that_a_command_names_is_read_where_it_lies_beside_the_script(tmp_path):
@@ -162,6 +247,24 @@ def test_a_config_that_a_command_names_is_read_where_it_lies_beside_the_script(t
     script = tmp_path / "run.sh"
     script.write_text("trl grpo --config run.yaml\n")
     assert read_launch_file(script).given == {"beta": 0.3, "use_bias_correction_kl": False}
+
+
+def test_a_config_that_hydra_names_is_read_where_it_lies_in_the_folder_of_configs(tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "own.yaml").write_text(
+        "actor_rollout_ref: {actor: {use_kl_loss: true, kl_loss_coef: 0.3}}\n"
+    )
+    script = tmp_path / "run.sh"
+    script.write_text("python -m verl.trainer.main_ppo --config-name=own\n")
+    launch = read_launch_file(script)
+    assert launch.given == {"use_kl_loss": True, "kl_loss_coef": 0.3}
+    assert launch.remarks == ()
+
+
+def test_a_command_in_a_condition_is_read(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("if python -m verl.trainer.main_ppo algorithm.use_kl_in_reward=True; then echo done; fi\n")
+    assert read_launch_file(script).given == {"use_kl_in_reward": True}
 
 
 def test_a_trainer_that_is_given_is_not_said_to_be_assumed():

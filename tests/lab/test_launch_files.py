@@ -139,6 +139,7 @@ EXAMPLES = [
         text=NEMO,
         system="nemo-rl",
         given={"reference_policy_kl_penalty": 0.02, "reference_policy_kl_type": "k2"},
+        remarks=("the weight whose gradient is the score is new in NeMo-RL 0.7.0",),
     ),
 ]
 
@@ -297,7 +298,7 @@ def aliases_of_aliases():
         pytest.param(
             "run.sh",
             "python train.py --lr 1\n",
-            "no system of trl, verl, .* recognised; name it with --system",
+            "no system of trl, verl, .* recognised: cannot tell from this file, .*; name it with --system",
             id="no system",
         ),
         pytest.param(
@@ -415,6 +416,24 @@ def test_a_file_over_a_limit_is_refused_with_the_limit_in_one_line(tmp_path, fil
 
 
 # --- what is large, but within the limits -------------------------------------------------------------------------
+def notebook(code, output=""):
+    """A notebook of one cell."""
+    outputs = [{"output_type": "display_data", "data": {"image/png": output}}]
+    return json.dumps({"cells": [{"cell_type": "code", "source": code, "outputs": outputs}]})
+
+
+def test_a_notebook_with_large_pictures_is_read(tmp_path):
+    code = "from trl import GRPOConfig\nGRPOConfig(beta=0.25)"
+    launch = read_launch_file(write(tmp_path, "a.ipynb", notebook(code, output="x" * 1_500_000)))
+    assert launch.given["beta"] == 0.25
+
+
+def test_the_code_of_a_notebook_has_the_limit_of_a_script(tmp_path):
+    path = write(tmp_path, "a.ipynb", notebook("# " + "x" * 1_000_000))
+    with pytest.raises(UserError, match="has more than 1,000,000 characters of code"):
+        read_launch_file(path, system="trl")
+
+
 def test_a_script_with_many_keys_and_a_long_comment_is_read(tmp_path):
     keys = "".join(f"x.y{n}=1\n" for n in range(5000))
     comment = "# " + "x" * 100_000 + "\n"

@@ -5,6 +5,9 @@ import json
 import pytest
 from research.scripts.draw_launch_files import (
     CANDIDATES,
+    FRESH_LABELS,
+    FRESH_SEED,
+    FRESH_WANTED,
     LABELS,
     PASSED_OVER,
     SEED,
@@ -27,6 +30,11 @@ def candidates():
 @pytest.fixture(scope="module")
 def labels():
     return [json.loads(line) for line in LABELS.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def fresh_labels():
+    return [json.loads(line) for line in FRESH_LABELS.read_text().splitlines()]
 
 
 def many(repo, owner, count):
@@ -70,8 +78,15 @@ def test_the_labelled_files_are_the_ones_that_the_seed_draws(candidates, labels)
     assert {(candidate.repo, candidate.path, candidate.commit) for candidate in drawn} == labelled
 
 
-def test_the_labels_use_the_words_that_the_script_explains(labels):
-    for label in labels:
+def test_the_fresh_files_are_those_of_their_seed_that_had_no_label(candidates, fresh_labels):
+    kinds = read_kinds(LABELS.read_text())
+    drawn = draw(candidates, kinds, FRESH_SEED, wanted=FRESH_WANTED)
+    without_label = [(file.repo, file.path, file.commit) for file in drawn if (file.repo, file.path) not in kinds]
+    assert [(label["repo"], label["path"], label["commit"]) for label in fresh_labels] == without_label
+
+
+def test_the_labels_use_the_words_that_the_script_explains(labels, fresh_labels):
+    for label in [*labels, *fresh_labels]:
         assert label["kind"] in KINDS, label
         if label["kind"] != "rl":
             assert "kl" not in label, label

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import time
 from collections import Counter
@@ -18,8 +19,10 @@ from kl_comedy.registry import REWARDS
 from kl_comedy.rewards.mathematics import math_verify
 from kl_comedy.rewards.notation import joined_digits, plain_numbers, readable, written_out
 
-CORPUS = Path(__file__).parents[1] / "fixtures" / "graded_answers.jsonl"
-CASES = [json.loads(line) for line in CORPUS.read_text(encoding="utf-8").splitlines()]
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+CASES = []
+for corpus in ("graded_answers.jsonl", "graded_answers_wide.jsonl"):
+    CASES += [json.loads(line) for line in (FIXTURES / corpus).read_text(encoding="utf-8").splitlines()]
 KINDS = list(dict.fromkeys(case["kind"] for case in CASES))
 
 
@@ -34,7 +37,9 @@ def test_answers_of_every_kind_are_graded_right(kind: str) -> None:
         if case["kind"] != kind:
             continue
         verdict = REWARDS.get(case["reward"]).fn(case["completion"], case["answer"], {})
-        if verdict.value != case["value"]:
+        # A documented choice gives another verdict than the grade. Where it no longer does, the row is to be changed.
+        expected = 1.0 - case["value"] if "documented" in case else case["value"]
+        if verdict.value != expected:
             wrong_verdicts.append((case["completion"], case["answer"], verdict))
     assert wrong_verdicts == []
 
@@ -48,6 +53,18 @@ def test_the_corpus_has_right_and_wrong_answers_of_every_kind(kind: str) -> None
     counts = Counter(case["value"] for case in CASES if case["kind"] == kind)
     assert counts[1.0] >= 8
     assert counts[0.0] >= 8
+
+
+def test_the_comparison_with_other_graders_is_of_these_answers() -> None:
+    """results/graded is stale where it fails: python research/scripts/graded_answers.py."""
+    with (FIXTURES.parents[1] / "results" / "graded" / "verdicts.csv").open(newline="", encoding="utf-8") as file:
+        stored = list(csv.DictReader(file))
+    wide = [case for case in CASES if "why" in case]
+    assert len(wide) == len(stored) == 500
+    for case, line in zip(wide, stored, strict=True):
+        assert (line["completion"], line["answer"]) == (case["completion"], case["answer"])
+        agrees = float(line["kl_comedy"]) == case["value"] == float(line["value"])
+        assert agrees != ("documented" in case), line
 
 
 # --- rewriting ----------------------------------------------------------------------------------------------------
@@ -87,6 +104,9 @@ def test_rewriting_never_raises_and_is_bounded(text: str) -> None:
         r"\boxed{\left(-\infty, 3\right] \cup [4,\infty)}",
         "In 2020 12 of 100 people, 3-4 times, x^2 and 50 m².",
         r"${}_5C_2$ and $A_{12}$",
+        "e is 2.718281828... and pi 3.14159..., see (1) and (2, 3) below.",
+        r"$f(1,2)$, $P(A)$, $P(X=1)$ and $x=2,x=5$",
+        r"0.5(3) = 1.5, $0.5(3)+1$ and $|A|=3$",
     ],
 )
 def test_what_needs_no_rewriting_stays(text: str) -> None:
@@ -151,6 +171,23 @@ PARTS = [
     r"\boxed{1}_",
     "⁄",
     "1" * 99 + " ",
+    "0.333...",
+    "0." + "12" * 30 + "...",
+    "0.3(",
+    r"0.\dot3",
+    r"0.\overline{",
+    "x=1,",
+    "x=1, y",
+    "(1, 2",
+    r"\{x|",
+    r"\{x\mid ",
+    r"1\text{ h }",
+    r"1\text{ h } + ",
+    r"1\%",
+    ", ",
+    r",\text{",
+    r"\\[2pt",
+    "P(1,",
 ]
 LENGTH = 100_000
 

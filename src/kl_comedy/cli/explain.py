@@ -52,7 +52,7 @@ def explain(
 
     Example: `kl-comedy explain run_grpo.sh`
 
-    Example: `kl-comedy explain run_grpo.sh --as-config > same_kl.yaml`
+    Example: `kl-comedy explain run_grpo.sh --as-config`
     """
     from kl_comedy.lab.peers import is_peer, read
 

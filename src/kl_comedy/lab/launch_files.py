@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +37,10 @@ ENOUGH_HINTS = 2
 """Marks that several systems share, each on its own a coincidence."""
 CLEARLY_MORE = 2
 """How many times the marks of any other a system must have to be chosen: a path may name a second system."""
+KL_KEY = re.compile(r"(.*_)?kl(_.*)?|(.*_)?reg(ularizer|_coef|_weight)|beta", re.IGNORECASE)
+"""The last part of keys that an author gives to a KL of his own."""
+MAX_NAMED = 3
+"""Keys and programs that one message names."""
 CUSTOM = "custom"
 """The value of a flag with ``custom`` in its choices that names something registered elsewhere."""
 
@@ -71,9 +75,19 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
         values = _Values(chosen, parsed)
         values.read()
         remarks = list(values.remarks())
+        takes_a_config = "hydra.main" in parsed.calls or any(_found(chosen.needs_config, parsed))
+        # Who names the system wants its defaults.
+        if takes_a_config and not values.given and system is None:
+            raise UserError(
+                "cannot tell from this file: it takes all settings from a config that its caller names, which is not "
+                f"read; explain that config (--system {chosen.name} gives the defaults)"
+            )
         if not values.given and not remarks:
             remarks.append(f"no flag of the KL is set in the file: the answer is the defaults of {chosen.title}")
-        remarks += [*_unread_remarks(chosen, parsed), *_version_remarks(chosen, values.given)]
+        remarks += _unread_remarks(chosen, parsed)
+        if not values.given:
+            remarks += _started_remarks(chosen, parsed)
+        remarks += [*_foreign_key_remarks(chosen, parsed), *_version_remarks(chosen, values.given)]
         return LaunchFile(system=chosen, given=values.given, remarks=tuple(dict.fromkeys(remarks)))
 
 
@@ -215,6 +229,42 @@ def _unread_remarks(system: System, parsed: Parsed) -> Iterator[str]:
             yield f"{unread.what} is not read: what it sets is missing here, and defaults of {system.title} stand in"
 
 
+def _started_remarks(system: System, parsed: Parsed) -> Iterator[str]:
+    """Scripts and modules of the author's own that a file starts: they may set what the file does not."""
+    of_the_system = [re.compile(pattern) for pattern in system.marks.words]
+    for program in dict.fromkeys(parsed.started):
+        parts = re.split(r"[/.]", program)
+        is_example = any(part in ("examples", "experimental", "recipe", "recipes") for part in parts)
+        names = (program, program.rsplit("/", 1)[-1])
+        # An entry point of the system itself has the defaults that stand in; an example has settings of its own.
+        is_entry_point = any(pattern.fullmatch(name) for pattern in of_the_system for name in names)
+        if is_example or not is_entry_point:
+            yield (
+                f"{program[:100]}, which the file starts, is not read: where it sets flags of the KL, they act and "
+                f"not the defaults of {system.title}"
+            )
+
+
+def _foreign_key_remarks(system: System, parsed: Parsed) -> Iterator[str]:
+    """Keys that look like those of a KL and are none of the system's flags: code of the author's own reads them."""
+    scopes = _in_scope(system, parsed.settings)
+    for text in _kl_keys(setting for setting in scopes if _flag_of(system, setting.key) is None):
+        yield (
+            f"{text} is not a flag of {system.title} that explain knows: what code of the file's own does with it is "
+            "not in this answer"
+        )
+
+
+def _kl_keys(settings: Iterable[Setting]) -> list[str]:
+    """The first settings whose keys look like those of a KL, as ``key=value``."""
+    written = []
+    for setting in settings:
+        last_part = setting.key.rpartition(".")[2]
+        if setting.literal and setting.origin.kind != "skipped" and KL_KEY.fullmatch(last_part):
+            written.append(_written(setting))
+    return list(dict.fromkeys(written))[:MAX_NAMED]
+
+
 def _bears_on(unread: Unread, classes: Sequence[re.Pattern[str]]) -> bool:
     if not unread.scope:
         return True
@@ -238,6 +288,7 @@ def _found(marks: Marks, parsed: Parsed) -> Iterator[str]:
     kinds = (
         (marks.words, _word_parts(parsed)),
         (marks.keys, [setting.key for setting in parsed.settings]),
+        (marks.config_keys, [setting.key for setting in parsed.settings if not setting.scope]),
         (marks.sections, parsed.sections),
         (marks.calls, parsed.calls),
         (marks.imports, parsed.imports),
@@ -250,7 +301,10 @@ def _found(marks: Marks, parsed: Parsed) -> Iterator[str]:
                     break
     for key, values in marks.values.items():
         for setting in parsed.settings:
-            if setting.key.rpartition(".")[2] == key and str(setting.text).strip("\"'").lower() in values:
+            if setting.key.rpartition(".")[2] != key:
+                continue
+            value = str(setting.text).strip("\"'").lower()
+            if any(re.fullmatch(pattern, value) for pattern in values):
                 yield f"{setting.key}={setting.text}"
                 break
 
@@ -262,6 +316,8 @@ def _word_parts(parsed: Parsed) -> list[str]:
         if len(word) < 200:
             parts.update(dict.fromkeys(re.split(r"[/.:@=\s]", word)))
             parts[word.rsplit("/", 1)[-1]] = None
+            # A module that arguments in a variable follow without a space: `-m verl.trainer.main_ppo$ARGUMENTS`.
+            parts[word.partition("$")[0]] = None
     return list(parts)
 
 
@@ -274,7 +330,7 @@ def recognise(parsed: Parsed) -> System:
     named = [name for name in SYSTEMS if marks[name]]
     if not named:
         # No mark that is one system's own: several that it shares with few.
-        hints = {name: len(list(_found(system.hints, parsed))) for name, system in SYSTEMS.items()}
+        hints = {name: _count_hints(system, parsed) for name, system in SYSTEMS.items()}
         most = max(hints.values())
         if most >= ENOUGH_HINTS:
             named = [name for name, count in hints.items() if count == most]
@@ -290,13 +346,38 @@ def recognise(parsed: Parsed) -> System:
         if len(counts) > 1 and counts[-1] >= CLEARLY_MORE * counts[-2]:
             candidates = [name for name in candidates if len(marks[name]) == counts[-1]]
     if len(candidates) != 1:
-        problem = f"no system of {', '.join(SYSTEMS)} recognised"
+        problem = f"no system of {', '.join(SYSTEMS)} recognised{_where_the_kl_stands(parsed)}"
         if candidates:
             problem = f"could be {' or '.join(candidates)}"
         raise UserError(f"{problem}; name it with --system (for a kl_comedy config: kl-comedy certify FILE)")
     system = SYSTEMS[candidates[0]]
     _refuse_other_runs(system, parsed)
     return system
+
+
+def _count_hints(system: System, parsed: Parsed) -> int:
+    count = len(list(_found(system.hints, parsed)))
+    if parsed.is_config:
+        count += len(list(_found(system.config_hints, parsed)))
+    return count
+
+
+def _where_the_kl_stands(parsed: Parsed) -> str:
+    """What else an unrecognised file says of its KL: the programs that it starts, or keys of a config of its own."""
+    if parsed.started:
+        programs = ", ".join(list(dict.fromkeys(parsed.started))[:MAX_NAMED])
+        return f": cannot tell from this file, as it starts {programs[:200]}, which is not read"
+    if parsed.own_modules:
+        modules = ", ".join(list(dict.fromkeys(parsed.own_modules))[:MAX_NAMED])
+        return f": cannot tell from this file, as it takes its training from {modules[:200]}, which is not read"
+    if parsed.unread:
+        return f": cannot tell from this file, as {parsed.unread[0].what} is not read"
+    keys = _kl_keys(parsed.settings)
+    if keys:
+        return f": cannot tell from this file, as what {', '.join(keys)} does stands in the code that reads the file"
+    if parsed.is_config and parsed.settings:
+        return ": no key of a KL is in the file, so what KL there is stands in the code that reads the file"
+    return ""
 
 
 def _has_own_keys(system: System, parsed: Parsed) -> bool:

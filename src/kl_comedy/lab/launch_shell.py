@@ -33,6 +33,8 @@ VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|([@*#?$!0-9]))", re.ASCII)
 BRACED = re.compile(r"(?P<length>#?)!?(?P<name>\w+|[@*#])(?P<index>\[[^]]*\])?(?P<rest>.*)", re.DOTALL | re.ASCII)
 DECLARATIONS = ("export", "local", "declare", "readonly", "typeset", "env", "set")
 BLOCK_ENDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}"}
+TESTS = ("[", "[[", "test", "true", "false", "command", "which", "type")
+"""Commands of a condition that start nothing."""
 SILENT = {"echo", "printf", "sed", "grep", "awk", "rm", "mkdir", "ls", "sleep", "kill", "pkill"}
 """Commands whose words do not belong to a launch."""
 
@@ -506,6 +508,8 @@ class Interpreter:
             reason = f"if {words}" if statement.subject is None else f"case {words}"
             if not condition:
                 reason = "else"
+            if statement.subject is None:
+                self._run_condition(condition)
             if number == taken:
                 self.origin = Origin("branch", reason).within(before)
                 self.run(body)
@@ -519,6 +523,17 @@ class Interpreter:
                         kept[name].used = True
                 self.variables = kept
             self.origin = before
+
+    def _run_condition(self, condition: Sequence[Token]) -> None:
+        """The commands of a condition: ``if "$@"; then`` starts what a function gets. A test starts nothing."""
+        command: list[Token] = []
+        for token in [*condition, Token(operator=";")]:
+            if token.operator in ("&&", "||", "|", ";", "&"):
+                if command and command[0].plain not in TESTS:
+                    self._simple(command)
+                command = []
+            elif token.plain != "!":
+                command.append(token)
 
     def _taken(self, statement: Branches) -> int:
         """The arm that acts: the first whose condition holds or is not known; -1 for none."""
@@ -738,6 +753,9 @@ class Interpreter:
             echoed = re.fullmatch(r"[`$(]+\s*echo\s+(?:-\w\s+)?[\"']?([^\"'`$|()]*)[\"']?\s*[)`]+", piece.text)
             if echoed:
                 return [Word(echoed[1].strip())]
+            found_program = re.fullmatch(r"[`$(]+\s*(?:which|command -v)\s+([\w./-]+)\s*[)`]+", piece.text)
+            if found_program:
+                return [Word(found_program[1])]
             return [Word(re.sub(r"\s+", " ", piece.text))]
         return self._variable(piece.text)
 

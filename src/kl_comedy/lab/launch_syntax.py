@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,10 +27,15 @@ MAX_DOTS = 200
 """Dots in one line of TOML, those within numbers aside: the parser takes memory by the square of the parts of a key."""
 MAX_NESTED_COMMANDS = 3
 """Commands in words of commands: ``srun bash -c "python ..."``."""
+MAX_NOTEBOOK_BYTES = 20_000_000
+"""A notebook holds the pictures of its outputs; its code has the limit of any other file."""
 MAX_BASES = 5
 """Base configs that name base configs."""
-PROGRAMS = ("--module", "--entrypoint", "--entry-point")
+PROGRAMS = ("--module", "--entrypoint", "--entry-point", "--process_main")
 """Options whose value is the program that runs."""
+MODULE_KEY = re.compile(r".*(path|spec|module|function|func|fn|class|cls)")
+MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+"""A value of such an option names code, by whose package the system is told."""
 CONFIGS = (
     "--config",
     "--config-file",
@@ -40,6 +46,13 @@ CONFIGS = (
     "--config_name",
 )
 """Options whose value may be a file with more settings."""
+CONFIG_NAMES = ("--config-name", "--config_name")
+"""Those of them whose value is a config even without a suffix: Hydra adds it."""
+CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+STARTED = re.compile(r"[^\s;|&=()\"']+\.(py|sh|bash|slurm|sbatch)")
+"""Words of a command, or their last parts, that are a program."""
+TRAINING = re.compile(r".*(train|run|launch|experiment|main|fit|learn).*", re.IGNORECASE)
+"""Names that a program takes from a module of its own, which trains."""
 OVERRIDE = re.compile(r"[+~]*[\w./@-]+")
 ARRAY_END = re.compile(r"\[[@*]\]")
 
@@ -81,6 +94,12 @@ class Parsed:
     unread: list[Unread] = field(default_factory=list)
     configs: list[Word] = field(default_factory=list)
     """Files that a command takes settings from."""
+    started: list[str] = field(default_factory=list)
+    """Scripts and modules that a command starts: what they set is not read."""
+    own_modules: list[str] = field(default_factory=list)
+    """Modules from which a Python program imports a function that trains, by its name."""
+    is_config: bool = False
+    """Whether the file is YAML, JSON or TOML, and no program."""
     written: int = 0
 
     def add(self, setting: Setting) -> None:
@@ -104,9 +123,10 @@ class Parsed:
 
 def parse(path: Path) -> Parsed:
     """Read a file by its suffix (``.py``, ``.ipynb``, ``.yaml``, ``.yml``, ``.json``, ``.toml``; else shell)."""
-    parsed = Parsed()
+    parsed = Parsed(is_config=path.suffix in CONFIG_SUFFIXES)
     try:
-        text = read_text(path)
+        limit = MAX_NOTEBOOK_BYTES if path.suffix == ".ipynb" else MAX_FILE_BYTES
+        text = read_text(path, limit=limit)
         if path.suffix in (".yaml", ".yml", ".json"):
             _yaml(text, parsed, path)
         else:
@@ -133,12 +153,7 @@ def _read_configs(parsed: Parsed, path: Path) -> None:
     for word in configs:
         if "accelerate" in word.text or "deepspeed" in word.text or "ds_config" in word.text:
             continue  # of the launcher, and not of the training
-        found = None
-        for folder in [path.parent, *list(path.parents)[1 : MAX_BASES + 1]]:
-            candidate = folder / word.text
-            if "$" not in word.text and ".." not in word.text and candidate.is_file():
-                found = candidate
-                break
+        found = _find_config(word.text, path)
         if found is None:
             parsed.unread.append(Unread(f"the config {word.text[:100]}"))
         elif found != path and found.suffix == ".toml":
@@ -146,6 +161,20 @@ def _read_configs(parsed: Parsed, path: Path) -> None:
         elif found != path:
             _yaml(read_text(found), parsed, found)
     parsed.settings += settings
+
+
+def _find_config(name: str, path: Path) -> Path | None:
+    """The config that ``path`` names, beside it or above it. Hydra's names have no suffix and may lie in ``config``."""
+    if "$" in name or ".." in name:
+        return None
+    names = [name]
+    if Path(name).suffix not in CONFIG_SUFFIXES:
+        names = [f"{name}.yaml", f"config/{name}.yaml"]
+    for folder in [path.parent, *list(path.parents)[1 : MAX_BASES + 1]]:
+        for candidate in names:
+            if (folder / candidate).is_file():
+                return folder / candidate
+    return None
 
 
 def reader_of(suffix: str) -> Callable[[str, Parsed], None]:
@@ -215,6 +244,9 @@ def _flatten(data: Any, key: str, parsed: Parsed, origin: Origin = CERTAIN, scop
             _flatten(item, key, parsed, origin, scope)
     elif _is_list_of_arguments(data):
         command_words([Word(str(item), origin) for item in data], parsed)
+    elif _is_list_of_commands(data):
+        for item in data:
+            shell(item, parsed)
     elif key:
         text, literal = plain_text(data)
         if isinstance(data, str) and _holds_a_command(data):
@@ -229,6 +261,13 @@ def _holds_a_command(text: str) -> bool:
 
 def _is_list_of_mappings(data: Any) -> bool:
     return isinstance(data, list) and bool(data) and all(isinstance(item, Mapping) and item for item in data)
+
+
+def _is_list_of_commands(data: Any) -> bool:
+    """Whether a list has whole commands, as ``arguments:`` of a cluster's job."""
+    if not isinstance(data, list) or not all(isinstance(item, str) for item in data):
+        return False
+    return any(" --" in item for item in data)
 
 
 def _is_list_of_arguments(data: Any) -> bool:
@@ -298,10 +337,7 @@ def command_words(words: Sequence[Word], parsed: Parsed, depth: int = 0) -> None
                 if _is_nested_command(value_word.text) and depth < MAX_NESTED_COMMANDS:
                     shell(value_word.text, parsed, depth + 1)
             is_lone = not equals and not takes_next
-            if key in PROGRAMS:
-                parsed.words.append(value_word.text)
-            if key in CONFIGS and Path(value_word.text).suffix in (".yaml", ".yml", ".json", ".toml"):
-                parsed.configs.append(value_word)
+            _take_named_files(key, value_word, parsed)
             origin = value_word.origin.within(word.origin)
             parsed.add(Setting(key, None if is_lone else value_word.text, _is_known(value_word.text), origin))
         elif equals and OVERRIDE.fullmatch(key):
@@ -310,9 +346,33 @@ def command_words(words: Sequence[Word], parsed: Parsed, depth: int = 0) -> None
             parsed.add(Setting(key, value, _is_known(value), word.origin))
         else:
             parsed.words.append(text)
+            if before == "-m":
+                parsed.started.append(text)
+            else:
+                _add_started(text, parsed)
             if before:
                 parsed.words.append(f"{before} {text}")
             before = text.rsplit("/", 1)[-1]
+
+
+def _take_named_files(key: str, value: Word, parsed: Parsed) -> None:
+    """Keep what the value of an option names: a program, code of a system, or a config."""
+    if key in PROGRAMS:
+        parsed.words.append(value.text)
+        parsed.started.append(value.text)
+    elif MODULE_KEY.fullmatch(key) and MODULE.fullmatch(value.text):
+        parsed.words.append(value.text)
+    is_config = key in CONFIG_NAMES or (key in CONFIGS and Path(value.text).suffix in CONFIG_SUFFIXES)
+    if is_config and value.text:
+        parsed.configs.append(value)
+
+
+def _add_started(text: str, parsed: Parsed) -> None:
+    """Keep a word that is a script: its path, or its name where the folder is computed."""
+    if STARTED.fullmatch(text):
+        parsed.started.append(text)
+    elif STARTED.fullmatch(text.rsplit("/", 1)[-1]):
+        parsed.started.append(text.rsplit("/", 1)[-1])
 
 
 def _is_nested_command(text: str) -> bool:
@@ -339,6 +399,8 @@ def notebook(text: str, parsed: Parsed) -> None:
         if isinstance(cell, dict) and cell.get("cell_type") == "code":
             lines = cell.get("source", "")
             sources.append(lines if isinstance(lines, str) else "".join(map(str, lines)))
+    if sum(len(source) for source in sources) > MAX_FILE_BYTES:
+        raise UserError(f"has more than {MAX_FILE_BYTES:,} characters of code")
     program: list[str] = []
     for source in sources:
         first, _, rest = source.lstrip().partition("\n")
@@ -365,6 +427,8 @@ def notebook(text: str, parsed: Parsed) -> None:
 
 
 UNKNOWN = object()
+COMMAND_LINE_PARSERS = ("load_expr_config", "parse_cli_args", "entrypoint", "nested_entrypoint")
+"""Functions that fill a config class from the command line: of AReaL and of chz."""
 
 
 class _Module:
@@ -421,6 +485,9 @@ class _Module:
         elif isinstance(node, ast.ImportFrom):
             self.parsed.imports += [node.module or "", *(alias.name for alias in node.names)]
             self.parsed.imports += [f"{node.module}:{alias.name}" for alias in node.names]
+            is_foreign = (node.module or "").partition(".")[0] not in sys.stdlib_module_names
+            if node.module and is_foreign and any(TRAINING.fullmatch(alias.name) for alias in node.names):
+                self.parsed.own_modules.append(node.module)
         elif isinstance(node, ast.Assign) and len(node.targets) == 1:
             self._collect_assignment(node.targets[0], node.value)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -475,6 +542,9 @@ class _Module:
             self.parsed.calls.append(name)
         if name == "add_argument":
             return
+        if ast.unparse(call.func) == "hydra.main":
+            self._hydra_config(call)
+            return
         for keyword in call.keywords:
             if keyword.arg is not None:
                 self._set(keyword.arg, keyword.value, origin, name)
@@ -485,12 +555,20 @@ class _Module:
                 continue
             for key, value in options:
                 self._set(key, value, origin, name)
-        if name.endswith(("ArgumentParser", "TrlParser")):
+        if name.endswith(("ArgumentParser", "TrlParser")) or name in COMMAND_LINE_PARSERS:
             # HfArgumentParser((ScriptArguments, GRPOConfig)): the command line fills them.
             for argument in ast.walk(call):
                 if isinstance(argument, ast.Name) and argument.id.endswith(("Config", "Arguments")):
                     self.parsed.calls.append(argument.id)
                     self.parsed.unread.append(Unread(f"{argument.id} of the command line ({name})", argument.id))
+
+    def _hydra_config(self, call: ast.Call) -> None:
+        """``@hydra.main(config_name="ppo_trainer")``: all settings of the program stand in that config."""
+        self.parsed.calls.append("hydra.main")
+        for keyword in call.keywords:
+            name = self.value(keyword.value)
+            if keyword.arg == "config_name" and isinstance(name, str):
+                self.parsed.configs.append(Word(name))
 
     def _assignment(self, node: ast.Assign | ast.AnnAssign, origin: Origin) -> None:
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target

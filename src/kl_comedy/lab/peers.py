@@ -200,10 +200,12 @@ def format_value(value: Value) -> str:
 @dataclass(frozen=True, kw_only=True)
 class Marks:
     """By what a launch file is told: patterns of whole words of its commands, keys, sections (prefixes of keys), calls
-    and imports of Python; ``values`` are the values of a key, by the last part of the key."""
+    and imports of Python. ``config_keys`` are keys of configs and commands only, not of calls in Python; ``values`` are
+    patterns of the values of a key, by the last part of the key."""
 
     words: Sequence[str] = ()
     keys: Sequence[str] = ()
+    config_keys: Sequence[str] = ()
     sections: Sequence[str] = ()
     calls: Sequence[str] = ()
     imports: Sequence[str] = ()
@@ -237,7 +239,9 @@ class System:
 
     ``advice`` holds, per goal of :data:`GOALS`, the flags that reach it, or why none do.
 
-    For launch scripts and configs: ``marks`` belong to this system alone, ``hints`` to few. ``over`` are the systems of
+    For launch scripts and configs: ``marks`` belong to this system alone, ``hints`` to few, and ``config_hints`` to few
+    in a config that stands alone, since programs of many kinds have arguments of the same names. ``needs_config`` are
+    marks of a program that takes all settings from a config of its caller. ``over`` are the systems of
     which this is a fork or a patch, whose marks its files have too. ``rl_runs`` tell a run with these flags, and where
     none is there, ``other_runs`` one without. ``told_by`` are values of flags that a file gives by a class or a
     command. ``classes`` are the patterns of the Python classes whose arguments are flags.
@@ -252,6 +256,8 @@ class System:
     rules: Rules
     advice: Mapping[str, Mapping[str, Value] | str]
     hints: Marks = field(default_factory=Marks)
+    config_hints: Marks = field(default_factory=Marks)
+    needs_config: Marks = field(default_factory=Marks)
     over: Sequence[str] = ()
     rl_runs: Marks = field(default_factory=Marks)
     other_runs: Sequence[OtherRun] = ()
@@ -263,7 +269,7 @@ class System:
     def load(cls, name: str) -> System:
         """Read the system's file in ``peer_systems``."""
         data = _load_yaml(name)
-        for marks in ("marks", "hints", "rl_runs"):
+        for marks in ("marks", "hints", "config_hints", "needs_config", "rl_runs"):
             data[marks] = Marks(**data.get(marks, {}))
         other_runs = []
         for run in data.get("other_runs", ()):

@@ -125,6 +125,9 @@ def _equal(gold: list[Any], given: list[Any], float_rounding: int) -> bool:
     given_bases = bases(given_text)
     if gold_bases and given_bases and gold_bases != given_bases:
         return False
+    if _is_point(gold_text) and _is_listed_set(given_text):
+        # math-verify would compare the elements in the order of writing.
+        return False
     given = _as_sets(given, gold)
     if not verify(gold, given, float_rounding=float_rounding, timeout_seconds=None):
         return False
@@ -136,6 +139,16 @@ def _equal(gold: list[Any], given: list[Any], float_rounding: int) -> bool:
     if max(places, digits) > MAX_DIGITS:
         return bool(gold[0].doit() == given[0].doit())
     return bool(verify(gold, given, float_rounding=places, numeric_precision=digits, timeout_seconds=None))
+
+
+def _is_point(formula: str) -> bool:
+    """Whether ``formula`` lists numbers in round brackets, as ``(1,2)`` does: a point, or an open interval."""
+    return bool(re.fullmatch(r"(?:\\left)?\([^(){}\[\]]*,[^(){}\[\]]*\)", formula.strip()))
+
+
+def _is_listed_set(formula: str) -> bool:
+    """Whether ``formula`` lists its elements in braces."""
+    return bool(re.fullmatch(r"(?:\\left)?\\\{.*\}", formula.strip()))
 
 
 def _formula_text(parsed: list[Any]) -> str:
@@ -258,8 +271,10 @@ def _bounded(expression: Any) -> Any:
 
 def _members(expression: Any) -> list[Any]:
     """The relations of a chain such as ``1 < x < 2``, in order; else the expression alone."""
-    from sympy import And
+    from sympy import And, FiniteSet
 
+    if isinstance(expression, FiniteSet):
+        return list(expression.args)
     if isinstance(expression, And):
         # `args` would be sorted, and the chain could no longer be read from left to right.
         return list(expression._unsorted_args)
@@ -271,16 +286,27 @@ def _as_sets(given: list[Any], gold: list[Any]) -> list[Any]:
 
     Only bounds of a bare variable (``1 < x \\le 2``): an inequality that is still to be solved is not an answer.
     """
-    from sympy import Eq, Interval, Union
+    from sympy import Eq, FiniteSet, Interval, Union
 
     # The gold x \in (1, 2] is an equation to math-verify, with the set on its right side.
     gold_values = [form.rhs if isinstance(form, Eq) else form for form in gold]
     if not any(isinstance(value, (Interval, Union)) for value in gold_values):
         return given
+    asks_for_union = any(isinstance(value, Union) for value in gold_values)
     sets = []
     for form in given:
-        is_bounds = all(_is_bound(member) for member in _members(form))
-        if is_bounds and len(form.free_symbols) == 1:
+        members = _members(form)
+        is_bounds = all(_is_bound(member) for member in members)
+        if isinstance(form, FiniteSet):
+            is_alternatives = asks_for_union and is_bounds and len(form.free_symbols) == 1
+            if not is_alternatives:
+                sets.append(form)
+                continue
+            # "x < -2 or x > 2" is a set of two relations to math-verify, and so is "x > -2 and x < 2". The union of
+            # the latter is no union of intervals, so that only the former can equal one.
+            with contextlib.suppress(Exception):
+                form = Union(*(member.as_set() for member in members))
+        elif is_bounds and len(form.free_symbols) == 1:
             # sympy raises many kinds of errors; then the inequality stays as it is.
             with contextlib.suppress(Exception):
                 form = form.as_set()

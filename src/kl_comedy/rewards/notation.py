@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from decimal import Context, Decimal
+from fractions import Fraction
 
 # --- characters --------------------------------------------------------------------------------------------------
 _WIDE = [*range(0xFF01, 0xFF5F), *range(0x1D400, 0x1D800)]
@@ -53,6 +54,7 @@ _SYMBOLS = {
     "∈": r"\in ",
     "∖": r"\setminus ",
     "∅": r"\emptyset ",
+    "⌀": r"\emptyset ",
     "±": r"\pm ",
     "∓": r"\mp ",
     "⩽": r"\leq ",
@@ -184,6 +186,58 @@ def written_out(text: str) -> str:
     return _POWER_OF_TEN.sub(decimal, text)
 
 
+# --- recurring decimals ------------------------------------------------------------------------------------------
+_PERIOD = (
+    r"(?:(?P<dotted>\\dot ?(?:\d|\{\d\}) ?\d{0,28}\\dot ?(?:\d|\{\d\}))"
+    # 0.5(3) = 1.5 is a product.
+    r"|\((?P<bracketed>\d{1,30})\)(?! ?(?:[-+*/=(^A-Za-z]|\\(?:cdot|times|div)))"
+    r"|\\(?:overline|bar|dot) ?\{ ?(?P<barred>\d{1,30}) ?\}|\\(?:overline|bar|dot) ?(?P<single>\d)(?![\d{]))"
+)
+_RECURRING = re.compile(
+    rf"(?<![\w.,\\])(?P<whole>\d{{1,15}})\.(?P<before>\d{{0,30}}){_PERIOD}"
+    r"(?!\d|\^| ?\\(?:overline|bar|dot)(?![A-Za-z]))"
+)
+_DOTTED_END = re.compile(
+    r"(?<![\w.,\\])(?P<whole>\d{1,15})\.(?P<digits>\d{3,60})(?: ?\\[lc]?dots(?![A-Za-z])|\.\.\.|…)(?!\d)"
+)
+_REPEATED = re.compile(r"(\d{1,20}?)\1\1+\Z")
+"""A period written three times. Twice is not enough: the decimals of e begin 718281828."""
+
+
+def recurring_fractions(text: str, form: str = "{}/{}") -> str:
+    r"""``text`` with every recurring decimal as the fraction that it is.
+
+    The period stands under a bar or dots or in brackets. Before three dots it is written at least three times.
+
+    >>> recurring_fractions(r"0.\overline{3}, 2.1(6), 0.\dot4\dot5, 0.333..., 3.14159...")
+    '1/3, 13/6, 5/11, 1/3, 3.14159...'
+    """
+
+    def marked(match: re.Match[str]) -> str:
+        period = match["barred"] or match["single"] or match["bracketed"]
+        if period is None:
+            period = re.sub(r"\D", "", match["dotted"])
+        return _recurring(match["whole"], match["before"], period, form)
+
+    def repeated(match: re.Match[str]) -> str:
+        period = _REPEATED.search(match["digits"])
+        if period is None:
+            return match.group()
+        return _recurring(match["whole"], match["digits"][: period.start()], period[1], form)
+
+    return _DOTTED_END.sub(repeated, _RECURRING.sub(marked, text))
+
+
+def _recurring(whole: str, before: str, period: str, form: str) -> str:
+    """The number ``whole.before`` with ``period`` repeated for ever, as one fraction."""
+    # x = 0.1666...: 100 x - 10 x = 16 - 1, so that x = (16 - 1) / 90.
+    until_period = int(whole + before)
+    with_period = int(whole + before + period)
+    bottom = (10 ** len(period) - 1) * 10 ** len(before)
+    value = Fraction(with_period - until_period, bottom)
+    return form.format(value.numerator, value.denominator)
+
+
 _BOX = re.compile(r"\\(?:f?box(?:ed)?|text\w{0,6}|mathrm|mathbf) ?\{")
 
 
@@ -196,6 +250,7 @@ def plain_numbers(text: str) -> str:
     text = text.replace("\\$", "$").replace("\\%", "%")
     text = _BOX.sub(" ", text)
     text = joined_digits(text)
+    text = recurring_fractions(text)
     text = improper_fractions(text)
     text = re.sub(rf"(?<![\w}}]){_LATEX_FRACTION}", r"\1/\2", text)
     text = written_out(text)
@@ -297,6 +352,8 @@ _UNITS = "|".join(
 """Units, besides those that math-verify knows, whose letters it would take for variables."""
 _UNIT = re.compile(rf"(?<=\d)(?:[ ~]|\\[ ,;:])++(?:square |cubic )?(?:{_UNITS})(?=\.?\s*(?:[}}$]|\\[)\]]|\Z))")
 _NUMBER = r"\d++(?:[.,]\d++)*+"
+_COORDINATE = r"\d{1,15}(?:[./]\d{1,15})?"
+_RADICAND = r"\d++(?:,\d{3}(?!\d))*+(?:\.\d++)?+"
 _ATOM = (
     rf"(?:{_NUMBER}|[√∛∜π{_VULGAR}]|{_SUPER}|\\(?:sqrt|[dtc]?frac|pi)(?![A-Za-z]) ?|(?<![A-Za-z\\])sqrt ?(?=[\d(])"
     r"|[(){}^])"
@@ -305,9 +362,56 @@ _RUN = re.compile(
     rf"(?<![\w\\])(?:-|(?<== )- )?{_ATOM}++(?: ?(?:[-+*/]|\\cdot|\\times) ?{_ATOM}++)*+"
     rf"(?:(?<=[π)}}\d ])[A-Za-z]{{1,2}}(?![A-Za-z]))?"
 )
+_LAST_POINT = re.compile(rf"(?<![\w\\])(\( ?-?{_COORDINATE}(?: ?, ?-?{_COORDINATE}){{1,4}} ?\))(?=[\s.*!]{{0,6}}\Z)")
 _BOLD = re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^*\n]{1,300})(?<=\S)\*\*(?![\w(*])")
 """Bold type; of ``**1/2**`` math-verify would read the 1."""
 _NEEDS_LATEX = re.compile(rf"[√∛∜π]|\\|sqrt|\^\{{|(?<=[\d)]){_SUPER}")
+_SPACE = r"(?:[ ~]|\\[ ,;:!]|\\quad(?![A-Za-z]))"
+_UNIT_TEXT = r"\\(?:text|mathrm|textrm|mbox) ?\{ ?([A-Za-z. ]{1,30}?) ?\}"
+_WORD = r"\\(?:text|mathrm|textrm|mbox) ?\{ ?(?:and|or) ?\}"
+_UNIT_POWER = r"(?: ?\^ ?(?:\d|\{\d\}))?"
+_LATEX_FORMS = (
+    # The name of a point before its coordinates would be a function of them. C(5,2) and N(0,1) are no points.
+    (re.compile(r"(?<=[{$(\[=])( ?)[ADHKMOPQRSVW](?:'|_\{?\d\}?)? ?(?=(?:\\left ?)?\([^()=]{1,80},)"), r"\1"),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
+    # The distance after a line break would be a factor of the next entry.
+    (re.compile(r"\\\\ ?\[[-\d.]{1,8} ?(?:pt|em|ex|mm|cm|in)\]"), r"\\\\"),
+    # "1, 2, and 3": math-verify reads the word as a further comma.
+    (re.compile(rf",{_SPACE}{{0,4}}+{_WORD}"), ","),
+    # A set by its condition is the condition.
+    (
+        re.compile(
+            rf"\\\{{{_SPACE}{{0,4}}+([a-z])(?: ?\\in ?\\(?:mathbb|mathbf) ?\{{?R\}}?)?"
+            rf"{_SPACE}{{0,4}}+(?:\\mid|\\colon|[|:]){_SPACE}{{0,4}}+"
+            r"((?=[^{}|]{0,80}\1)(?=[^{}|]{0,80}(?:[<>]|\\[lgn]e))[^{}|]{1,80}?)\\\}"
+        ),
+        r"\2",
+    ),
+    # Units that are a fraction of their own.
+    (
+        re.compile(
+            rf"(?<=[\d}}]){_SPACE}{{0,4}}+\\[dt]?frac ?\{{ ?{_UNIT_TEXT}{_UNIT_POWER} ?\}}"
+            rf" ?\{{ ?{_UNIT_TEXT}{_UNIT_POWER} ?\}}"
+        ),
+        "",
+    ),
+)
+"""Forms of LaTeX that math-verify misreads, and what it reads for them."""
+_PERCENT = r"(?:\\?%|\\(?:text|mathrm) ?\{ ?(?:percent|per cent) ?\})"
+_PERCENT_SIGN = re.compile(rf"(?<=[\d}}]){_SPACE}{{0,4}}+{_PERCENT}")
+_PROSE_PERCENT = re.compile(r"(?<![\w./])(\d{1,15})/(\d{1,15}) ?(?:%|percent\b|per cent\b)")
+_FRACTION_OF_PERCENT = re.compile(rf"{_LATEX_FRACTION}\\%")
+_QUANTITY = r"(-? ?\d{1,15}(?:\.\d{1,15})?)"
+_TWO_QUANTITIES = re.compile(
+    rf"(?<=[{{$(\[])( ?){_QUANTITY}{_SPACE}{{0,4}}+(?!{_WORD}){_UNIT_TEXT}{_SPACE}{{0,4}}+"
+    rf"(?:\\text ?\{{ ?and ?\}}{_SPACE}{{0,4}}+|\+ ?|(?=-))?"
+    rf"{_QUANTITY}{_SPACE}{{0,4}}+{_UNIT_TEXT}(?=\.? ?(?:[}}$]|\\[)\]]))"
+)
+_SAME_UNIT = re.compile(
+    rf"{_SPACE}{{0,4}}+{_UNIT_TEXT}(?= ?[-+] ?[^{{}}$]{{1,40}}\\(?:text|mathrm|textrm|mbox) ?\{{ ?\1 ?\}})"
+)
+_ASSIGNMENT = rf"{_SPACE}{{0,4}}+[a-z] ?= ?(?:[^=,;{{}}$]|\{{[^{{}}$]{{0,30}}\}}){{1,40}}"
+_ASSIGNMENTS = re.compile(rf"(?<=[{{$(\[])(?:{_ASSIGNMENT}[,;]){{1,4}}+{_ASSIGNMENT}(?=[}}$]|\\[)\]])")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 
 
@@ -318,6 +422,9 @@ def readable(text: str) -> str:
     'so 8/3 or $2^{3}$, \\boxed{1000}, \\(2\\sqrt{3}\\)'
     """
     text = plain_characters(text)
+    if not _OPENING.search(text):
+        # Of the point (2, -1) in prose math-verify would read the -1. Formulas have their own rules, and go first.
+        text = _LAST_POINT.sub(r"\\(\1\\)", text)
     text = _MIXED_ACROSS.sub(lambda match: _improper(match, r"$\frac{{{}}}{{{}}}$"), text)
     text = _BASE_BEHIND_BOX.sub(r"\1_\2}", text)
     text = re.sub(rf"([√∛∜]) ?([{_VULGAR}])", r"\1(\2)", text)
@@ -343,7 +450,10 @@ def _formula(text: str) -> str:
     """A formula in the forms that math-verify reads. The order matters: each pass reads what those before it wrote."""
     text = re.sub(r"~(?!=)", " ", text)
     text = joined_digits(text)
+    text = re.sub(r"(\\[dtc]?frac) ?(\d) ?(\d)(?!\d)", r"\1{\2}{\3}", text)
+    text = recurring_fractions(text, r"\frac{{{}}}{{{}}}")
     text = improper_fractions(text, r"\frac{{{}}}{{{}}}")
+    text = _fractions_of_percent(text)
     text = written_out(text)
     text = _plain_subscripts(text)
     text = numerals(text)
@@ -354,13 +464,60 @@ def _formula(text: str) -> str:
     text = re.sub(r"\^ ?([-+]\d{1,30}|[-+][A-Za-z])", r"^{\1}", text)
     # The full stop of a sentence that ends inside its box.
     text = re.sub(r"(?<!\\right)(?<!\.)\.(?=\s?\})", "", text)
-    return _UNIT.sub("", text)
+    text = _UNIT.sub("", text)
+    text = _quantities(text)
+    for pattern, replacement in _LATEX_FORMS:
+        text = pattern.sub(replacement, text)
+    return _sorted_assignments(text)
+
+
+def _fractions_of_percent(text: str) -> str:
+    r"""``text`` with percent signs directly behind their numbers, and fractions of percent as fractions of one.
+
+    >>> _fractions_of_percent(r"37.5\,\% and \frac{25}{2}\text{ percent}")
+    '37.5\\% and \\frac{25}{200}'
+    """
+    text = _PERCENT_SIGN.sub(r"\\%", text)
+    return _FRACTION_OF_PERCENT.sub(lambda match: rf"\frac{{{match[1]}}}{{{match[2]}00}}", text)
+
+
+def _quantities(text: str) -> str:
+    r"""``text`` with ``3\text{ hours }20\text{ minutes}`` as a pair, and sums of one unit without the unit.
+
+    math-verify drops whatever follows the first unit.
+    """
+
+    def pair(match: re.Match[str]) -> str:
+        before, first, first_unit, second, second_unit = match.groups()
+        first_unit = first_unit.removesuffix(" and")
+        # 3 cm and 5 cm are two answers, 3 hours and 20 minutes are one.
+        if first_unit == second_unit:
+            return f"{before}{first},{second}"
+        return f"{before}({first},{second})"
+
+    text = _SAME_UNIT.sub("", text)
+    return _TWO_QUANTITIES.sub(pair, text)
+
+
+def _sorted_assignments(text: str) -> str:
+    """``text`` with ``y=1, x=2`` as ``x=2, y=1``: math-verify compares them with a point in the order of writing."""
+
+    def in_order(match: re.Match[str]) -> str:
+        names = re.findall(r"([a-z]) ?=", match.group())
+        if names == sorted(names):
+            return match.group()
+        parts = [re.sub(rf"^{_SPACE}+|{_SPACE}+$", "", part) for part in re.split(r"(?<!\\)[,;]", match.group())]
+        return ", ".join(sorted(parts, key=lambda part: part[0]))
+
+    return _ASSIGNMENTS.sub(in_order, text)
 
 
 def _prose(text: str) -> str:
     """A text between formulas in the forms that math-verify reads; runs that only LaTeX can express become formulas."""
     text = _BOLD.sub(r"\1", text)
+    text = recurring_fractions(text)
     text = improper_fractions(text)
+    text = _PROSE_PERCENT.sub(r"\1/\g<2>00", text)
     text = written_out(text)
     text = _plain_subscripts(text)
     text = numerals(text, r"\({}\)")
@@ -402,10 +559,11 @@ def _without_foreign_brackets(run: str) -> tuple[str, str, str]:
 
 def _roots(text: str) -> str:
     r"""``text`` with ``√x``, ``√(x)``, ``\sqrt(x)`` and ``sqrt(x)`` as ``\sqrt{x}``."""
-    text = re.sub(rf"([√∛∜]) ?({_NUMBER}|[A-Za-zπ])", lambda m: f"{_ROOTS[m[1]]}{{{m[2]}}}", text)
+    # A comma behind a root separates: \sqrt2,1-\sqrt2 are two numbers.
+    text = re.sub(rf"([√∛∜]) ?({_RADICAND}|[A-Za-zπ])", lambda m: f"{_ROOTS[m[1]]}{{{m[2]}}}", text)
     text = re.sub(r"[√∛∜] ?", lambda match: _ROOTS[match.group()[0]], text)
-    text = re.sub(rf"(?<![A-Za-z\\])sqrt ?(?={_NUMBER}|\()", r"\\sqrt", text)
-    text = re.sub(rf"(?<=\\sqrt)({_NUMBER})", r"{\1}", text)
+    text = re.sub(rf"(?<![A-Za-z\\])sqrt ?(?={_RADICAND}|\()", r"\\sqrt", text)
+    text = re.sub(rf"(?<=\\sqrt)({_RADICAND})", r"{\1}", text)
     characters = list(text)
     closing = _closing(text, "(", ")")
     for match in re.finditer(r"\\sqrt(?:\[\d+\])? ?((?:\\left)?)\(", text):

@@ -272,7 +272,8 @@ def multiple_choice(
 
     The last of the most explicit form wins: a boxed letter, "answer is (B)", "(B)", a letter alone at the start of its
     line, a lone capital not followed by a lower-case word. A small letter counts in a box, and where "answer is" states
-    it in brackets or at the end of its sentence. ``meta["choices"]`` limits the letters.
+    it in brackets or at the end of its sentence. Two letters on equal terms (``A or B``) name none.
+    ``meta["choices"]`` limits the letters.
     """
     if not re.fullmatch(r"[A-Z]+", letters) or len(set(letters)) != len(letters):
         raise bad_value("letters", letters, "distinct capital letters")
@@ -305,9 +306,24 @@ def chosen_letter(text: str, letters: str) -> str | None:
             matches.extend(re.finditer(pattern, text, re.MULTILINE))
         if matches:
             last = max(matches, key=re.Match.start)
+            if _names_another(text, last, letters):
+                return None
             # The group that took part: each alternative of a form has one of its own.
             return str(last[last.lastindex or 0]).upper()
     return None
+
+
+def _names_another(text: str, choice: re.Match[str], letters: str) -> bool:
+    """Whether a second letter stands beside the choice on equal terms, as in ``(A) and (B).``: then none is chosen."""
+    closing = r"[)\]*_`}]{0,4}\s?"
+    opening = r"\s?[(\[*_`]{0,4}"
+    words = r"(?:/|&|,?\s?\b(?:and|or)\b)"
+    # A sentence may go on after a comma: "the answer is A, B is wrong".
+    after = rf"{closing}(?:,|{words}){opening}[{letters}]{closing}(?:[.,;\n]|\Z)"
+    if re.compile(after).match(text, choice.end()):
+        return True
+    before = rf"(?<![\w'])[{letters}]{closing}{words}{opening}\Z"
+    return re.search(before, text[max(choice.start() - 24, 0) : choice.start()]) is not None
 
 
 @REWARDS.register(

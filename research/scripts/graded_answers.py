@@ -1,0 +1,363 @@
+"""Agreement of answer graders with hand-graded answers: writes results/graded/README.md, verdicts.csv and issues.md.
+
+python bench/peers/fetch.py trl verl tensordict pyvers codetiming torchdata pylatexenc
+python research/scripts/graded_answers.py [--pages]
+
+``--pages``: the pages alone, from the verdicts in verdicts.csv. Every grader gets the same completion and gold. The
+peers' graders are the functions of their released wheels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(ROOT / "research" / "scripts"))
+
+from graded_faults import DOCUMENTED, FAULTS, Fault, Probe  # noqa: E402
+from peers.loading import Peer  # noqa: E402
+
+from kl_comedy.registry import REWARDS  # noqa: E402
+from kl_comedy.rewards.mathematics import wrapped  # noqa: E402
+
+ANSWERS = ROOT / "tests" / "fixtures" / "graded_answers_wide.jsonl"
+TARGET = ROOT / "results" / "graded"
+LETTERS = ("A", "B", "C", "D", "E")
+OURS = "kl_comedy"
+MATH_VERIFY = "math-verify"
+
+VERL = Peer(
+    "verl",
+    packages=("verl",),
+    stubs=("ray", "orjson"),
+    extras=(
+        ("tensordict", ("tensordict",)),
+        ("pyvers", ("pyvers",)),
+        ("codetiming", ("codetiming",)),
+        ("torchdata", ("torchdata",)),
+        ("pylatexenc", ("pylatexenc",)),
+    ),
+)
+TRL = Peer("trl", packages=("trl",))
+
+Row = dict[str, Any]
+Grade = Callable[[Row], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grader:
+    """A grader: its name in the tables, what it is, and its verdict (0 or 1) on a row."""
+
+    name: str
+    description: str
+    grade: Grade
+
+
+# --- the graders -------------------------------------------------------------------------------------------------
+@lru_cache
+def function_of(peer: Peer, module: str, name: str) -> Callable[..., Any]:
+    """A function of a peer, imported when it is first used."""
+    return getattr(peer.module(module), name)
+
+
+def verl_math_reward(row: Row) -> float:
+    """verl's grader of MATH."""
+    compute_score = function_of(VERL, "verl.utils.reward_score.math_reward", "compute_score")
+    return float(compute_score(row["completion"], row["answer"]))
+
+
+def verl_prime_math(row: Row) -> float:
+    """verl's grader of the NuminaMath sets, which returns the verdict first."""
+    compute_score = function_of(VERL, "verl.utils.reward_score.prime_math", "compute_score")
+    return float(compute_score(row["completion"], row["answer"])[0])
+
+
+def trl_accuracy_reward(row: Row) -> float:
+    """TRL's reward, with the gold in dollar signs, as its datasets write it."""
+    accuracy_reward = function_of(TRL, "trl.rewards.accuracy_rewards", "accuracy_reward")
+    rewards = accuracy_reward([[{"content": row["completion"]}]], [wrapped(row["answer"])])
+    # None, for a gold that cannot be parsed, teaches as little as 0.
+    return float(rewards[0] or 0.0)
+
+
+def graders() -> list[Grader]:
+    """Ours, math-verify alone and the peers'."""
+    return [
+        Grader(
+            name=OURS,
+            description="the reward that the row names: `math_verify`, `exact_answer` or `multiple_choice`",
+            grade=lambda row: float(REWARDS.get(row["reward"]).fn(row["completion"], row["answer"], {}).value),
+        ),
+        Grader(
+            name=MATH_VERIFY,
+            description=f"math-verify {version('math-verify')} alone: `verify(parse(gold), parse(completion))` at its "
+            "defaults, the gold in dollar signs; for choices with its `StringExtractionConfig`",
+            grade=math_verify_alone,
+        ),
+        Grader(
+            name="verl math_reward",
+            description=f"`verl.utils.reward_score.math_reward.compute_score` of verl {VERL.version}, its grader of "
+            "MATH: the text of the last box, normalized",
+            grade=verl_math_reward,
+        ),
+        Grader(
+            name="verl prime_math",
+            description=f"`verl.utils.reward_score.prime_math.compute_score` of verl {VERL.version}, its grader of the "
+            "NuminaMath sets: rules and sympy. Its last resort, sympy's LaTeX parser, asks for antlr4 4.11 and does "
+            f"not run beside the {version('antlr4-python3-runtime')} of this environment",
+            grade=verl_prime_math,
+        ),
+        Grader(
+            name="TRL accuracy_reward",
+            description=f"`trl.rewards.accuracy_reward` of TRL {TRL.version}: math-verify, with options of its own",
+            grade=trl_accuracy_reward,
+        ),
+    ]
+
+
+def math_verify_alone(row: Row) -> float:
+    """The verdict of math-verify without our rules."""
+    from math_verify import StringExtractionConfig, parse, verify
+
+    if row["reward"] == "multiple_choice":
+        config = [StringExtractionConfig(strings=LETTERS)]
+        gold = parse(row["answer"], config, parsing_timeout=None)
+        given = parse(row["completion"], config, parsing_timeout=None)
+    else:
+        gold = parse(wrapped(row["answer"]), parsing_timeout=None)
+        given = parse(row["completion"], parsing_timeout=None)
+    return float(verify(gold, given, timeout_seconds=None))
+
+
+def verdicts(grader: Grader, rows: Sequence[Row]) -> list[float]:
+    """The verdict of ``grader`` on every row. An error of the grader is no reward, as in training."""
+    results = []
+    for row in rows:
+        # sympy draws random numbers, and some graders print.
+        from sympy.core.random import seed
+
+        seed(0)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                value = grader.grade(row)
+        except Exception:
+            value = 0.0
+        results.append(value)
+    return results
+
+
+# --- the page ----------------------------------------------------------------------------------------------------
+def wilson(hits: int, size: int) -> tuple[float, float]:
+    """Wilson's score interval at 95 % of the share ``hits / size``."""
+    z = NormalDist().inv_cdf(0.975)
+    share = hits / size
+    middle = (share + z**2 / (2 * size)) / (1 + z**2 / size)
+    half = z * math.sqrt(share * (1 - share) / size + z**2 / (4 * size**2)) / (1 + z**2 / size)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def agreement(values: Sequence[bool]) -> str:
+    """``49/50 (0.90 to 1.00)``: how many agree, with Wilson's interval at 95 %."""
+    low, high = wilson(sum(values), len(values))
+    return f"{sum(values)}/{len(values)} ({low:.2f} to {high:.2f})"
+
+
+def agreement_table(rows: Sequence[Row], results: dict[str, list[float]]) -> list[str]:
+    """A line per kind, and lines for all rows, for those with a box, for right and for wrong answers."""
+    groups: list[tuple[str, list[int]]] = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        groups.append((kind, [index for index, row in enumerate(rows) if row["kind"] == kind]))
+    groups.append(("**all**", list(range(len(rows)))))
+    groups.append(("without choices", [i for i, row in enumerate(rows) if row["reward"] != "multiple_choice"]))
+    groups.append(("with a box", [i for i, row in enumerate(rows) if "\\boxed" in row["completion"]]))
+    groups.append(("right answers", [i for i, row in enumerate(rows) if row["value"] == 1.0]))
+    groups.append(("wrong answers", [i for i, row in enumerate(rows) if row["value"] == 0.0]))
+    lines = [f"| kind | {' | '.join(results)} |", "| --- " * (len(results) + 1) + "|"]
+    for label, indices in groups:
+        cells = []
+        for values in results.values():
+            cells.append(agreement([values[index] == rows[index]["value"] for index in indices]))
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return lines
+
+
+def code(text: str) -> str:
+    """``text`` as code in a cell of a table."""
+    return "`" + text.replace("\n", " ").replace("|", "\\|") + "`"
+
+
+def disagreements(rows: Sequence[Row], results: dict[str, list[float]]) -> list[str]:
+    """The rows on which the graders do not all agree with the grade, by kind, with who is wrong."""
+    lines: list[str] = []
+    kind = None
+    for index, row in enumerate(rows):
+        wrong = [name for name, values in results.items() if values[index] != row["value"]]
+        if not wrong:
+            continue
+        if row["kind"] != kind:
+            kind = row["kind"]
+            lines += ["", f"### {kind}", "", "| completion | gold | it is | why | graded otherwise by |"]
+            lines.append("| --- " * 5 + "|")
+        verdict = "right" if row["value"] else "wrong"
+        who = "all" if len(wrong) == len(results) else ", ".join(wrong)
+        cells = [code(row["completion"]), code(row["answer"]), verdict, row["why"], who]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def own_disagreements(rows: Sequence[Row], values: Sequence[float]) -> list[str]:
+    """The rows that ours grades otherwise, each with the documented choice that explains it."""
+    lines = ["| completion | gold | it is | ours | explained by |", "| --- " * 5 + "|"]
+    for row, value in zip(rows, values, strict=True):
+        if value == row["value"]:
+            continue
+        reason = DOCUMENTED.get(row.get("documented", ""), "nothing: a fault")
+        verdict = "right" if row["value"] else "wrong"
+        lines.append(f"| {code(row['completion'])} | {code(row['answer'])} | {verdict} | {value:g} | {reason} |")
+    return lines
+
+
+def page(rows: Sequence[Row], used: Sequence[Grader], results: dict[str, list[float]]) -> str:
+    """results/graded/README.md."""
+    parts = [
+        "# Graded answers",
+        "",
+        "Written by `python research/scripts/graded_answers.py` from `tests/fixtures/graded_answers_wide.jsonl`: "
+        f"{len(rows)} answers, written for this comparison and graded by hand. The graders:",
+        "",
+        *[f"- **{grader.name}**: {grader.description}." for grader in used],
+        "",
+        "The grade is what a teacher would give who sees the gold. A missing unit is no fault and another unit is one. "
+        "An order counts for coordinates and not for sets. Every answer that is asked for must be there, and no other. "
+        "An exact gold is not met by rounded digits. `25%` is 0.25, and a bare 25 is accepted where the gold is a "
+        "percentage.",
+        "",
+        "The answers were written before any grader had read them; one, a mixed number with `and`, which may be two "
+        "numbers, was replaced. Then our rules were extended in view of them, so "
+        "that our own column shows what is mended, and not what to expect of new answers. "
+        "verl's and TRL's graders expect LaTeX or a box, and have no rules for choices; the line `with a box` compares "
+        "them on their own ground.",
+        "",
+        "## Agreement",
+        "",
+        "Agreement with the grade, with Wilson's interval at 95 %.",
+        "",
+        *agreement_table(rows, results),
+        "",
+        "## What ours grades otherwise",
+        "",
+        *own_disagreements(rows, results[OURS]),
+        "",
+        "## Disagreements",
+        "",
+        "The grade is right in each row; the last column names the graders that give another one.",
+        *disagreements(rows, results),
+        "",
+    ]
+    return "\n".join(parts)
+
+
+# --- the issues --------------------------------------------------------------------------------------------------
+def probed(probe: Probe) -> str:
+    """What math-verify says about a probe, now."""
+    from math_verify import parse, verify
+
+    gold = parse(probe.gold, parsing_timeout=None)
+    given = parse(probe.answer, parsing_timeout=None)
+    verdict = verify(gold, given, timeout_seconds=None)
+    parsed = " ".join(repr(given).split())
+    state = "as expected" if verdict == probe.expected else f"expected {probe.expected}"
+    return f"verify(parse({probe.gold!r}), parse({probe.answer!r}))\n# {verdict}, {state}; parsed: {parsed}"
+
+
+def issue(fault: Fault) -> list[str]:
+    """One issue, ready to be sent."""
+    return [
+        f"## {fault.title}",
+        "",
+        fault.text,
+        "",
+        "```python",
+        "from math_verify import parse, verify",
+        "",
+        *[probed(probe) for probe in fault.probes],
+        "```",
+        "",
+        f"In front of it, kl_comedy: {fault.mended}",
+        "",
+    ]
+
+
+def issues() -> str:
+    """results/graded/issues.md."""
+    lines = [
+        "# Issues for math-verify",
+        "",
+        f"Faults of math-verify {version('math-verify')} (latex2sympy2_extended {version('latex2sympy2_extended')}) "
+        "that the graded answers show. The outputs are those of the run of "
+        "`python research/scripts/graded_answers.py` that wrote this page. None has been sent.",
+        "",
+    ]
+    for fault in FAULTS:
+        lines += issue(fault)
+    return "\n".join(lines)
+
+
+FACTS = ("kind", "reward", "completion", "answer", "value")
+"""The columns of verdicts.csv before those of the graders."""
+
+
+def write_verdicts(file: Path, rows: Sequence[Row], results: dict[str, list[float]]) -> None:
+    """verdicts.csv: a line per row, with the verdict of each grader."""
+    with file.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow([*FACTS, *results])
+        for index, row in enumerate(rows):
+            facts = [row["kind"], row["reward"], row["completion"], row["answer"], f"{row['value']:g}"]
+            writer.writerow([*facts, *[f"{values[index]:g}" for values in results.values()]])
+
+
+def read_verdicts(file: Path, rows: Sequence[Row]) -> dict[str, list[float]]:
+    """The verdicts of verdicts.csv. Raises :class:`SystemExit` where they are those of other rows."""
+    with file.open(newline="", encoding="utf-8") as stream:
+        lines = list(csv.DictReader(stream))
+    stored = [(line["completion"], line["answer"]) for line in lines]
+    if stored != [(row["completion"], row["answer"]) for row in rows]:
+        raise SystemExit(f"{file} has the verdicts of other answers; run the command without --pages")
+    names = [name for name in lines[0] if name not in FACTS]
+    return {name: [float(line[name]) for line in lines] for name in names}
+
+
+def main(arguments: Sequence[str]) -> int:
+    logging.disable(logging.WARNING)
+    rows = [json.loads(line) for line in ANSWERS.read_text(encoding="utf-8").splitlines()]
+    used = graders()
+    TARGET.mkdir(parents=True, exist_ok=True)
+    file = TARGET / "verdicts.csv"
+    if "--pages" in arguments:
+        results = read_verdicts(file, rows)
+    else:
+        results = {grader.name: verdicts(grader, rows) for grader in used}
+        write_verdicts(file, rows, results)
+    (TARGET / "README.md").write_text(page(rows, used, results), encoding="utf-8")
+    (TARGET / "issues.md").write_text(issues(), encoding="utf-8")
+    print("\n".join(agreement_table(rows, results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,531 @@
+"""Score ``kl-comedy explain FILE`` on the drawn public launch files that a person labelled.
+
+python research/scripts/score_launch_files.py --sources DIR --out results/launch_files/NAME.json
+python research/scripts/score_launch_files.py --page
+
+DIR holds the drawn files: clones of their repositories, bare or with a work tree, at any depth, or the files
+themselves under any name. A file is the drawn one if the sha256 of its bytes is the label's. Each is read alone, in an
+empty folder under its own name, as a user reads a file that someone sent: no base config lies beside it. The reader is
+the installed ``kl_comedy``; another version of it is scored with PYTHONPATH. ``--page`` writes
+the tables of results/launch_files/README.md from all stored scores.
+
+The rules, written before any file was read:
+
+1. An answer for a file of ``kind: rl`` is compared with the label field by field.
+   - system: the label's text must name it. "own config (unsloth and trl)" names two, and both are right.
+   - placement: the places of all terms with a coefficient that is not 0. A pull to the sampler or the old policy is
+     another place than a KL to the reference. A KL to a teacher is not compared. A reward term at the current
+     log-probs is differentiated, and counts as the loss. A label's advantage counts as the reward.
+   - estimator and beta: those of the label's terms. beta (log-ratio)^2 is k2 with twice the beta.
+   - ratio: a term in the loss has one if it carries the ratio of the policies, or the gradient of another estimator,
+     exactly where the label has a ``correction``. (In the reward the ratio is that of the policy loss, which the label
+     does not count.)
+2. A field that differs is still right if a remark or a note says so, in one of two ways.
+   - The label says that the value stands elsewhere (``from`` a base config or a called script, or an ``unknown`` that
+     names it, or one that leaves the options to the command line), and a remark says that something is not read, not
+     in the file, or left to the command line. "No flag is set in the file, the answer is the defaults" does not say
+     that. The number of a beta that stands in the file must be in a remark.
+   - A remark says that another version of the system does what the label has: it names the place, the estimator, the
+     number (or the answer has the number as a flag) or the ratio, and a version word such as before, since, older.
+   Both are counted apart, as "right in a remark".
+3. An answer in words ("in a form that no term of ours has") is right if its text names the label's estimators and
+   betas, wrong if the label has no KL, and a refusal otherwise.
+4. An error that names another kind of run than the label's is wrong, and so is a traceback. An error that says which
+   part is not read or does not stand in the file is right where the label's ``unknown`` leaves everything to it. Any
+   other error is a refusal; it is right only if the label names no system that ``explain`` knows.
+5. Files of other kinds are right if the error names the kind (a distillation is also right if the answer has a term
+   to a teacher) and the system, where ``explain`` knows that. An error of rule 4 that does not name the kind is a
+   refusal, with the same two exceptions. Any other answer is wrong.
+6. Files that are no training were passed over in the draw and are counted apart: an answer for one is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+LABELS = ROOT / "tests" / "lab" / "drawn_launch_files.jsonl"
+RESULTS = ROOT / "results" / "launch_files"
+
+MARK_START = "<!-- generated: scores -->"
+MARK_END = "<!-- end: scores -->"
+
+OUTCOMES = ("right", "right in a remark", "refused", "wrong")
+UNANSWERED = "right, as the file cannot tell"
+"""Those of the right rl files of which the reader says that the KL does not stand in them."""
+FIELDS = ("placement", "estimator", "beta", "ratio")
+ELSEWHERE = ("base config", "called script")
+NOT_A_TRAINING = "not a training"
+
+KIND_WORDS = {
+    "sft": r"supervised|\bSFT\b",
+    "dpo": r"preference|\bDPO\b",
+    "reward model": r"reward model",
+    "distillation": r"distillation",
+    "KTO": r"preference|\bKTO\b",
+    "ORPO": r"preference|\bORPO\b",
+    "fine-tuning of a classifier": r"supervised|classifi",
+    "pretraining": r"pre-?training",
+}
+"""Which words of an error name a kind, by the label's kind, or by its note where the kind is ``other``."""
+
+NAMES_A_KIND = re.compile(r"it is (.*?)\. --system|none of the KL flags")
+NOT_HERE = re.compile(
+    r"\bnot read\b|\bnot in (the|this) file\b|\b(of|on|to) the command line\b|\bno(t a)? literal\b|"
+    r"\bstands? in\b|\bstands? elsewhere\b|\bregistered elsewhere\b|\bleft to\b|\ban option of the file\b"
+)
+"""What a remark or an error says of a value that the file leaves to others."""
+VERSION_WORDS = re.compile(r"\b(since|before|up to|new in|older|earlier|later|until|by default in)\b")
+ALL_ELSEWHERE = re.compile(r"\bstands? in\b|\bholds all\b|\bown (code|runner)\b|\bbase config\b|\bbecomes\b")
+CALLER = re.compile(r"\bcommand line\b|\bof the caller\b")
+FIELD_WORDS = {
+    "estimator": r"\bestimator\b",
+    "beta": r"\b(beta|kl_coeff?)\b",
+    "placement": r"\b(use_kl_loss|anchor|reference)\b",
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What explain says of one file. ``error`` is empty where it gives an answer."""
+
+    system: str = ""
+    terms: tuple[Mapping[str, Any], ...] = ()
+    instead: str = ""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
+    error: str = ""
+    is_traceback: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    outcome: str
+    faults: tuple[str, ...] = ()
+    """What is wrong, or what only a remark says, in one line each."""
+
+
+# --- the files ----------------------------------------------------------------------------------------------------
+def find_sources(folder: Path, labels: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+    """The bytes of the drawn files below ``folder``, by their sha256."""
+    wanted = {label["sha256"] for label in labels}
+    sources: dict[str, bytes] = {}
+    clones = []
+    for path in sorted(folder.rglob("*")):
+        if path.name == ".git" or ((path / "HEAD").is_file() and (path / "objects").is_dir()):
+            clones.append(path)
+        elif path.is_file() and not any(clone in path.parents for clone in clones):
+            content = path.read_bytes()
+            digest = hashlib.sha256(content).hexdigest()
+            if digest in wanted:
+                sources[digest] = content
+    for label in labels:
+        for clone in clones:
+            if label["sha256"] in sources:
+                break
+            content = _from_clone(clone, label)
+            if hashlib.sha256(content).hexdigest() == label["sha256"]:
+                sources[label["sha256"]] = content
+    return sources
+
+
+def _from_clone(clone: Path, label: Mapping[str, Any]) -> bytes:
+    """The labelled file out of a clone; empty where it has no such commit or path."""
+    command = ["git", "--git-dir", str(clone), "show", f"{label['commit']}:{label['path']}"]
+    return subprocess.run(command, capture_output=True, check=False).stdout
+
+
+def explain_alone(name: str, content: bytes) -> Answer:
+    """What the installed reader says of a file that lies in a folder of its own."""
+    from kl_comedy.errors import UserError
+    from kl_comedy.lab.launch_files import read_launch_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_bytes(content)
+        try:
+            launch = read_launch_file(path)
+            reading = launch.reading()
+        except UserError as error:
+            message = str(error).replace(str(path), name)
+            # The list of all systems would be most of every row.
+            return Answer(error=re.sub(r"no system of .*? recognised", "no system recognised", message))
+        except Exception as error:  # a fault of the reader, which is what the score is about
+            return Answer(error=f"{type(error).__name__}: {error}", is_traceback=True)
+    return Answer(
+        system=launch.system.name,
+        terms=tuple(_term_row(term) for term in reading.terms or ()),
+        instead=reading.instead,
+        given=dict(launch.given),
+        remarks=(*launch.remarks, *reading.notes, *reading.no_ops),
+    )
+
+
+def _term_row(term: Any) -> dict[str, Any]:
+    """The fields of a term that a label has too."""
+    is_differentiated = term.placement == "loss" or term.anchor != "behaviour"
+    return {
+        "place": "loss" if is_differentiated and term.reference != "teacher" else "reward",
+        "estimator": term.estimator,
+        "beta": term.beta,
+        "reference": term.reference,
+        "ratio": "none" if term.correction == "none" and term.gradient == "natural" else "some",
+    }
+
+
+# --- verdicts -----------------------------------------------------------------------------------------------------
+def verdict(label: Mapping[str, Any], answer: Answer, systems: Mapping[str, str]) -> Verdict:
+    """The verdict on one answer. ``systems`` are the titles of the systems that explain knows, by name."""
+    if label["kind"] == NOT_A_TRAINING:
+        if answer.error and not answer.is_traceback:
+            return Verdict("right")
+        return Verdict("wrong", (f"read as a run of {answer.system or answer.error}",))
+    if answer.is_traceback:
+        return Verdict("wrong", (f"a traceback: {answer.error[:100]}",))
+    expected = names_in(label["system"], systems)
+    if answer.error:
+        return _verdict_on_error(label, answer, expected, systems)
+    if label["kind"] != "rl":
+        return _verdict_on_another_kind(label, answer)
+    if answer.system not in expected:
+        return Verdict("wrong", (f"system {answer.system}, not {label['system']}",))
+    if answer.instead:
+        return _verdict_on_words(label, answer)
+    return _verdict_on_terms(label, answer)
+
+
+def names_in(text: str, systems: Mapping[str, str]) -> set[str]:
+    """The systems that a label's text names: "own (verl)" names verl, "tinker-cookbook" tinker."""
+    words = re.split(r"[\s()]+", text.removesuffix("-cookbook"))
+    return {word for word in words if word in systems}
+
+
+def _verdict_on_error(
+    label: Mapping[str, Any], answer: Answer, expected: set[str], systems: Mapping[str, str]
+) -> Verdict:
+    is_rl = label["kind"] == "rl"
+    error = answer.error.partition(": ")[2] or answer.error
+    if NAMES_A_KIND.search(error):
+        named = system_of_error(error, systems)
+        if is_rl:
+            if re.search("it is PPO", error) and label["algorithm"].startswith("ppo"):
+                return Verdict("refused", (error[:160],))
+            return Verdict("wrong", (f"taken for another kind of run: {error[:160]}",))
+        kind = label["note"] if label["kind"] == "other" else label["kind"]
+        if not re.search(KIND_WORDS[kind], error):
+            return Verdict("wrong", (f"taken for another kind of run than {kind}: {error[:160]}",))
+        if expected and named not in expected:
+            return Verdict("wrong", (f"system {named}, not {label['system']}",))
+        return Verdict("right")
+    if not expected:
+        return Verdict("right")
+    if NOT_HERE.search(error) and _is_all_open(label):
+        return Verdict("right")
+    return Verdict("refused", (error[:160],))
+
+
+def _verdict_on_another_kind(label: Mapping[str, Any], answer: Answer) -> Verdict:
+    to_a_teacher = any(term["reference"] == "teacher" for term in answer.terms)
+    if label["kind"] == "distillation" and to_a_teacher:
+        return Verdict("right")
+    return Verdict("wrong", (f"{label['kind']} read as a run of {answer.system} with a KL",))
+
+
+def _verdict_on_words(label: Mapping[str, Any], answer: Answer) -> Verdict:
+    if label["kl"] == "none":
+        return Verdict("wrong", (f"placement: no KL expected, but: {answer.instead[:100]}",))
+    text = " ".join((answer.instead, *answer.remarks))
+    estimators = all(_names_estimator(text, item["name"]) for item in label["estimators"])
+    betas = all(_has_number(text, item["value"]) for item in label["betas"])
+    if estimators and betas:
+        return Verdict("right")
+    return Verdict("refused", (answer.instead[:160],))
+
+
+def _verdict_on_terms(label: Mapping[str, Any], answer: Answer) -> Verdict:
+    terms = [term for term in answer.terms if term["reference"] != "teacher" and term["beta"] != 0]
+    differences = dict(_differences(label, terms))
+    unsaid = []
+    said = []
+    open_fields = fields_left_open(label)
+    for name, difference in differences.items():
+        if _is_said(label, answer, name, name in open_fields):
+            said.append(f"{name}: {difference}")
+        else:
+            unsaid.append(f"{name}: {difference}")
+    if unsaid:
+        return Verdict("wrong", tuple(unsaid))
+    if said:
+        return Verdict("right in a remark", tuple(said))
+    return Verdict("right")
+
+
+def _differences(label: Mapping[str, Any], terms: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The fields of the terms that are not the label's, each with both values."""
+    expected_places = label_places(label)
+    places = {_place_of_term(term) for term in terms}
+    if places != expected_places:
+        yield "placement", f"{_joined(places)}, not {_joined(expected_places)}"
+    if label["kl"] == "none":
+        return
+    estimators = {term["estimator"] for term in terms}
+    wanted_estimators = {_our_estimator(item["name"]) for item in label["estimators"]}
+    if estimators != wanted_estimators:
+        yield "estimator", f"{_joined(estimators)}, not {_joined(wanted_estimators)}"
+    betas = sorted(float(term["beta"]) for term in terms)
+    wanted_betas = sorted(_our_betas(label))
+    if not _are_close(betas, wanted_betas):
+        yield "beta", f"{_joined(map(str, betas))}, not {_joined(map(str, wanted_betas))}"
+    has_ratio = any(term["place"] == "loss" and term["ratio"] != "none" for term in terms)
+    has_loss = any(term["place"] == "loss" for term in terms)
+    if has_loss and has_ratio != (label.get("correction") is not None):
+        yield "ratio", f"{'one' if has_ratio else 'none'}, not {label.get('correction') or 'none'}"
+
+
+def label_places(label: Mapping[str, Any]) -> set[str]:
+    """Where the label has the KL, in the words of :func:`_place_of_term`."""
+    places = {"none": set(), "both": {"loss", "reward"}, "advantage": {"reward"}}.get(label["kl"], {label["kl"]})
+    if label.get("anchor") in ("sampler", "old policy"):
+        return {f"sampler, in the {place}" for place in places}
+    return places
+
+
+def _place_of_term(term: Mapping[str, Any]) -> str:
+    if term["reference"] == "sampler":
+        return f"sampler, in the {term['place']}"
+    return str(term["place"])
+
+
+def _our_estimator(name: str) -> str:
+    return "k2" if name == "squared log-ratio" else name
+
+
+def _our_betas(label: Mapping[str, Any]) -> Iterator[float]:
+    is_twice = any(item["name"] == "squared log-ratio" for item in label["estimators"])
+    for item in label["betas"]:
+        yield 2 * item["value"] if is_twice else item["value"]
+
+
+def _are_close(values: Sequence[float], wanted: Sequence[float]) -> bool:
+    if not values or not wanted:
+        return len(values) == len(wanted)
+    # NeMo-RL's one KL is two terms of ours, with the same beta.
+    values, wanted = sorted(set(values)), sorted(set(wanted))
+    if len(values) != len(wanted):
+        return False
+    return all(abs(value - other) <= 1e-6 * abs(other) for value, other in zip(values, wanted, strict=True))
+
+
+# --- what the file leaves to others -------------------------------------------------------------------------------
+def fields_left_open(label: Mapping[str, Any]) -> set[str]:
+    """The fields of which the label says that their value does not stand in the file."""
+    open_fields: set[str] = set()
+    for text in label.get("unknown", ()):
+        if CALLER.search(text):
+            return set(FIELDS)
+        if ALL_ELSEWHERE.search(text):
+            named = {name for name, words in FIELD_WORDS.items() if re.search(words, text)}
+            open_fields |= named or set(FIELDS)
+    for name, items in (("estimator", label.get("estimators", ())), ("beta", label.get("betas", ()))):
+        if any(item["from"] in ELSEWHERE for item in items):
+            open_fields.add(name)
+    # A beta of 0 elsewhere would be no KL; an estimator elsewhere comes with its ratio.
+    if "beta" in open_fields:
+        open_fields.add("placement")
+    if "estimator" in open_fields:
+        open_fields.add("ratio")
+    return open_fields
+
+
+def _is_all_open(label: Mapping[str, Any]) -> bool:
+    if label["kind"] == "rl":
+        return fields_left_open(label) >= {"placement", "beta"}
+    return any(ALL_ELSEWHERE.search(text) for text in label.get("unknown", ()))
+
+
+def _is_said(label: Mapping[str, Any], answer: Answer, name: str, is_open: bool) -> bool:
+    """Whether a remark says what the label has where a field of the answer differs from it."""
+    if is_open and any(NOT_HERE.search(remark) for remark in answer.remarks):
+        return True
+    if name == "beta" and label["betas"]:
+        numbers_in_remarks = " ".join(answer.remarks)
+        of_the_file = [item["value"] for item in label["betas"] if item["from"] == "file"]
+        if of_the_file and all(_has_number(numbers_in_remarks, value) for value in of_the_file):
+            return True
+    return any(VERSION_WORDS.search(remark) and _says(label, answer, name, remark) for remark in answer.remarks)
+
+
+def _says(label: Mapping[str, Any], answer: Answer, name: str, remark: str) -> bool:
+    """Whether a remark on versions names the label's value of a field."""
+    if name == "placement":
+        if label["kl"] == "none":
+            return re.search(r"\bno KL\b", remark) is not None
+        return all(re.search(rf"\b{place}\b", remark) for place in label_places(label))
+    if name == "estimator":
+        return all(_names_estimator(remark, item["name"]) for item in label["estimators"])
+    if name == "beta":
+        given = [value for value in answer.given.values() if isinstance(value, float)]
+        return all(_has_number(remark, item["value"]) or item["value"] in given for item in label["betas"])
+    return re.search(r"\b(ratio|score)\b", remark) is not None
+
+
+def _names_estimator(text: str, name: str) -> bool:
+    words = {"squared log-ratio": r"\(log-ratio\)\^2|squared"}.get(name, rf"\b{re.escape(name)}\b")
+    return re.search(words, text) is not None
+
+
+def _has_number(text: str, value: float) -> bool:
+    return any(float(number) == value for number in re.findall(r"\d+\.?\d*(?:e-?\d+)?", text))
+
+
+def _joined(values: Any) -> str:
+    return " and ".join(sorted(values)) or "none"
+
+
+# --- tables -------------------------------------------------------------------------------------------------------
+def system_of_error(error: str, systems: Mapping[str, str]) -> str:
+    """The system of which an error says that a file is none of its runs; empty where it names none."""
+    for name, title in systems.items():
+        if f"flags of {title} that" in error:
+            return name
+    return ""
+
+
+def row_of(label: Mapping[str, Any], answer: Answer, systems: Mapping[str, str]) -> dict[str, Any]:
+    """The facts of one file that are stored: what was drawn, the verdict and the system that was recognised."""
+    result = asdict(verdict(label, answer, systems))
+    system = answer.system or system_of_error(answer.error, systems) or "none"
+    if system == "none" and " or " in answer.error and "could be" in answer.error:
+        system = "several"
+    expected = sorted(names_in(label["system"], systems)) if "system" in label else []
+    return {
+        "repo": label["repo"],
+        "path": label["path"],
+        "sha256": label["sha256"],
+        "kind": label["kind"],
+        "labelled": " or ".join(expected) or "none",
+        "recognised": system,
+        "is_answered": not answer.error,
+        "outcome": result["outcome"],
+        "faults": list(result["faults"]),
+    }
+
+
+def score(sources: Mapping[str, bytes], labels: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of all labelled files; one that is not among the sources has the outcome "not found"."""
+    from kl_comedy.lab.peers import SYSTEMS
+
+    systems = {name: system.title for name, system in SYSTEMS.items()}
+    rows = []
+    for label in labels:
+        content = sources.get(label["sha256"])
+        if content is None:
+            raise SystemExit(f"not among the sources: {label['repo']} {label['commit']} {label['path']}")
+        answer = explain_alone(Path(label["path"]).name, content)
+        rows.append(row_of(label, answer, systems))
+    return rows
+
+
+def counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]]:
+    """The outcomes of rl files, of files of other kinds, and of those that are no training; :data:`UNANSWERED` too."""
+    groups: dict[str, Counter[str]] = {"rl": Counter(), "other kinds": Counter(), NOT_A_TRAINING: Counter()}
+    for row in rows:
+        name = row["kind"] if row["kind"] in groups else "other kinds"
+        groups[name][row["outcome"]] += 1
+        if row["kind"] == "rl" and row["outcome"] == "right" and not row["is_answered"]:
+            groups[name][UNANSWERED] += 1
+    return groups
+
+
+def tables(scores: Sequence[Mapping[str, Any]]) -> str:
+    """The counts of all stored scores, and every file that is not right of those that are shown in full."""
+    lines = [
+        "| score | files | right | of these without an answer | right in a remark | refused | wrong | of |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for stored in scores:
+        for group, outcomes in counts(stored["rows"]).items():
+            total = sum(outcomes[outcome] for outcome in OUTCOMES)
+            if total == 0:
+                continue
+            cells = [f"{outcomes[outcome]} ({outcomes[outcome] / total:.0%})" for outcome in OUTCOMES]
+            cells.insert(1, str(outcomes[UNANSWERED]))
+            lines.append(f"| {stored['title']} | {group} | {' | '.join(cells)} | {total} |")
+    for stored in scores:
+        if stored.get("in_full"):
+            lines += ["", f"## {stored['title']}", "", *_confusion(stored["rows"])]
+            for outcome in ("wrong", "refused", "right in a remark"):
+                lines += ["", f"### {outcome.capitalize()}", "", *_listed(stored["rows"], outcome)]
+    return "\n".join(lines)
+
+
+def with_tables(text: str, generated: str) -> str:
+    """The text of a page with what stands between the marks replaced."""
+    start = text.index(MARK_START) + len(MARK_START)
+    end = text.index(MARK_END)
+    return f"{text[:start]}\n{generated}\n{text[end:]}"
+
+
+def _confusion(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The systems that were not recognised as labelled. The first system of a label that names two stands for it."""
+    pairs: Counter[tuple[str, str]] = Counter()
+    right: Counter[str] = Counter()
+    for row in rows:
+        if row["kind"] == NOT_A_TRAINING:
+            continue
+        if row["recognised"] in row["labelled"].split(" or "):
+            right[row["labelled"]] += 1
+        else:
+            pairs[(row["labelled"], row["recognised"])] += 1
+    labelled = sorted({*right, *(pair[0] for pair in pairs)})
+    lines = ["| labelled | recognised as labelled | recognised as another |", "|---|---|---|"]
+    for name in labelled:
+        others = [f"{system} {count}" for (first, system), count in sorted(pairs.items()) if first == name]
+        lines.append(f"| {name} | {right[name]} | {', '.join(others)} |")
+    return lines
+
+
+def _listed(rows: Sequence[Mapping[str, Any]], outcome: str) -> list[str]:
+    lines = []
+    for row in rows:
+        if row["outcome"] == outcome and row["kind"] != NOT_A_TRAINING:
+            faults = "; ".join(row["faults"]).replace("\n", " ")
+            lines.append(f"- {row['repo']} `{row['path']}` ({row['kind']}, {row['labelled']}): {faults}")
+    return lines or ["None."]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sources", type=Path, help="the folder that holds the drawn files or their clones")
+    parser.add_argument("--labels", type=Path, default=LABELS, help="the labels, one line of JSON per file")
+    parser.add_argument("--out", type=Path, help="the JSON file of the verdicts")
+    parser.add_argument("--title", default="", help="what the page calls this score")
+    parser.add_argument("--in-full", action="store_true", help="the page lists every file that is not right")
+    parser.add_argument("--page", action="store_true", help="write the page from the stored scores")
+    options = parser.parse_args()
+    if options.sources is not None:
+        labels = [json.loads(line) for line in options.labels.read_text().splitlines()]
+        rows = score(find_sources(options.sources, labels), labels)
+        if options.out is not None:
+            stored = {"title": options.title or options.out.stem, "in_full": options.in_full, "rows": rows}
+            options.out.write_text(json.dumps(stored, indent=1) + "\n")
+        for group, outcomes in counts(rows).items():
+            print(group, dict(outcomes))
+    if options.page:
+        scores = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+        readme = RESULTS / "README.md"
+        readme.write_text(with_tables(readme.read_text(), tables(scores)))
+
+
+if __name__ == "__main__":
+    main()

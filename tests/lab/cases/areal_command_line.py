@@ -1,0 +1,6 @@
+from areal.api.cli_args import GRPOConfig, load_expr_config
+
+
+def main(arguments):
+    config, _ = load_expr_config(arguments, GRPOConfig)
+    print(config)

@@ -1,0 +1,1 @@
+deepspeed --module oat.experiment.run_offline --algo SFT --pretrain small-base --prompt_key question

@@ -1,0 +1,3 @@
+export BASE=small-base
+export RUN=first
+bash ./recipes/verl/run_small.sh

@@ -1,0 +1,2 @@
+export MODEL=small-base
+bash ./examples/run_ppo.sh
