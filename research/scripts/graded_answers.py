@@ -15,7 +15,6 @@ import io
 import json
 import logging
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ sys.path.insert(0, str(ROOT / "research" / "scripts"))
 
 from graded_faults import DOCUMENTED, FAULTS, Fault, Probe  # noqa: E402
 from peers.loading import Peer  # noqa: E402
+from table_comments import with_unchecked_comments  # noqa: E402
 
 from kl_comedy.registry import REWARDS  # noqa: E402
 from kl_comedy.rewards.mathematics import wrapped  # noqa: E402
@@ -343,11 +343,6 @@ def read_verdicts(file: Path, rows: Sequence[Row]) -> dict[str, list[float]]:
     return {name: [float(line[name]) for line in lines] for name in names}
 
 
-def with_reasons(page: str) -> str:
-    """The page with a comment above each table: `results verify` makes none of them, which its command does."""
-    return re.sub(r"(?m)^(?=\|.*\n\| ?---)", "<!-- unchecked: rerun -->\n\n", page)
-
-
 def main(arguments: Sequence[str]) -> int:
     logging.disable(logging.WARNING)
     rows = [json.loads(line) for line in ANSWERS.read_text(encoding="utf-8").splitlines()]
@@ -359,7 +354,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         results = {grader.name: verdicts(grader, rows) for grader in used}
         write_verdicts(file, rows, results)
-    (TARGET / "README.md").write_text(with_reasons(page(rows, used, results)), encoding="utf-8")
+    (TARGET / "README.md").write_text(with_unchecked_comments(page(rows, used, results)), encoding="utf-8")
     (TARGET / "issues.md").write_text(issues(), encoding="utf-8")
     print("\n".join(agreement_table(rows, results)))
     return 0

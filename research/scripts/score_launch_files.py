@@ -46,12 +46,17 @@ import hashlib
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from table_comments import with_unchecked_comments
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = ROOT / "tests" / "lab" / "drawn_launch_files.jsonl"
@@ -504,11 +509,6 @@ def _listed(rows: Sequence[Mapping[str, Any]], outcome: str) -> list[str]:
     return lines or ["None."]
 
 
-def with_reasons(page: str) -> str:
-    """The page with a comment above each table: `results verify` makes none of them, which its command does."""
-    return re.sub(r"(?m)^(?=\|.*\n\| ?---)", "<!-- unchecked: rerun -->\n\n", page)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sources", type=Path, help="the folder that holds the drawn files or their clones")
@@ -529,7 +529,7 @@ def main() -> None:
     if options.page:
         scores = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
         readme = RESULTS / "README.md"
-        readme.write_text(with_tables(readme.read_text(), with_reasons(tables(scores))))
+        readme.write_text(with_tables(readme.read_text(), with_unchecked_comments(tables(scores))))
 
 
 if __name__ == "__main__":

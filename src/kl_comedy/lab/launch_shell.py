@@ -611,7 +611,25 @@ class Interpreter:
 
     # --- commands
     def _simple(self, tokens: Sequence[Token]) -> None:
+        """Assignments, then a command with its arguments: a function of the file, or a program."""
         documents = [token for token in tokens if token.document is not None]
+        words = self._words(tokens, has_documents=bool(documents))
+        for token in documents:
+            self._here_document(words, token)
+        if not words or documents:
+            return
+        name = words[0].text
+        if name in self.functions:
+            if self.depth < 5 and self.called.get(name, 0) < MAX_CALLS:
+                self._call(words)
+        elif name not in SILENT:
+            self.command([self._inside(word) for word in words])
+
+    def _words(self, tokens: Sequence[Token], *, has_documents: bool) -> list[Word]:
+        """The words of a command. The assignments before it are made, and files of redirections left out.
+
+        With a here-document ``>`` and its file stay: they name the file that the document becomes.
+        """
         words: list[Word] = []
         in_prefix = True
         skip_next = False
@@ -619,7 +637,7 @@ class Interpreter:
             if token.operator:
                 # The file of a redirection is not an argument.
                 skip_next = token.operator in ("<", ">", ">>")
-                if token.operator in (">", ">>") and documents:
+                if token.operator in (">", ">>") and has_documents:
                     skip_next = False
                     words.append(Word(">"))
                 continue
@@ -628,19 +646,10 @@ class Interpreter:
                 continue
             if in_prefix and self._assign(token):
                 continue
-            expanded = self.expand(token)
-            words += expanded
+            words += self.expand(token)
             # After `export`, assignments follow; after any other word of a command, its arguments.
             in_prefix = not words or (in_prefix and words[0].text in DECLARATIONS)
-        for token in documents:
-            self._here_document(words, token)
-        if not words or documents:
-            return
-        if words[0].text in self.functions:
-            if self.depth < 5 and self.called.get(words[0].text, 0) < MAX_CALLS:
-                self._call(words)
-        elif words[0].text not in SILENT:
-            self.command([self._inside(word) for word in words])
+        return words
 
     def _inside(self, word: Word) -> Word:
         return replace(word, origin=word.origin.within(self.origin))
