@@ -129,6 +129,52 @@ def test_a_mistake_is_named_in_one_line_with_its_smallest_batch(loss, asked, cau
     assert report.example in str(error.value)
 
 
+def forward_of_completions(logp, ref_logp, mask):
+    """Minus the score of each token, weighted by reference over policy up to it."""
+    ratio = ((ref_logp - logp) * mask).cumsum(-1).exp().detach()
+    return -ratio * logp * mask
+
+
+def costs_to_go(logp, ref_logp, mask):
+    costs = ((logp - ref_logp) * mask).detach()
+    return costs.flip(-1).cumsum(-1).flip(-1) * logp * mask
+
+
+def costs_to_go_with_the_token_ratio(logp, ref_logp, behaviour_logp, mask):
+    return (logp - behaviour_logp).exp().detach() * costs_to_go(logp, ref_logp, mask)
+
+
+def costs_of_their_own_token(logp, ref_logp, mask):
+    return (logp - ref_logp).detach() * logp * mask
+
+
+OF_COMPLETIONS = [
+    (forward_of_completions, "off_policy", "sequence_forward", "multiply each token by the ratio of its prefix"),
+    (costs_to_go, "off_policy", "sequence_reverse", "multiply by the ratio of the whole completion"),
+    (
+        costs_to_go_with_the_token_ratio,
+        "off_policy",
+        "sequence_reverse",
+        "each token's own ratio stands where the ratio of the whole completion is meant",
+    ),
+    (costs_of_their_own_token, "on_policy", "sequence_reverse", "each token's cost reaches that token alone"),
+    (without_a_ratio, "on_policy", "token_forward", "wrong direction: the gradient is the reverse KL's"),
+    (costs_to_go, "on_policy", "sequence_forward", "wrong direction: the gradient is the reverse KL's"),
+    (forward_of_completions, "on_policy", "sequence_reverse", "wrong direction: the gradient is the forward KL's"),
+    (value_without_its_gradient, "on_policy", "sequence_reverse", "the forward KL's, token by token"),
+    (forward_over_the_vocabulary, "on_policy", "token_reverse", "logp and ref_logp are exchanged"),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "regime", "claimed", "cause"), OF_COMPLETIONS, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_a_mistake_is_named_for_each_claim(loss, regime, claimed, cause):
+    report = check(loss, claims={regime: claimed}, regimes=(regime,))
+    assert not report.ok
+    assert cause in report.findings[0].cause
+
+
 def test_the_repaired_losses_have_no_cause():
     repaired = [top_k_with_its_tail, without_a_ratio]
     for loss in repaired:
