@@ -4,6 +4,7 @@ The commands run in a copy of the checkout's configs whose *sizes* are small (tw
 words are the page's. Without this test a documented command may crash: bare ``kl-comedy certify`` did.
 """
 
+import itertools
 import os
 import re
 import shutil
@@ -60,6 +61,18 @@ WRITTEN_FOR = {
 FEWER_PROCESSES = {"train.devices=4": "train.devices=2", "train.devices=8": "train.devices=2"}
 """In a run of this machine: more processes on two cores would prove nothing that two do not."""
 
+LESS_WORK = {
+    ("--updates", "40"): "8",
+    ("--updates", "20"): "8",
+    ("--samples", "4096"): "256",
+    ("--samples", "2048"): "256",
+}
+"""Options of ``audit`` and their values, in the place of what takes half a minute; what an audit measures from so few
+samples is tested in tests/lab/test_audit.py."""
+
+READ_ONLY = ("certify", "check", "conformance", "doctor", "explain", "list", "plan")
+"""Commands that answer and leave nothing: one that stands on several pages is typed on the first of them."""
+
 SMALL = {
     "train": {"steps": 2, "eval_every": 1, "checkpoint_every": 1, "samples_every": 2},
     "rollout": {"prompts_per_batch": 4, "group_size": 4, "max_new_tokens": 24},
@@ -97,6 +110,10 @@ FAKE_SLURM = {
 
 OTHERS = Path(__file__).with_name("other_commands.txt").read_text()
 """Commands with the options that neither a page nor a help text shows, and the bare ones."""
+
+REAL_CELLS = "README.md"
+"""The page whose sweep starts a fresh process for each cell. A process takes six seconds of CPU time to import what it
+needs, and a sweep of four cells starts nine: on the other pages they are forks of the command, which has it all."""
 
 WHOLE_PAGES = {"docs/your_own.md": "its commands need the files that it writes; test_your_own.py runs all of it"}
 """Pages whose commands are not typed one by one, each with the reason."""
@@ -195,10 +212,7 @@ def checkout(tmp_path_factory):
     for name in POCKET_CONFIGS:
         make_small(folder / "configs" / f"{name}.yaml")
     for name, axes in GRIDS.items():
-        grid = yaml.safe_load((folder / name).read_text())
-        grid = {**grid, "grid": axes, "seeds": 1}
-        grid.pop("exclude", None)
-        (folder / name).write_text(yaml.safe_dump(grid))
+        make_grid_small(folder / name, axes)
     make_small(folder / "configs" / "evidence" / "base.yaml")
 
     (folder / "my_parts.py").write_text("\n".join(first_blocks_of_guides()))
@@ -220,6 +234,12 @@ def checkout(tmp_path_factory):
     run_typed("kl-comedy train configs/quickstart.yaml tracking.experiment=study", folder)
     run_typed("kl-comedy sweep configs/sweeps/pocket_beta.yaml --local 2 --name first", folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def answered():
+    """The texts of commands of :data:`READ_ONLY` that a page before has typed."""
+    return set()
 
 
 def first_blocks_of_guides() -> list[str]:
@@ -244,17 +264,33 @@ def make_small(config: Path) -> None:
     config.write_text(yaml.safe_dump(content))
 
 
-def run_typed(text: str, folder: Path) -> None:
-    """Run a command in ``folder``, as typed. Raises :class:`AssertionError` where it fails or prints a traceback."""
+def make_grid_small(file: Path, axes: dict[str, list]) -> None:
+    """Write the grid anew with other axes and one seed."""
+    grid = yaml.safe_load(file.read_text())
+    grid = {**grid, "grid": axes, "seeds": 1}
+    grid.pop("exclude", None)
+    file.write_text(yaml.safe_dump(grid))
+
+
+def run_typed(text: str, folder: Path, page: str = "") -> None:
+    """Run a command of ``page`` in ``folder``, as typed.
+
+    Raises :class:`AssertionError` where it fails or prints a traceback.
+    """
     words = [WRITTEN_FOR.get(word, word) for word in Typed("", text).words[1:]]
     if "NAME_OF_A_RUN" in words:
         (name,) = [run.name for run in (folder / "runs").glob("quickstart-*")]
         words[words.index("NAME_OF_A_RUN")] = name
     if words[0] == "train":
         words = [FEWER_PROCESSES.get(word, word) for word in words]
+    if words[0] == "audit":
+        words = [words[0], *(LESS_WORK.get(pair, pair[1]) for pair in itertools.pairwise(words))]
     environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "COLUMNS": "100"}
     # The names of configs stand for the small ones in the folder.
-    command = Command(*words, cwd=folder, env=environment, modules=["small_configs"])
+    modules = ["small_configs"]
+    if page != REAL_CELLS:
+        modules.append("forked_servers")
+    command = Command(*words, cwd=folder, env=environment, modules=modules)
     start = time.monotonic()
     code = command.wait()
     print(f"{time.monotonic() - start:6.1f} s  exit {code}  {text[:150]}", flush=True)  # pytest shows it on a failure
@@ -264,16 +300,21 @@ def run_typed(text: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("session", [session for session in SESSIONS if session not in WHOLE_PAGES])
-def test_what_a_page_shows_runs_as_it_is_typed(session, checkout, tmp_path):
+def test_what_a_page_shows_runs_as_it_is_typed(session, checkout, answered, tmp_path):
     """One after the other, in the order of the page, in a folder of the page's own."""
     folder = tmp_path / "checkout"
     shutil.copytree(checkout, folder)
+    if session == REAL_CELLS:
+        # Two cells: one of the grid, and that without KL.
+        make_grid_small(folder / "configs/sweeps/pocket_beta.yaml", {"kl.0.estimator": ["k1"]})
     failures = []
     for example in SESSIONS[session]:
-        if example.text in NOT_RUN:
+        if example.text in NOT_RUN or example.text in answered:
             continue
+        if example.words[1] in READ_ONLY:
+            answered.add(example.text)
         try:
-            run_typed(example.text, folder)
+            run_typed(example.text, folder, session)
         except (AssertionError, TimeoutError) as error:
             failures.append(str(error))
     if failures:
