@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KL := $(BIN)/kl-comedy
 
-.PHONY: setup setup-vllm quickstart test test-all test-vllm test-integrations lint docs mutation smollm2 gsm8k chain-sum peers synthetic \
+.PHONY: setup setup-vllm quickstart test test-all test-vllm test-integrations lint docs site mutation smollm2 gsm8k chain-sum peers synthetic \
 	open-problem policy-corrections bench gpu clean verify-pins
 
 setup: $(STAMP)
@@ -74,9 +74,11 @@ lint: setup
 verify-pins: setup
 	$(BIN)/python -m pip install --quiet --dry-run --ignore-installed --require-hashes --no-deps -r install/requirements.txt
 
-docs: setup
-	$(BIN)/python -m pip install --quiet -c install/constraints.txt -e '.[docs]'
+docs: site
 	$(BIN)/python research/scripts/generate_docs.py --check
+
+site: setup
+	$(BIN)/python -m pip install --quiet -c install/constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 	@echo "the site: site/index.html"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from browser import Browser, program
-from built_site import IS_INSTALLED, WITHOUT, served, whole_site
+from built_site import IS_INSTALLED, SEARCH, WITHOUT, served, whole_site
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (ROOT / "docs" / "javascripts" / "register.js").read_text("utf-8")
@@ -60,6 +60,7 @@ def address(site):
 @pytest.fixture(scope="module")
 def tab():
     browser = Browser()
+    browser.block(SEARCH)
     yield browser
     browser.close()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from browser import Browser, program
-from built_site import IS_INSTALLED, WITHOUT, served, whole_site
+from built_site import IS_INSTALLED, SEARCH, WITHOUT, served, whole_site
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,8 +39,17 @@ def address():
 @pytest.fixture(scope="module")
 def tab():
     browser = Browser()
+    browser.block(SEARCH)
     yield browser
     browser.close()
+
+
+@pytest.fixture
+def searching(tab):
+    """The browser, where pages load what their search reads."""
+    tab.block()
+    yield tab
+    tab.block(SEARCH)
 
 
 def when(tab, value):
@@ -126,17 +135,17 @@ def test_code_is_highlighted_and_can_be_copied(tab, address, page):
     assert when(tab, button) >= blocks
 
 
-def test_search_finds_a_field_of_a_kl_term(tab, address):
-    tab.open(f"{address}/?q=weight_power", *WIDTHS["desktop"])
+def test_search_finds_a_field_of_a_kl_term(searching, address):
+    searching.open(f"{address}/?q=weight_power", *WIDTHS["desktop"])
     found = "[...document.querySelectorAll('.md-search-result__link')].map((link) => link.href)"
-    links = when(tab, found)
+    links = when(searching, found)
     assert any("api/kl/" in link or "configuration/" in link for link in links), links
 
 
-def test_no_page_asks_another_host(tab, address):
-    tab.requests.clear()
-    tab.open(f"{address}/evidence/", *WIDTHS["desktop"])
-    assert [request for request in tab.requests if not request.startswith((address, "data:"))] == []
+def test_no_page_asks_another_host(searching, address):
+    searching.requests.clear()
+    searching.open(f"{address}/evidence/", *WIDTHS["desktop"])
+    assert [request for request in searching.requests if not request.startswith((address, "data:"))] == []
 
 
 @pytest.mark.parametrize("size", WIDTHS)

@@ -78,6 +78,10 @@ class Browser:
             assert time.monotonic() < end, "the page did not load"
             time.sleep(0.05)
 
+    def block(self, *patterns: str) -> None:
+        """Load no address that has one of the patterns (``*`` is anything) from now on; without any, all again."""
+        self.ask("Network.setBlockedURLs", urls=list(patterns))
+
     def evaluate(self, script: str) -> Any:
         reply = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in reply, reply

@@ -1,4 +1,4 @@
-"""The documentation site as `make docs` builds it, once per process, and a server for it."""
+"""The documentation site as `make site` builds it, and a server for it."""
 
 import atexit
 import contextlib
@@ -15,6 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 IS_INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("mkdocs", "mkdocstrings", "material"))
+SEARCH = "*/search/search_index.json"
+"""What a browser need not load where the search is not tested: every page makes an index of it, a second of work."""
 WITHOUT = "mkdocs is not installed: pip install -e '.[docs]'"
 
 
@@ -27,7 +29,14 @@ def build(folder, destination):
 
 @functools.cache
 def whole_site():
-    """The folder of the built site of this repository. Fails with what mkdocs says where it cannot be built."""
+    """The folder of the built site of this repository. Fails with what mkdocs says where it cannot be built.
+
+    ``KL_COMEDY_SITE`` names a folder where `make site` has just built it: CI's tests do not build it again, nor each
+    process of them. Without it, it is built once per process.
+    """
+    built = os.environ.get("KL_COMEDY_SITE")
+    if built:
+        return Path(built)
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     done = build(ROOT, folder)
