@@ -749,4 +749,118 @@ NEWEST = (
 )
 """Bugs planted in the newest parts of the package, none of which a test of those parts had found."""
 
-MUTANTS = EARLIER + SURVIVED + BLIND + NEWEST
+CONFORMANCE = "tests/conformance/test_check.py tests/conformance/test_batches.py"
+
+UNTESTED = (
+    Mutant(
+        "exchanged arguments leave out the vocabulary",
+        '(("logp", "ref_logp"), ("logp_full", "ref_logp_full"))',
+        '(("logp", "ref_logp"),)',
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "a check in bfloat16 has the rounding of float32",
+        "return 0.1, 0.05",
+        "return 1e-4, 1e-6",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "a loss that is no sum has values of tokens",
+        "not torch.allclose($value_BT.sum(-1), $returned.double(), rtol=1e-4, atol=1e-6)",
+        "False",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "problems far from the reference count under near_only",
+        "$result.policy.near or not $near_only",
+        "True",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "a claim of a regime that is not asked for is not checked",
+        "dict.fromkeys((*$regimes, *$claims))",
+        "dict.fromkeys($regimes)",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "the holes of a check ignore the seed",
+        "holes_seed = seed",
+        "holes_seed = 0",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "beta is compared on-policy alone",
+        "dataclasses.replace(finding, expected_coefficient=beta)",
+        'dataclasses.replace(finding, expected_coefficient=beta if regime == "on_policy" else None)',
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "a beta may be a tenth off",
+        "COEFFICIENT_TOLERANCE = 1e-3",
+        "COEFFICIENT_TOLERANCE = 1e-1",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "values need be finite up to five nats",
+        "$ratio_BT <= LARGEST_RATIO",
+        "$ratio_BT <= 5.0",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "gradients in float32 are not compared",
+        "$dtype == torch.float32 and $difference > $most",
+        "False",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "tokens that are not finite count from 0",
+        "[int($column) + 1 for $column in $bad[$row].nonzero()[:, 0]]",
+        "[int($column) for $column in $bad[$row].nonzero()[:, 0]]",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "a gradient that is not finite has a nearest target",
+        "math.isnan($finding.cosine)",
+        "False",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "the nearest target is never driven away from",
+        "max($cosines, key=lambda $name: abs($cosines[$name]))",
+        "max($cosines, key=lambda $name: $cosines[$name])",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "the ratio of a prefix is that of its last token",
+        "$slopes.log_ratio_BT.cumsum(-1).exp()",
+        "$slopes.log_ratio_BT.exp()",
+        tests="tests/conformance/test_causes.py",
+    ),
+    Mutant(
+        "the ratio of a completion is that of a prefix",
+        "$total_B1.exp().expand_as($slopes.log_ratio_BT)",
+        "$slopes.log_ratio_BT.cumsum(-1).exp()",
+        tests="tests/conformance/test_causes.py",
+    ),
+    Mutant(
+        "a token's ratio for a completion's is undone the wrong way",
+        "_completion_ratio($slopes) / _token_ratio($slopes)",
+        "_token_ratio($slopes) / _completion_ratio($slopes)",
+        tests="tests/conformance/test_causes.py",
+    ),
+    Mutant(
+        "what is left of a tail depends on beta",
+        "text: {mass / head:.3g} times",
+        "text: {mass:.3g} times",
+        tests="tests/conformance/test_causes.py",
+    ),
+    Mutant(
+        "a cost that reaches its own token alone has no cause",
+        'text: ("sequence_reverse", "token_reverse"): "each',
+        'text: ("sequence_forward", "token_reverse"): "each',
+        tests="tests/conformance/test_causes.py",
+    ),
+)
+"""Bugs of what was written in the last days of November 2026 that no test had found when they were planted."""
+
+MUTANTS = EARLIER + SURVIVED + BLIND + NEWEST + UNTESTED

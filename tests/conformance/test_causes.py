@@ -129,6 +129,15 @@ def test_a_mistake_is_named_in_one_line_with_its_smallest_batch(loss, asked, cau
     assert report.example in str(error.value)
 
 
+def test_a_cause_says_the_same_of_a_loss_with_a_coefficient():
+    def scaled(logp, ref_logp, logp_full, ref_logp_full, tokens, mask):
+        return 0.04 * top_k_with_half_a_tail(logp, ref_logp, logp_full, ref_logp_full, tokens, mask)
+
+    cause = check(top_k_with_half_a_tail, **ON).findings[0].cause
+    assert "is left over, 1 times" in cause
+    assert check(scaled, **ON).findings[0].cause == cause
+
+
 def forward_of_completions(logp, ref_logp, mask):
     """Minus the score of each token, weighted by reference over policy up to it."""
     ratio = ((ref_logp - logp) * mask).cumsum(-1).exp().detach()

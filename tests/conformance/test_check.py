@@ -29,6 +29,51 @@ def test_what_is_not_finite_far_from_the_reference_is_no_problem_of_a_claim_near
     assert any(problem.startswith("finite: the value is not finite") for problem in problems), problems
 
 
+def test_values_must_be_finite_at_twenty_nats():
+    """Training reaches them; only log-ratios of impossible tokens are beyond what a loss must bear."""
+
+    def overflows(logp, ref_logp, mask):
+        return torch.where((logp - ref_logp).abs() < 20, k2(logp, ref_logp, mask), torch.inf)
+
+    problems = check(overflows, claims="token_reverse", regimes=("on_policy",)).problems
+    assert any(problem.startswith("finite: the value is not finite") for problem in problems), problems
+
+
+def test_the_token_whose_value_is_not_finite_is_named_by_its_number():
+    def second_is_infinite(logp, ref_logp, mask):
+        is_second = torch.arange(mask.shape[1]) == 1
+        return torch.where(is_second & mask, torch.inf, k2(logp, ref_logp, mask))
+
+    (problem,) = check(second_is_infinite, claims="none", regimes=("on_policy",), holes=False).problems
+    assert problem.startswith("finite: the value is not finite at token 2, with the mask 1 1")
+
+
+def test_a_gradient_that_is_not_finite_has_no_nearest_target():
+    def root_of_zero(logp, ref_logp, mask):
+        return ((logp - ref_logp) * 0).sqrt() * mask
+
+    finding = check(root_of_zero, claims="token_reverse", regimes=("on_policy",)).findings[0]
+    assert str(finding) == "on_policy: none: its expected gradient is not finite [claimed: token_reverse]"
+
+
+def test_the_nearest_target_may_be_the_one_that_is_driven_away_from():
+    def negative(logp, ref_logp, mask):
+        return -k2(logp, ref_logp, mask)
+
+    finding = check(negative, claims="none", regimes=("on_policy",)).findings[0]
+    assert str(finding).startswith("on_policy: none: nearest to token_reverse, cosine -1.00")
+
+
+def test_digits_that_a_loss_loses_in_float32_are_a_problem():
+    def cancels(logp, ref_logp, mask):
+        return 0.5 * ((logp + 1e6) - (ref_logp + 1e6)) ** 2 * mask
+
+    report = check(cancels, claims="token_reverse", regimes=("on_policy",))
+    assert report.findings[0].target == "token_reverse"
+    (problem,) = report.problems
+    assert problem.startswith("dtype: in float32 the gradient differs from that in float64 by ")
+
+
 def test_a_claim_near_the_reference_is_not_one_everywhere():
     def clamped(logp, ref_logp, mask):
         log_ratio = logp - ref_logp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -83,6 +84,21 @@ def test_masked_tokens_that_enter_a_loss_are_seen(expression, leaks, reached):
     assert (found.change > 0.05, found.reached) == (leaks, reached)
 
 
+def test_a_masked_token_that_gets_a_gradient_once_is_seen():
+    """In one policy of several, the first."""
+    calls = []
+
+    def call(given):
+        calls.append(given)
+        value_BT = (given["logp"] - given["ref_logp"]) ** 2
+        has_hole = bool((~given["mask"][:, 1]).all())
+        if has_hole and sum(bool((~one["mask"][:, 1]).all()) for one in calls) == 1:
+            return value_BT.sum(-1)
+        return torch.where(given["mask"], value_BT, 0.0).sum(-1)
+
+    assert holes(loss_of(call), intended="token_reverse").reached
+
+
 def test_a_masked_token_after_the_end_of_a_completion_does_not_count():
     """A completion of one token has padding behind it, whose log-probs are 0."""
     seen = []
@@ -117,3 +133,25 @@ def test_every_formula_takes_tensors():
     logp = torch.log_softmax(torch.arange(6.0).reshape(2, 3), -1)
     for name in ("k1", "k2", "k3", "clamped_k3", "ratio"):
         assert HELPERS[name](logp, logp).shape == logp.shape
+
+
+def test_a_clamped_formula_is_clamped_in_its_input_and_in_its_value():
+    logp = torch.tensor([-30.0, -15.0, 0.0, 30.0])
+    value = HELPERS["clamped_k3"](logp, torch.zeros(4))
+    assert value.tolist() == pytest.approx([10.0, 10.0, 0.0, 10.0])
+
+
+def test_the_score_of_the_tail_has_no_value_and_the_gradient_of_tokens_outside_the_likeliest():
+    logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    chooser = torch.tensor([[[-0.1, -3.0], [-0.1, -3.0]]])
+    value = HELPERS["tail_score"](logp, chooser, torch.tensor([[0, 1]]))
+    value.sum().backward()
+    assert value.tolist() == [[0.0, 0.0]]
+    assert logp.grad.tolist() == [[0.0, 1.0]]
+
+
+def test_the_checks_by_hand_are_those_that_are_stored():
+    stored = Path(__file__).resolve().parents[2] / "results" / "register" / "by_hand.json"
+    for check, before in zip(by_hand.checks(), json.loads(stored.read_text()), strict=True):
+        assert check["says"] == before["says"]
+        assert check["from_kl"] == pytest.approx(before["from_kl"], rel=1e-6)

@@ -8,14 +8,31 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 
+from register import which_flag
 from register.measure import FRESH, verdict
-from register.page import BEGIN, END, error_text, generated, holes_text, issue, objective, script
-from register.run import NOT_REBUILT, OURS, RELEASED, _loss, changes, main, rows_of, run_rows, store_rows, wheel_of
+from register.page import BEGIN, END, error_text, generated, holes_text, issue, objective, percent, script
+from register.run import (
+    NOT_REBUILT,
+    OURS,
+    RELEASED,
+    _loss,
+    _rounded,
+    changes,
+    main,
+    rows_of,
+    run_rows,
+    store_rows,
+    wheel_of,
+)
+from register.which_flag import sizes
+
+from kl_comedy.kl import KLTerm
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "results" / "register"
@@ -124,6 +141,52 @@ def test_the_form_gives_the_answer_of_explain():
         assert [data["lines"][number] for number in stored] == _answer(system, given)
 
 
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [(0.0, "0 %"), (0.0003468, "0.035 %"), (0.994, "99 %"), (0.999, "100 %"), (1.5, "150 %"), (None, "not finite")],
+)
+def test_an_error_is_a_percentage_of_two_digits_below_one_hundred(share, text):
+    assert percent(share) == text
+
+
+def test_stored_figures_have_four_digits_and_no_rounding_of_zero():
+    figures = {"error": 1e-9, "coefficient": 0.123456, "cosine": float("nan"), "silent": False, "target": "zero"}
+    expected = {"error": 0.0, "coefficient": 0.1235, "cosine": None, "silent": False, "target": "zero"}
+    assert _rounded(figures) == expected
+
+
+def test_the_form_has_every_combination_up_to_its_bound():
+    data = json.loads((STORED / "which_flag.json").read_text())
+    combinations = sizes()
+    assert {name: len(system["answers"]) for name, system in data["systems"].items()} == combinations
+    assert max(combinations.values()) <= 30_000
+
+
+def test_the_form_of_the_smallest_system_is_the_stored_one(monkeypatch):
+    """The others take minutes; the order of their answers is made by the same lines."""
+    combinations = sizes()
+    several = [name for name, count in combinations.items() if count >= 12]
+    smallest = min(several, key=lambda name: combinations[name])
+    monkeypatch.setattr(which_flag, "NAMES", (smallest,))
+    made = which_flag.answers()
+    stored = json.loads((STORED / "which_flag.json").read_text())
+
+    def texts(data):
+        answers = [data["answers"][number] for number in data["systems"][smallest]["answers"]]
+        return [[data["lines"][number] for number in answer] for answer in answers]
+
+    made = json.loads(json.dumps(made))
+    assert texts(made) == texts(stored)
+    assert made["systems"][smallest]["flags"] == stored["systems"][smallest]["flags"]
+
+
+def test_the_form_answers_for_the_regimes_in_which_a_reading_holds():
+    terms = (KLTerm(estimator="k2", placement="loss", beta=0.1),)
+    reading = SimpleNamespace(holds_in=("on_policy",), certified_terms=lambda: terms)
+    (line,) = which_flag._verdicts(reading)
+    assert line.startswith("on_policy: ")
+
+
 # --- what changed since -------------------------------------------------------------------------------------------
 def test_changes_say_what_differs_and_nothing_else(rows):
     assert changes(rows, rows) == []
@@ -142,6 +205,17 @@ def test_changes_say_what_differs_and_nothing_else(rows):
     assert any(line.startswith(f"{rows[1]['id']}, stale: error is 0.9") for line in lines)
     assert any(line.startswith(f"{rows[2]['id']}: {OURS}, was {RELEASED}") for line in lines)
     assert len(lines) == 6
+
+
+def test_a_change_of_the_fix_or_of_a_leak_is_said(rows):
+    moved = json.loads(json.dumps(rows))
+    moved[0]["fix"] = "another"
+    with_holes = next(number for number, row in enumerate(moved) if row.get("holes"))
+    moved[with_holes]["holes"]["change"] += 0.5
+    lines = changes(rows, moved)
+    assert any(line.startswith(f"{rows[0]['id']}: fix is 'another'") for line in lines)
+    assert any(line.startswith(f"{rows[with_holes]['id']}, holes: change is ") for line in lines)
+    assert len(lines) == 2
 
 
 def test_rounding_of_another_processor_is_no_change(rows):
@@ -196,9 +270,39 @@ def test_single_rows_go_into_the_register_in_its_order(tmp_path, rows):
     assert "| 9.9 |" in (tmp_path / "README.md").read_text()
 
 
+def test_rows_are_stored_with_the_texts_that_are_written_and_the_page_keeps_its_own(tmp_path, rows):
+    for name in ("register.json", "by_hand.json"):
+        (tmp_path / name).write_bytes((STORED / name).read_bytes())
+    (tmp_path / "README.md").write_text(f"# Mine\n\nbefore\n{BEGIN}\nold\n{END}\nafter\n")
+    (tmp_path / "issues").mkdir()
+    (tmp_path / "issues" / "solved.md").write_text("an issue that no row has")
+    store_rows(tmp_path, [{**rows[1], "fix": "of an earlier day"}])
+    stored = json.loads((tmp_path / "register.json").read_text())
+    assert stored[1]["fix"] == rows_of()[1]["fix"]
+    names = {path.stem for path in (tmp_path / "issues").iterdir()}
+    assert names == {row["id"] for row in rows if row["issue"]}
+    page = (tmp_path / "README.md").read_text()
+    assert page.startswith("# Mine\n\nbefore\n")
+    assert page.endswith(f"{END}\nafter\n")
+    assert "old" not in page.partition(BEGIN)[2].partition("| system |")[0]
+
+
+def test_only_takes_the_row_of_that_name_before_those_that_begin_so(monkeypatch, capsys):
+    ids = [row["id"] for row in rows_of()]
+    name = next(one for one in ids if any(other != one and other.startswith(one) for other in ids))
+    monkeypatch.setattr("register.run.run_rows", lambda chosen, sources: [{"id": row["id"]} for row in chosen])
+    assert main(["--only", name, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == [{"id": name}]
+    beginning = name[:-1]
+    assert main(["--only", beginning, "--json"]) == 0
+    chosen = [row["id"] for row in json.loads(capsys.readouterr().out)]
+    assert chosen == [one for one in ids if one.startswith(beginning)]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--newest"], "--newest: is for --changes and --only"),
         (["--only", "nothing-like-this"], "--only: got 'nothing-like-this'; allowed: trl-grpo"),
         (["--sources", "/nowhere"], "--sources: got '/nowhere'; no such folder"),
     ],

@@ -11,7 +11,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 
-from register.fetch import NOT_FETCHED, fetch
+from register.fetch import NOT_FETCHED, fetch, main
 from register.run import at_newest
 from register.sources import Code, Source, SourceMissing, newest
 
@@ -103,6 +103,24 @@ def test_what_is_not_in_the_file_is_named(folder, fields, says):
     wanted = source(commit, **fields)
     with pytest.raises(SourceMissing, match=says):
         Code(wanted.text(path), wanted)
+
+
+def test_a_mirror_without_a_work_tree_is_read_too(folder, tmp_path):
+    path, commit = folder
+    mirrors = tmp_path / "mirrors"
+    mirror = mirrors / "owner+name" / "repo"
+    mirror.parent.mkdir(parents=True)
+    subprocess.run(["git", "clone", "-q", "--bare", path / "owner" / "name", mirror], check=True)
+    assert source(commit, objects=("estimate",)).text(mirrors) == TEXT
+
+
+@pytest.mark.parametrize(("fetched", "code"), [("fetched", 0), (NOT_FETCHED, 1)])
+def test_fetching_fails_where_no_source_could_be_fetched(monkeypatch, capsys, tmp_path, fetched, code):
+    monkeypatch.setattr("register.fetch.fetch", lambda folder, repository, commit: f"{repository}: {fetched}")
+    assert main([str(tmp_path)]) == code
+    first = iter(["fetched"])
+    monkeypatch.setattr("register.fetch.fetch", lambda *_: next(first, NOT_FETCHED))
+    assert main([str(tmp_path)]) == 0, "one is there: its rows run the released code"
 
 
 def test_a_clone_or_a_commit_that_is_not_there_is_named(folder):

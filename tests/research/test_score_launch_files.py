@@ -5,14 +5,23 @@ import subprocess
 
 import pytest
 from research.scripts.score_launch_files import (
+    MARK_END,
+    MARK_START,
+    UNANSWERED,
     Answer,
+    _term_row,
+    counts,
     explain_alone,
     fields_left_open,
     find_sources,
     names_in,
     row_of,
+    tables,
     verdict,
+    with_tables,
 )
+
+from kl_comedy.kl import KLTerm
 
 SYSTEMS = {"trl": "TRL", "verl": "verl", "unsloth": "Unsloth", "tinker": "Tinker", "nemo-rl": "NeMo-RL"}
 
@@ -159,6 +168,117 @@ def test_an_answer_in_words_has_to_name_estimator_and_beta():
     assert outcome(label(), answer(instead=words)) == "right"
     assert outcome(label(), answer(instead="a form of its own")) == "refused"
     assert outcome(NO_KL, answer(instead=words)) == "wrong"
+
+
+def test_the_place_of_the_kl_is_that_of_the_label():
+    both = label(kl="both")
+    assert outcome(both, answer(term(), term(place="reward"))) == "right"
+    assert outcome(both, answer(term())) == "wrong"
+    in_the_advantage = label(kl="advantage")
+    assert outcome(in_the_advantage, answer(term(place="reward"))) == "right"
+    assert outcome(in_the_advantage, answer(term())) == "wrong"
+
+
+def test_a_ratio_counts_in_the_loss_alone():
+    in_reward = label(kl="reward")
+    assert outcome(in_reward, answer(term(place="reward", ratio="some"))) == "right"
+    assert outcome(label(kl="both"), answer(term(ratio="some"), term(place="reward"))) == "wrong"
+
+
+def test_betas_are_compared_to_all_their_digits_and_one_kl_may_be_two_terms():
+    assert outcome(label(), answer(term(), term(estimator="k3"))) == "right"
+    assert outcome(label(), answer(term(), term(beta=0.02))) == "wrong"
+    assert outcome(label(), answer(term(beta=0.0101))) == "wrong"
+    assert outcome(label(), answer(term(beta=0.01 * (1 + 1e-9)))) == "right"
+
+
+def test_a_value_of_the_file_may_stand_in_a_remark():
+    said = "kl_loss_coef is given more than once (0.01)"
+    assert outcome(label(), answer(term(beta=0.02), remarks=(said,))) == "right in a remark"
+    assert outcome(label(), answer(term(beta=0.02), remarks=("kl_loss_coef is given more than once",))) == "wrong"
+
+
+def test_a_remark_on_versions_may_say_that_there_is_no_kl():
+    default = answer(term(), remarks=("before 1.0 there is no KL",))
+    assert outcome(NO_KL, default) == "right in a remark"
+    assert outcome(NO_KL, answer(term(), remarks=("before 1.0 it is k1",))) == "wrong"
+
+
+def test_a_beta_elsewhere_may_be_no_kl():
+    in_the_base = label(unknown=["the beta stands in the base config"])
+    assert fields_left_open(in_the_base) == {"beta", "placement"}
+    assert outcome(in_the_base, answer(remarks=("the config base.yaml is not read",))) == "wrong", "the estimator"
+    unread = answer(term(beta=0.5), remarks=("the config base.yaml is not read",))
+    assert outcome(in_the_base, unread) == "right in a remark"
+
+
+def test_a_fault_of_the_reader_is_wrong_whatever_the_file_is():
+    fault = Answer(error="KeyError: 1", is_traceback=True)
+    assert outcome({"kind": "not a training"}, fault) == "wrong"
+    assert outcome(label(kind="sft"), fault) == "wrong"
+
+
+def test_ppo_that_is_refused_by_name_is_a_refusal_of_ppo_alone():
+    ppo = Answer(error="run.sh: ppo has none of the KL flags of TRL that explain knows: it is PPO. --system trl reads")
+    assert outcome(label(algorithm="ppo"), ppo) == "refused"
+    assert outcome(label(algorithm="grpo"), ppo) == "wrong"
+
+
+def test_a_kind_without_a_name_of_its_own_is_told_by_the_note():
+    preference = "run.sh: kto has none of the KL flags of verl that explain knows: it is preference. --system verl"
+    assert outcome(label(kind="other", note="KTO"), Answer(error=preference)) == "right"
+    assert outcome(label(kind="other", note="pretraining"), Answer(error=preference)) == "wrong"
+
+
+def test_the_row_of_a_file_that_could_be_of_two_systems_says_several():
+    stored = row_of(label(), Answer(error="run.sh: could be trl or verl; name it with --system"), SYSTEMS)
+    assert (stored["recognised"], stored["labelled"]) == ("several", "verl")
+    none = row_of(label(), Answer(error="run.sh: no system recognised; name it with --system"), SYSTEMS)
+    assert none["recognised"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("changes", "ratio"),
+    [({}, "none"), ({"correction": "token"}, "some"), ({"gradient": "k2"}, "some")],
+)
+def test_a_term_has_a_ratio_by_its_correction_or_its_gradient(changes, ratio):
+    assert _term_row(KLTerm(estimator="k3", placement="loss", beta=0.1, **changes))["ratio"] == ratio
+
+
+def stored_row(kind, given_outcome, **changes):
+    fields = {"repo": "a/b", "path": "run.sh", "labelled": "verl", "recognised": "verl", "is_answered": True}
+    return {**fields, "kind": kind, "outcome": given_outcome, "faults": ["beta: 1, not 2"], **changes}
+
+
+ROWS = [
+    stored_row("rl", "right"),
+    stored_row("rl", "right", recognised="none", is_answered=False),
+    stored_row("rl", "wrong", recognised="trl"),
+    stored_row("sft", "refused"),
+    stored_row("not a training", "right", labelled="none"),
+]
+
+
+def test_the_counts_are_those_of_the_rows():
+    groups = counts(ROWS)
+    assert groups["rl"] == {"right": 2, "wrong": 1, UNANSWERED: 1}
+    assert groups["other kinds"] == {"refused": 1}
+    assert groups["not a training"] == {"right": 1}
+
+
+def test_the_tables_have_the_shares_and_every_file_that_is_not_right():
+    lines = tables([{"title": "drawn", "rows": ROWS, "in_full": True}]).splitlines()
+    assert "| drawn | rl | 2 (67%) | 1 | 0 (0%) | 0 (0%) | 1 (33%) | 3 |" in lines
+    assert "| verl | 2 | none 1, trl 1 |" in lines
+    assert "- a/b `run.sh` (rl, verl): beta: 1, not 2" in lines
+    assert len([line for line in lines if line.startswith("- a/b")]) == 2
+    assert "None." in lines
+    assert "## drawn" not in tables([{"title": "drawn", "rows": ROWS}])
+
+
+def test_only_what_stands_between_the_marks_is_replaced():
+    page = f"before\n{MARK_START}\nold\n{MARK_END}\nafter\n"
+    assert with_tables(page, "new") == f"before\n{MARK_START}\nnew\n{MARK_END}\nafter\n"
 
 
 def test_sources_are_found_by_their_bytes_in_clones_and_beside(tmp_path):

@@ -195,8 +195,9 @@ def test_a_lost_node_costs_what_came_after_the_last_checkpoint(site, faulty, alo
 
 
 def test_the_cluster_has_its_lost_node_back(site, faulty):
-    """On each of its nodes a task of one job runs."""
-    node_names = site.run("srun", "--nodes=3", "--ntasks-per-node=1", "printenv", "SLURMD_NODENAME").stdout.split()
+    """On each of its nodes a task of one job runs; with a node that is down srun would wait for it."""
+    size = ("--nodes=3", "--ntasks-per-node=1", "--immediate=60")
+    node_names = site.run("srun", *size, "printenv", "SLURMD_NODENAME").stdout.split()
     assert len(set(node_names)) == 3
 
 

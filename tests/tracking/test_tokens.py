@@ -11,10 +11,12 @@ import browser
 from kl_comedy.tracking.logger import RunLogger
 from kl_comedy.tracking.runs import open_runs
 from kl_comedy.tracking.tokens import (
+    LONGEST_TEXT,
     NONE_STORED,
     NOT_EXPORTED,
     SHOWN_RUNS,
     SHOWN_UPDATES,
+    STORED_ROWS,
     STORED_TOKENS,
     ShownRun,
     TokenNumbers,
@@ -87,11 +89,17 @@ def test_a_long_completion_is_stored_in_part():
 def test_numbers_are_those_of_float32():
     # Neighbours in float32, which eight digits do not tell apart.
     values = [1.00000011920928955, 1.0000002384185791]
-    numbers = TokenNumbers(k1_reverse=values, log_ratio=values, exact_reverse=None, use="tt")
+    numbers = TokenNumbers(k1_reverse=values, log_ratio=values, exact_reverse=values, use="tt")
     row = traced_row(numbers, [97, 98], 0, tokenizer=ByteTokenizer(), special_ids=frozenset())
-    first, second = row["per_token"]["k1_reverse"]
-    assert first != second
-    assert abs(first - values[0]) < 1e-8
+    for name in ("k1_reverse", "log_ratio", "exact_reverse"):
+        first, second = row["per_token"][name]
+        assert first != second, name
+        assert abs(first - values[0]) < 1e-8, name
+
+
+def test_an_update_that_does_not_measure_the_exact_kl_stores_none():
+    numbers = TokenNumbers(k1_reverse=[0.5], log_ratio=[0.5], exact_reverse=None, use="t")
+    row = traced_row(numbers, [97], 0, tokenizer=ByteTokenizer(), special_ids=frozenset())
     assert row["per_token"]["exact_reverse"] is None
 
 
@@ -117,7 +125,7 @@ def shown(viewer):
 
 
 def test_hostile_text_cannot_leave_the_script_element():
-    row = stored(HOSTILE + "\u2028 <!-- <script>", problem=HOSTILE, answer="</ScRipt>", status=HOSTILE)
+    row = stored(HOSTILE + "\u2028 <!-- <script>", problem=HOSTILE, answer="</ScRipt> &lt;", status=HOSTILE)
     row["per_token"]["special"]["0"] = HOSTILE
     viewer = viewer_of(Tables({"0": {1: [row]}}), [ShownRun("0", HOSTILE, HOSTILE)])
     assert not set(viewer.data) & set("<>&\u2028")
@@ -135,6 +143,16 @@ def test_a_page_has_at_most_so_many_runs_and_updates():
     assert len(shown(viewer)) == SHOWN_RUNS == store.asked
     assert {len(updates) for updates in shown(viewer).values()} == {SHOWN_UPDATES}
     assert viewer.lines[0].startswith(f"{SHOWN_RUNS} of 100 runs, at most {SHOWN_UPDATES} updates of each")
+
+
+def test_an_update_has_at_most_so_many_completions_and_a_completion_so_much_text():
+    rows = [stored("ab", problem="x" * 5000, answer="y" * 5000) for _ in range(20)]
+    viewer = viewer_of(Tables({"0": {1: rows}}), runs_named(1))
+    completions = json.loads(viewer.data)[0]["updates"][0]["completions"]
+    assert len(completions) == STORED_ROWS
+    for completion in completions:
+        assert len(completion["problem"]) <= LONGEST_TEXT
+        assert len(completion["answer"]) <= LONGEST_TEXT
 
 
 def test_runs_without_tokens_are_not_asked_for_without_end():
@@ -160,7 +178,17 @@ def test_bytes_are_bounded_and_shared_by_the_runs():
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [("use", "x"), ("use", "t"), ("k1_reverse", [1.0]), ("log_ratio", None), ("special", {"a": "b"}), ("text", 5)],
+    [
+        ("use", "tttx"),
+        ("use", "t"),
+        ("use", "ttttt"),
+        ("k1_reverse", [1.0]),
+        ("k1_reverse", [1.0] * 5),
+        ("exact_reverse", [1.0] * 5),
+        ("log_ratio", None),
+        ("special", {"a": "b"}),
+        ("text", 5),
+    ],
 )
 def test_damaged_tokens_are_left_out(place, value):
     row = stored("abc")
