@@ -860,6 +860,43 @@ UNTESTED = (
         'text: ("sequence_forward", "token_reverse"): "each',
         tests="tests/conformance/test_causes.py",
     ),
+    Mutant(
+        "a page gets every stored completion of an update",
+        "$rows[:STORED_ROWS]",
+        "$rows",
+        inside="The updates of a run that a page may show",
+        tests="tests/tracking/test_tokens.py",
+    ),
+    Mutant(
+        "log-ratios of tokens are stored with the digits of a page",
+        "_rounded($numbers.log_ratio, FLOAT32_DIGITS)",
+        "_rounded($numbers.log_ratio, SHOWN_DIGITS)",
+        tests="tests/tracking/test_tokens.py",
+    ),
+    Mutant(
+        "an ampersand of a completion reaches the page",
+        r'$text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")',
+        r'$text.replace("<", "\\u003c").replace(">", "\\u003e")',
+        tests="tests/tracking/test_tokens.py",
+    ),
+    Mutant(
+        "any letter is a use of a token",
+        "not USES.keys() >= set($use)",
+        "False",
+        tests="tests/tracking/test_tokens.py",
+    ),
+    Mutant(
+        "more numbers than tokens are no damage",
+        "text: if len(numbers) != len(pieces):",
+        "text: if len(numbers) < len(pieces):",
+        tests="tests/tracking/test_tokens.py",
+    ),
+    Mutant(
+        "a page gets texts of any length",
+        'shorten(str($row.get($name, "")), LONGEST_TEXT)',
+        'str($row.get($name, ""))',
+        tests="tests/tracking/test_tokens.py",
+    ),
 )
 """Bugs of what was written in the last days of November 2026 that no test had found when they were planted."""
 

@@ -84,6 +84,19 @@ def test_masked_tokens_that_enter_a_loss_are_seen(expression, leaks, reached):
     assert (found.change > 0.05, found.reached) == (leaks, reached)
 
 
+def test_a_small_leak_has_its_size():
+    leak = "with_returns(-k1(old_logp, ref_logp).flip(-1).cumsum(-1).flip(-1), logp, old_logp)"
+    whole = holes(loss(leak), intended="sequence_reverse").change
+    tenth = holes(loss(f"0.1 * {leak}"), intended="sequence_reverse").change
+    assert 0 < tenth == pytest.approx(whole / 10)
+
+
+def test_code_that_computes_in_float32_gets_its_name():
+    in_float32 = verdict(loss("k3(logp.float(), ref_logp.float())"), FRESH, intended="token_reverse")
+    assert (in_float32.target, in_float32.near) == ("token_forward", False)
+    assert in_float32.coefficient == pytest.approx(1, rel=1e-4)
+
+
 def test_a_masked_token_that_gets_a_gradient_once_is_seen():
     """In one policy of several, the first."""
     calls = []

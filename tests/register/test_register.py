@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 
 from register import which_flag
 from register.measure import FRESH, verdict
-from register.page import BEGIN, END, error_text, generated, holes_text, issue, objective, percent, script
+from register.page import BEGIN, END, error_text, generated, holes_text, issue, objective, percent, script, table
 from register.run import (
     NOT_REBUILT,
     OURS,
@@ -139,6 +139,13 @@ def test_the_form_gives_the_answer_of_explain():
             place //= len(options)
         stored = data["answers"][data["systems"][name]["answers"][wanted]]
         assert [data["lines"][number] for number in stored] == _answer(system, given)
+
+
+def test_a_bar_does_not_end_a_cell(rows):
+    (_, _, line) = table([{**rows[0], "flags": "a|b", "fix": "use c|d", "issue": ""}])
+    assert "`a\\|b`" in line
+    assert "use c\\|d" in line
+    assert line.replace("\\|", "").count("|") == 11
 
 
 @pytest.mark.parametrize(
