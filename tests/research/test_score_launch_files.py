@@ -182,6 +182,7 @@ def test_the_place_of_the_kl_is_that_of_the_label():
 def test_a_ratio_counts_in_the_loss_alone():
     in_reward = label(kl="reward")
     assert outcome(in_reward, answer(term(place="reward", ratio="some"))) == "right"
+    assert outcome(label(kl="reward", correction="ratio of each token"), answer(term(place="reward"))) == "right"
     assert outcome(label(kl="both"), answer(term(ratio="some"), term(place="reward"))) == "wrong"
 
 
@@ -252,6 +253,7 @@ def stored_row(kind, given_outcome, **changes):
 
 ROWS = [
     stored_row("rl", "right"),
+    stored_row("rl", "right"),
     stored_row("rl", "right", recognised="none", is_answered=False),
     stored_row("rl", "wrong", recognised="trl"),
     stored_row("sft", "refused"),
@@ -261,15 +263,15 @@ ROWS = [
 
 def test_the_counts_are_those_of_the_rows():
     groups = counts(ROWS)
-    assert groups["rl"] == {"right": 2, "wrong": 1, UNANSWERED: 1}
+    assert groups["rl"] == {"right": 3, "wrong": 1, UNANSWERED: 1}
     assert groups["other kinds"] == {"refused": 1}
     assert groups["not a training"] == {"right": 1}
 
 
 def test_the_tables_have_the_shares_and_every_file_that_is_not_right():
     lines = tables([{"title": "drawn", "rows": ROWS, "in_full": True}]).splitlines()
-    assert "| drawn | rl | 2 (67%) | 1 | 0 (0%) | 0 (0%) | 1 (33%) | 3 |" in lines
-    assert "| verl | 2 | none 1, trl 1 |" in lines
+    assert "| drawn | rl | 3 (75%) | 1 | 0 (0%) | 0 (0%) | 1 (25%) | 4 |" in lines
+    assert "| verl | 3 | none 1, trl 1 |" in lines
     assert "- a/b `run.sh` (rl, verl): beta: 1, not 2" in lines
     assert len([line for line in lines if line.startswith("- a/b")]) == 2
     assert "None." in lines
