@@ -1,6 +1,8 @@
 """Every stored figure, read from its SVG: a KL family has its colour, no KL is grey and nothing else, words and n."""
 
+import math
 import re
+import statistics
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -134,7 +136,59 @@ def test_the_number_of_seeds_is_said(figure):
     assert NUMBER.search(text), text
 
 
+def value_of_tick(text):
+    """The number of a tick's label, as 0.1 and as a power of ten; None for words."""
+    power = re.search(r"\\mathdefault\{(?:(-?[\d.]+)\\times)?10\^\{?(-?\d+)", text)
+    if power is not None:
+        return float(power[1] or 1) * 10 ** int(power[2])
+    try:
+        return float(text.replace("\N{MINUS SIGN}", "-"))
+    except ValueError:
+        return None
+
+
+def ticks_of(axis):
+    """``(value, position)`` of the ticks of one axis that have numbers."""
+    ticks = []
+    for tick in axis:
+        direction = "x" if tick.get("id", "").startswith("xtick") else "y"
+        marks = [node.get(direction) for node in tick.iter() if str(node.tag).endswith("}use") and node.get(direction)]
+        values = [value_of_tick(text) for text in comments(tick)]
+        if marks and len(values) == 1 and values[0] is not None:
+            ticks.append((values[0], float(marks[0])))
+    return ticks
+
+
+def is_logarithmic(ticks):
+    """Whether positions are proportional to the logarithms of the numbers, and not to the numbers."""
+    values = [value for value, _ in ticks]
+    if len(set(values)) < 3 or min(values) <= 0:
+        return False
+    positions = [position for _, position in ticks]
+    logarithms = [math.log(value) for value in values]
+    return correlation(logarithms, positions) > 0.9999 > correlation(values, positions)
+
+
+def correlation(values, positions):
+    """The absolute correlation of two lists."""
+    return abs(statistics.correlation(values, positions))
+
+
 def test_a_logarithmic_axis_is_said(figure):
     texts = comments(figure)
-    if any(POWER_OF_TEN in text for text in texts):
+    axes = [node for node in figure.iter() if node.get("id", "").startswith("matplotlib.axis_")]
+    assert axes, "no axis is found"
+    has_one = any(POWER_OF_TEN in text for text in texts) or any(is_logarithmic(ticks_of(axis)) for axis in axes)
+    if has_one:
         assert any("log axis" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"), [((0.1, 1, 10), True), ((1, 2, 4, 8), True), ((1, 2, 3), False), ((0, 1, 10), False)]
+)
+def test_a_logarithmic_axis_is_told_by_its_ticks(values, expected):
+    if expected:
+        places = [5 + 30 * math.log(value) for value in values]
+    else:
+        places = [5 + 30 * value for value in values]
+    assert is_logarithmic(list(zip(values, places, strict=True))) == expected

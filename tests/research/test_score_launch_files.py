@@ -257,7 +257,7 @@ ROWS = [
     stored_row("rl", "right", recognised="none", is_answered=False),
     stored_row("rl", "wrong", recognised="trl"),
     stored_row("sft", "refused"),
-    stored_row("not a training", "right", labelled="none"),
+    stored_row("not a training", "wrong", labelled="none"),
 ]
 
 
@@ -265,7 +265,7 @@ def test_the_counts_are_those_of_the_rows():
     groups = counts(ROWS)
     assert groups["rl"] == {"right": 3, "wrong": 1, UNANSWERED: 1}
     assert groups["other kinds"] == {"refused": 1}
-    assert groups["not a training"] == {"right": 1}
+    assert groups["not a training"] == {"wrong": 1}
 
 
 def test_the_tables_have_the_shares_and_every_file_that_is_not_right():
