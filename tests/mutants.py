@@ -897,6 +897,30 @@ UNTESTED = (
         'str($row.get($name, ""))',
         tests="tests/tracking/test_tokens.py",
     ),
+    Mutant(
+        "a gold answer is checked in a box that the reward does not read",
+        '$self.entry.facts.get("boxed", True)',
+        "True",
+        tests="tests/rewards/test_score.py",
+    ),
+    Mutant(
+        "a gold answer that takes too long passes the check",
+        '$verdict.status in ("refused", "timeout")',
+        '$verdict.status == "refused"',
+        tests="tests/rewards/test_score.py",
+    ),
+    Mutant(
+        "a reward that fails on one text is tried on a gold answer",
+        "$rewards and all(failed($reward) for $reward in $rewards)",
+        "$rewards and any(failed($reward) for $reward in $rewards)",
+        tests="tests/rewards/test_score.py",
+    ),
+    Mutant(
+        "the last number after a marker counts",
+        "$numbers[0] if $marked else $numbers[-1]",
+        "$numbers[-1]",
+        tests="tests/rewards/test_text.py",
+    ),
 )
 """Bugs of what was written in the last days of November 2026 that no test had found when they were planted."""
 

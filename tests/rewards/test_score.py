@@ -140,6 +140,67 @@ def test_check_names_the_problems_that_cannot_be_judged(pool: RewardPool) -> Non
         rewards.check([*problems, problem("")])
 
 
+@pytest.fixture
+def judged(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """The completions that a reward in this process is given; the parameter has its facts, and a status of its own."""
+    completions: list[str] = []
+    facts = dict(request.param)
+    status = facts.pop("status", "ok")
+
+    def listening(completion: str, answer: str, meta: object) -> Reward:
+        """Remembers what it is given."""
+        completions.append(completion)
+        return Reward(value=float(status == "ok"), status=status)
+
+    REWARDS.register("listening", source="the tests", **facts)(listening)
+    yield completions
+    del REWARDS._entries["listening"]
+
+
+@pytest.mark.parametrize(
+    ("judged", "gold"), [({}, "\\boxed{7}"), ({"boxed": False}, "7")], indirect=["judged"], ids=["boxed", "bare"]
+)
+def test_a_gold_is_checked_in_the_form_that_the_reward_reads(judged: list[str], gold: str) -> None:
+    RewardSum([RewardConfig(name="listening")]).check([problem("7")])
+    assert judged == [gold]
+
+
+@pytest.mark.parametrize("judged", [{"status": "refused"}, {"status": "timeout"}], indirect=True)
+def test_a_gold_that_costs_too_much_cannot_be_judged_either(judged: list[str]) -> None:
+    with pytest.raises(UserError, match="listening cannot judge the answers of 1 of 1 problems"):
+        RewardSum([RewardConfig(name="listening")]).check([problem("7")])
+
+
+@pytest.mark.parametrize("judged", [{"status": "unparseable"}], indirect=True)
+def test_a_gold_that_is_judged_wrong_passes_the_check(judged: list[str]) -> None:
+    RewardSum([RewardConfig(name="listening")]).check([problem("7")])
+
+
+@pytest.fixture
+def fragile() -> Iterator[list[str]]:
+    """The completions that a reward is given which fails on every text with an exclamation mark."""
+    completions: list[str] = []
+
+    def fragile(completion: str, answer: str, meta: object) -> float:
+        """Fails on an exclamation mark."""
+        completions.append(completion)
+        if "!" in completion:
+            raise RuntimeError("an exclamation mark")
+        return 1.0
+
+    REWARDS.register("fragile", source="the tests")(fragile)
+    yield completions
+    del REWARDS._entries["fragile"]
+
+
+def test_only_a_reward_that_fails_on_every_text_is_tried_on_a_gold(fragile: list[str]) -> None:
+    rewards = RewardSum([RewardConfig(name="fragile")])
+    rewards.score([rollout("!", "7"), rollout("a", "7")])
+    assert fragile == ["!", "a"]
+    rewards.score([rollout("!", "7"), rollout("!!", "7")])
+    assert fragile == ["!", "a", "!", "!!", "\\boxed{7}"]
+
+
 def test_a_pool_of_its_own_is_closed() -> None:
     with RewardSum([RewardConfig(name="format")]) as rewards:
         rewards.score([rollout("a", "b")])

@@ -28,6 +28,8 @@ def verdict(name: str, completion: str, answer: str, **options: object) -> tuple
         ("2 + 5 = 7\n", "7"),
         ("A: 8\n#### 7", "7"),
         ("USA: 50 of 7", "7"),
+        ("#### 7 eggs of 20", "7"),
+        ("7 eggs\nA: 7 of 20", "7"),
         ("A:\n7", "7"),
         ("7.0", "7"),
         ("#### 1,234", "1234"),
