@@ -921,6 +921,24 @@ UNTESTED = (
         "$numbers[-1]",
         tests="tests/rewards/test_text.py",
     ),
+    Mutant(
+        "a second elif is not read",
+        'not self._keyword("elif")',
+        "True",
+        tests="tests/lab/test_launch_shell_bash.py",
+    ),
+    Mutant(
+        "the patterns of a case are words",
+        "fnmatch.fnmatchcase($value, self._joined($pattern))",
+        "$value == self._joined($pattern)",
+        tests="tests/lab/test_launch_shell_bash.py",
+    ),
+    Mutant(
+        "not less is greater",
+        'text: "-ge": difference >= 0,',
+        'text: "-ge": difference > 0,',
+        tests="tests/lab/test_launch_shell_bash.py",
+    ),
 )
 """Bugs of what was written in the last days of November 2026 that no test had found when they were planted."""
 

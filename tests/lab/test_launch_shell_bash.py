@@ -70,6 +70,7 @@ SCRIPTS = [
     "start() {\n  local X=$1\n  run $X\n}\nstart 3",
     "read -r -d '' X <<EOF\na b\nEOF\nrun $X",
     'Y=1\nread -r -d "" X <<EOF\na $Y\nEOF\nrun $X',
+    "Y=1\nread -r -d '' X <<'EOF'\na $Y\nEOF\nrun $X",
 ]
 
 
