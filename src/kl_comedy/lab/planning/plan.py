@@ -55,7 +55,7 @@ NCCL = 0.5 * GIB
 ENGINE_SHARE = {"vllm": GPU_SHARE, "vllm_server": SERVER_GPU_SHARE}
 """The share of a device that an engine takes by default (``gpu_memory_utilization``)."""
 MAX_PROCESSES = 64
-"""Of a remedy."""
+"""A remedy has at most so many."""
 DEVICES_OF_A_NODE = 8
 HF = ("hf", "hf_server")
 """Samplers that start their kernels one by one, in the trainer's precision."""

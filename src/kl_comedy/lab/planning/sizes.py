@@ -353,7 +353,7 @@ class Workload:
 def _longest_prompt(config: Config, shape: Shape, completion: int) -> int:
     """Tokens: what the config allows, and the model's context leaves beside a completion."""
     longest = config.data.prompt.max_tokens
-    context = getattr(shape.config, "max_position_embeddings", None)
+    context: int | None = getattr(shape.config, "max_position_embeddings", None)
     if not context:
         return max(1, longest)
     return max(1, min(longest, context - completion))
