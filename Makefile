@@ -76,6 +76,7 @@ verify-pins: setup
 
 docs: site
 	$(BIN)/python research/scripts/generate_docs.py --check
+	$(BIN)/python research/scripts/store_certificates.py --check
 
 site: setup
 	$(BIN)/python -m pip install --quiet -c install/constraints.txt -e '.[docs]'

@@ -115,7 +115,13 @@ REAL_CELLS = "README.md"
 """The page whose sweep starts a fresh process for each cell. A process takes six seconds of CPU time to import what it
 needs, and a sweep of four cells starts nine: on the other pages they are forks of the command, which has it all."""
 
-WHOLE_PAGES = {"docs/your_own.md": "its commands need the files that it writes; test_your_own.py runs all of it"}
+WHOLE_PAGES = {
+    "docs/your_own.md": "its commands need the files that it writes; test_your_own.py runs all of it",
+    **{
+        str(page.relative_to(ROOT)): "test_symptoms.py types its commands and compares what they print"
+        for page in (ROOT / "docs" / "symptoms").glob("*.md")
+    },
+}
 """Pages whose commands are not typed one by one, each with the reason."""
 
 CODES = {

@@ -62,39 +62,31 @@ def check(
     Names that trainers use (``ref_per_token_logps``, ``response_mask``) are known, and a parameter ``batch`` gets all
     in one dictionary; for other names, dictionaries and results see :func:`adapt`.
 
-    ``claims``: a target (:data:`CLAIMS`) on-policy, or one per regime. A claim holds
-    where the expected gradient is that of the target times one positive coefficient (your beta). ``near_only``: losses
-    that clamp claim it near the reference only. ``seed``: of the policies drawn beside the fixed ones. ``beta``: what
-    the coefficient must be, so that a beta that is applied twice, or not at all, is found.
+    ``claims``: a target (:data:`CLAIMS`) on-policy, or one per regime. A claim holds where the expected gradient is
+    that of the target times one positive coefficient (your beta). ``near_only``: losses that clamp claim it near the
+    reference only. ``seed``: of the policies drawn beside the fixed ones. ``beta``: what the coefficient must be, so
+    that a beta that is applied twice, or not at all, is found.
 
     A value or gradient that is not finite, and masked tokens that enter the loss, are problems of the report.
 
     Raises :class:`UserError` for a wrong name, parameter or shape, and for a loss that raises, mixes completions,
     changes its arguments or from call to call, or depends on the padding.
     """
-    if isinstance(claims, str):
-        claims = {"on_policy": claims}
-    # All names first: the enumeration takes seconds.
-    _check_names("regimes", (*claims, *regimes), REGIMES)
-    _check_names("claims", claims.values(), CLAIMS)
-    _check_names("reduction", (reduction,), REDUCTIONS)
+    claim_by_regime = _checked_claims(claims, regimes, reduction)
     loss = Loss(caller(loss_fn), reduction)
-    holes_seed = None
-    if holes:
-        holes_seed = seed
+    holes_seed = seed if holes else None
 
     findings: list[Finding] = []
     # A dict, so that a problem of two regimes is reported once and the order stays.
     problems = dict[str, None]()
     policies: list[BatteryInstance] = []
-    for regime in dict.fromkeys((*regimes, *claims)):
+    for regime in dict.fromkeys((*regimes, *claim_by_regime)):
         policies = _policies(regime, seed)
         results = [result_of(loss, Batch.of(policy, holes_seed), policy) for policy in policies]
         # A loss that clamps may overflow far from the reference, where it claims nothing.
         claimed_here = [result for result in results if result.policy.near or not near_only]
         problems |= problems_of(loss, claimed_here, seed, has_problems=bool(problems), is_first=not findings)
-        finding = Results(results).finding(regime, claims.get(regime))
-        finding = dataclasses.replace(finding, expected_coefficient=beta)
+        finding = Results(results).finding(regime, claim_by_regime.get(regime), beta)
         findings.append(_explained(finding, loss, results, near_only=near_only))
     problem_example = ""
     if problems:
@@ -106,6 +98,16 @@ def check(
         problems=tuple(problems),
         problem_example=problem_example,
     )
+
+
+def _checked_claims(claims: str | Mapping[str, str], regimes: Sequence[str], reduction: str) -> Mapping[str, str]:
+    """The claim by regime. Raises :class:`UserError` for a wrong name, before the enumeration takes its seconds."""
+    if isinstance(claims, str):
+        claims = {"on_policy": claims}
+    _check_names("regimes", (*claims, *regimes), REGIMES)
+    _check_names("claims", claims.values(), CLAIMS)
+    _check_names("reduction", (reduction,), REDUCTIONS)
+    return claims
 
 
 def _check_names(key: str, names: Iterable[str], allowed: Sequence[str]) -> None:
@@ -124,6 +126,7 @@ def _policies(regime: str, seed: int) -> list[BatteryInstance]:
 
 
 def _covered(policies: Sequence[BatteryInstance], seed: int, *, holes: bool) -> str:
+    """What was tried, in words: the last line of a report. The policies of one regime stand for those of all."""
     span = coverage(policy.instance for policy in policies)
     covered = (
         f"every completion of {len(policies)} policies per regime, some drawn (seed {seed}); vocabulary "
@@ -137,18 +140,39 @@ def _covered(policies: Sequence[BatteryInstance], seed: int, *, holes: bool) -> 
 
 def _explained(finding: Finding, loss: Loss, results: Sequence[Result], *, near_only: bool) -> Finding:
     """The finding with the cause of its failure and the smallest batch that shows it, where its claim fails."""
-    hit = finding.target
-    if near_only:
-        hit = finding.near_target
     if finding.claimed is None or finding.claimed == "none":
         return finding
-    if finding.claimed == hit:
+    target = finding.target
+    if near_only:
+        target = finding.near_target
+    if target == finding.claimed:
+        # The direction is right; the size may still not be the beta that was given.
         return dataclasses.replace(finding, cause=beta_cause(finding))
-    measured = [_slopes(loss, result) for result in results if result.policy.near]
-    cause = ""
+    return dataclasses.replace(
+        finding,
+        cause=_cause_of_miss(finding, finding.claimed, loss, results),
+        example=_example_of_miss(finding.regime, finding.claimed, loss),
+    )
+
+
+def _cause_of_miss(finding: Finding, claimed: str, loss: Loss, results: Sequence[Result]) -> str:
+    """The mistake that explains why the claimed target is missed; empty where none is known."""
+    # Without any gradient there is nothing to repair, and the verdict says why.
+    if not finding.reaches_policy:
+        return ""
     # A target that is hit near the reference is missed because of a clamp, and the verdict says where.
-    if finding.near_target != finding.claimed and finding.reaches_policy:
-        cause = cause_of(finding.claimed, finding.near_target, measured)
+    if finding.near_target == claimed:
+        return ""
+    slopes_near = [_slopes(loss, result) for result in results if result.policy.near]
+    return cause_of(claimed, finding.near_target, slopes_near)
+
+
+def _example_of_miss(regime: str, claimed: str, loss: Loss) -> str:
+    """The smallest batch on which the claimed target is missed, as text; empty where no small policy shows it."""
+    # `smallest_miss` looks for a multiple of the target's gradient: zero has none, and a divergence is no target of
+    # the small policies.
+    if claimed not in TARGETS or claimed == "zero":
+        return ""
 
     def measure(policy: BatteryInstance) -> Measured:
         result = result_of(loss, Batch.of(policy, None), policy)
@@ -160,17 +184,15 @@ def _explained(finding: Finding, loss: Loss, results: Sequence[Result], *, near_
             tolerance=result.tolerance,
         )
 
-    example = ""
-    if finding.claimed in TARGETS and finding.claimed != "zero":
-        try:
-            example = smallest_miss(measure, finding.regime, finding.claimed)
-        except UserError:
-            example = ""  # it takes no vocabulary of two tokens; the failure itself is in the report
-    return dataclasses.replace(finding, cause=cause, example=example)
+    try:
+        return smallest_miss(measure, regime, claimed)
+    except UserError:
+        # The loss takes no vocabulary of two tokens, as a top-k of three does not; the failure itself is in the report.
+        return ""
 
 
 def _slopes(loss: Loss, result: Result) -> Slopes:
-    """What the search for a cause reads."""
+    """The loss on one policy as the search for a cause reads it: without the columns of holes."""
     batch = result.batch
     columns = token_columns(batch.step_T)
     mask_BT = result.batch.rows.mask_BT

@@ -15,18 +15,48 @@ ARGUMENTS = ("logp", "ref_logp", "behaviour_logp", "mask", "tokens", "logp_full"
 
 # What trainers call these tensors. Only names that mean one thing in every trainer we have read: `kl_mask` or `old_kl`
 # would be guesses, and a wrong guess would give a wrong verdict. All other names are given to `adapt`.
-_NAMES_IN_TRAINERS = {
-    "logp": "logps logprob logprobs log_prob log_probs per_token_logps new_logprobs action_log_probs curr_logprobs",
-    "ref_logp": "ref_logps ref_logprob ref_logprobs ref_log_prob ref_log_probs ref_per_token_logps log_probs_base "
-    "base_action_log_probs reference_logprobs",
-    "behaviour_logp": "old_logps old_logprobs old_log_prob old_log_probs old_per_token_logps old_action_log_probs "
-    "behavior_logp sampling_per_token_logps rollout_log_probs",
-    "mask": "masks action_mask completion_mask response_mask loss_mask token_mask",
-    "tokens": "token_ids completion_ids response_ids labels",
-    "logp_full": "full_log_probs",
-    "ref_logp_full": "ref_full_log_probs",
+ALIASES = {
+    "logps": "logp",
+    "logprob": "logp",
+    "logprobs": "logp",
+    "log_prob": "logp",
+    "log_probs": "logp",
+    "per_token_logps": "logp",
+    "new_logprobs": "logp",
+    "action_log_probs": "logp",
+    "curr_logprobs": "logp",
+    "ref_logps": "ref_logp",
+    "ref_logprob": "ref_logp",
+    "ref_logprobs": "ref_logp",
+    "ref_log_prob": "ref_logp",
+    "ref_log_probs": "ref_logp",
+    "ref_per_token_logps": "ref_logp",
+    "log_probs_base": "ref_logp",
+    "base_action_log_probs": "ref_logp",
+    "reference_logprobs": "ref_logp",
+    "old_logps": "behaviour_logp",
+    "old_logprobs": "behaviour_logp",
+    "old_log_prob": "behaviour_logp",
+    "old_log_probs": "behaviour_logp",
+    "old_per_token_logps": "behaviour_logp",
+    "old_action_log_probs": "behaviour_logp",
+    "behavior_logp": "behaviour_logp",
+    "sampling_per_token_logps": "behaviour_logp",
+    "rollout_log_probs": "behaviour_logp",
+    "masks": "mask",
+    "action_mask": "mask",
+    "completion_mask": "mask",
+    "response_mask": "mask",
+    "loss_mask": "mask",
+    "token_mask": "mask",
+    "token_ids": "tokens",
+    "completion_ids": "tokens",
+    "response_ids": "tokens",
+    "labels": "tokens",
+    "full_log_probs": "logp_full",
+    "ref_full_log_probs": "ref_logp_full",
 }
-ALIASES = {alias: name for name, aliases in _NAMES_IN_TRAINERS.items() for alias in aliases.split()}
+"""Our name of a tensor, by a trainer's."""
 BATCHES = ("batch", "data", "inputs", "micro_batch", "model_inputs", "experience")
 """Parameters that get all tensors in one dictionary."""
 RESULTS = ("loss", "kl_loss", "kl")
@@ -78,16 +108,7 @@ def adapt(
 
     Raises :class:`UserError` for a name that none of the tensors has, and a parameter that ``loss_fn`` does not have.
     """
-    own_names = _parameter_names(loss_fn)
-    for parameter, source in arguments.items():
-        if own_names is not None and parameter not in own_names:
-            raise unknown_key(f"arguments.{parameter}", parameter, own_names, "a parameter of the loss")
-        sources = [source]
-        if isinstance(source, Mapping):
-            sources = list(source.values())
-        for name in sources:
-            if isinstance(name, str) and name not in ARGUMENTS:
-                raise bad_value(f"arguments.{parameter}", name, ARGUMENTS, "text is the name of a tensor")
+    _check_arguments(loss_fn, arguments)
 
     def adapted(**tensors: Any) -> Any:
         given: dict[str, Any] = {}
@@ -107,6 +128,21 @@ def adapt(
             raise UserError(f"result: got {result!r}; the loss returned {_described(returned)}") from error
 
     return adapted
+
+
+def _check_arguments(loss_fn: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Raise :class:`UserError` for a parameter that the loss does not have, and a name that no tensor has."""
+    parameter_names = _parameter_names(loss_fn)
+    for parameter, source in arguments.items():
+        if parameter_names is not None and parameter not in parameter_names:
+            raise unknown_key(f"arguments.{parameter}", parameter, parameter_names, "a parameter of the loss")
+        tensor_names = [source]
+        if isinstance(source, Mapping):
+            tensor_names = list(source.values())
+        for name in tensor_names:
+            # Other values than text are options of the loss, and passed as they are.
+            if isinstance(name, str) and name not in ARGUMENTS:
+                raise bad_value(f"arguments.{parameter}", name, ARGUMENTS, "text is the name of a tensor")
 
 
 def _parameter_names(loss_fn: Callable[..., Any]) -> list[str] | None:
@@ -134,7 +170,10 @@ def loss_of(returned: Any) -> Any:
 
 def _described(returned: Any) -> str:
     if isinstance(returned, Mapping):
-        return f"a dictionary with the keys {', '.join(map(str, returned)) or '(none)'}"
+        keys = "(none)"
+        if returned:
+            keys = ", ".join(str(key) for key in returned)
+        return f"a dictionary with the keys {keys}"
     return f"a {type(returned).__name__}"
 
 
@@ -144,34 +183,34 @@ def caller(loss_fn: Callable[..., Any]) -> Call:
     Raises :class:`UserError` for parameters that are none of the tensors.
     """
     by_position: list[str] = []
-    # Our name by the loss's own.
-    by_name: dict[str, str] = {}
-    in_one_dictionary: list[str] = []
+    tensor_by_parameter: dict[str, str] = {}
+    batch_parameters: list[str] = []
     takes_any_name = False
     for parameter in _parameters(loss_fn):
         name = ALIASES.get(parameter.name, parameter.name)
         if parameter.kind == parameter.VAR_KEYWORD:
             takes_any_name = True
+        elif name in ARGUMENTS and parameter.kind == parameter.POSITIONAL_ONLY:
+            by_position.append(name)
         elif name in ARGUMENTS:
-            if parameter.kind == parameter.POSITIONAL_ONLY:
-                by_position.append(name)
-            else:
-                by_name[parameter.name] = name
+            tensor_by_parameter[parameter.name] = name
         elif parameter.name in BATCHES and parameter.default is parameter.empty:
-            in_one_dictionary.append(parameter.name)
-    names_any = len(by_position) + len(by_name) + len(in_one_dictionary) > 0
+            # With a default, as `data=None`, it is an option of the loss, and the default stays.
+            batch_parameters.append(parameter.name)
+    names_tensors = bool(by_position or tensor_by_parameter or batch_parameters)
     # With **kwargs alone the loss gets everything; beside names of its own, **kwargs are the caller's further options.
-    if takes_any_name and not names_any:
-        by_name = {name: name for name in ARGUMENTS}
+    if takes_any_name and not names_tensors:
+        tensor_by_parameter = {name: name for name in ARGUMENTS}
 
     def call(tensors: Mapping[str, Tensor]) -> Any:
         positional = [tensors[name] for name in by_position]
-        named: dict[str, Any] = {own: tensors[name] for own, name in by_name.items()}
-        for own in in_one_dictionary:
-            named[own] = BatchOfTensors(tensors)
+        named: dict[str, Any] = {parameter: tensors[name] for parameter, name in tensor_by_parameter.items()}
+        for parameter in batch_parameters:
+            named[parameter] = BatchOfTensors(tensors)
         try:
             return loss_of(loss_fn(*positional, **named))
         except UserError:
+            # Ours already says what is wrong, as a key that the batch does not have.
             raise
         except Exception as error:
             raise UserError(f"loss_fn: it raised {type(error).__name__}: {error}") from error
@@ -180,6 +219,10 @@ def caller(loss_fn: Callable[..., Any]) -> Call:
 
 
 def _signature(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function, or of a module's ``forward``.
+
+    Raises :class:`UserError` for a class, and where the parameters cannot be read (some functions written in C).
+    """
     if isinstance(loss_fn, type):
         raise UserError(f"loss_fn: {loss_fn.__name__} is a class; give an instance of it")
     described: Callable[..., Any] = loss_fn
@@ -199,8 +242,9 @@ def _parameters(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
             raise UserError(
                 f"loss_fn: it takes *args; wrap it in a function with parameters among {', '.join(ARGUMENTS)}"
             )
+    known_names = {*ARGUMENTS, *ALIASES, *BATCHES}
     for parameter in parameters:
-        is_known = parameter.name in ARGUMENTS or parameter.name in ALIASES or parameter.name in BATCHES
+        is_known = parameter.name in known_names
         takes_many = parameter.kind == parameter.VAR_KEYWORD
         has_default = parameter.default is not parameter.empty
         if not is_known and not takes_many and not has_default:

@@ -46,14 +46,12 @@ class Batch:
         instance = policy.instance
         tree = instance.tree
         weight_B = instance.probability(tree.all)
-        rows = tree.all.select(weight_B > 0)
-        weight_B = weight_B[weight_B > 0]
+        # What the sampler never draws has no weight in an expectation, and may have log-probs of -inf.
+        can_be_drawn_B = weight_B > 0
+        rows = tree.all.select(can_be_drawn_B)
+        weight_B = weight_B[can_be_drawn_B]
 
-        step_T: list[int] = []
-        for step in range(tree.length):
-            if holes_seed is not None:
-                step_T += [-1] * HOLES.get(step, 0)
-            step_T.append(step)
+        step_T = _steps_with_holes(tree.length, with_holes=holes_seed is not None)
         columns = token_columns(step_T)
 
         shape = (len(weight_B), len(step_T))
@@ -68,17 +66,16 @@ class Batch:
             logp_3BTV[number][:, columns] = table_NV[rows.prefix_BT]
 
         has_logp_BT = inside_BT.clone()
-        for column, step in enumerate(step_T):
-            if step >= 0 or holes_seed is None:
-                continue
-            # A hole stands within a completion; behind the end of a completion is padding.
-            continues_B = inside_BT[:, column:].any(-1)
-            column_seed = holes_seed * 1000 + column
-            if column == redrawn:
-                column_seed += REDRAWN_SEED
-            drawn_3BV = _drawn_logp(column_seed, completions=len(rows.mask_BT), vocabulary=tree.vocabulary)
-            logp_3BTV[:, continues_B, column] = drawn_3BV[:, continues_B]
-            has_logp_BT[:, column] = continues_B
+        if holes_seed is not None:
+            for column in hole_columns(step_T):
+                # A hole stands within a completion; behind the end of a completion is padding.
+                continues_B = inside_BT[:, column:].any(-1)
+                column_seed = holes_seed * 1000 + column
+                if column == redrawn:
+                    column_seed += REDRAWN_SEED
+                drawn_3BV = _drawn_logp(column_seed, completions=len(rows.mask_BT), vocabulary=tree.vocabulary)
+                logp_3BTV[:, continues_B, column] = drawn_3BV[:, continues_B]
+                has_logp_BT[:, column] = continues_B
 
         def of_tokens(logp_BTV: Tensor) -> Tensor:
             token_logp_BT = logp_BTV.gather(-1, token_BT[..., None])[..., 0]
@@ -99,6 +96,16 @@ class Batch:
         return cls(rows=rows, weight_B=weight_B, step_T=step_T, full_BTV=full_BTV, tensors=tensors)
 
 
+def _steps_with_holes(length: int, *, with_holes: bool) -> list[int]:
+    """Which token of a completion each column holds, -1 for the columns of a hole (:data:`HOLES`)."""
+    step_T: list[int] = []
+    for step in range(length):
+        if with_holes:
+            step_T += [-1] * HOLES.get(step, 0)
+        step_T.append(step)
+    return step_T
+
+
 def _drawn_logp(seed: int, *, completions: int, vocabulary: int) -> Tensor:
     """Log-probs ``[3, B, V]`` of policy, reference and sampler that are as far apart as policies in training."""
     generator = torch.Generator().manual_seed(seed)
@@ -111,6 +118,11 @@ def token_columns(step_T: Sequence[int]) -> list[int]:
     return [column for column, step in enumerate(step_T) if step >= 0]
 
 
+def hole_columns(step_T: Sequence[int]) -> list[int]:
+    """The columns of masked tokens within completions."""
+    return [column for column, step in enumerate(step_T) if step < 0]
+
+
 class Loss:
     """The loss of each completion of a batch, with checks that it is deterministic and of that completion alone."""
 
@@ -120,8 +132,6 @@ class Loss:
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Losses ``[B]``, and what was returned, unreduced. Raises :class:`UserError`; see :func:`check`."""
-        mask_BT = batch.tensors["mask"]
-        count = len(mask_BT)
         first = self._value(batch, slice(0, 1))
         again = self._value(batch, slice(0, 1))
         # nan_to_num, because NaN differs from itself; a NaN is reported as a problem, not as a random loss.
@@ -131,22 +141,31 @@ class Loss:
             )
         if first.dim() == 0:
             self._check_padding(batch)
-            # A scalar does not say which completion it is of: each is computed alone.
-            values = [self._value(batch, slice(row, row + 1)) for row in range(count)]
-            loss_B = torch.stack(values)
-            if self.reduction == "token_mean":
-                loss_B = loss_B * mask_BT.sum(-1)
+            loss_B = self._one_by_one(batch)
             return loss_B, loss_B
-        returned = self._value(batch, slice(0, count))
-        together_B = self._summed(returned, mask_BT)
-        relative, absolute = rounding_of(together_B)
-        first_B = self._summed(first, mask_BT[:1])
-        if not torch.allclose(first_B, together_B[:1], rtol=relative, atol=absolute, equal_nan=True):
+        returned = self._value(batch, slice(None))
+        loss_B = self._summed(returned, batch.tensors["mask"])
+        self._check_first_alone(first, loss_B, batch)
+        self._check_padding(batch)
+        return loss_B, returned
+
+    def _one_by_one(self, batch: Batch) -> Tensor:
+        """Losses ``[B]`` of a function that returns a scalar, which does not say which completion it is of."""
+        mask_BT = batch.tensors["mask"]
+        values = [self._value(batch, slice(row, row + 1)) for row in range(len(mask_BT))]
+        loss_B = torch.stack(values)
+        if self.reduction == "token_mean":
+            loss_B = loss_B * mask_BT.sum(-1)
+        return loss_B
+
+    def _check_first_alone(self, first: Tensor, loss_B: Tensor, batch: Batch) -> None:
+        """Raise :class:`UserError` where the first completion alone has another loss than among the others."""
+        alone_B = self._summed(first, batch.tensors["mask"][:1])
+        relative, absolute = rounding_of(loss_B)
+        if not torch.allclose(alone_B, loss_B[:1], rtol=relative, atol=absolute, equal_nan=True):
             raise UserError(
                 "loss_fn: the loss of a completion changes with the others in its batch; return it unreduced"
             )
-        self._check_padding(batch)
-        return together_B, returned
 
     def with_all_masked(self, batch: Batch) -> Tensor:
         """The value for two completions, of which the first has no token in the mask."""
@@ -188,6 +207,10 @@ class Loss:
         return swapped_B
 
     def _value(self, batch: Batch, rows: slice, columns: slice = slice(None)) -> Tensor:
+        """What the loss returns for some completions: ``[B, T]``, ``[B]`` or a scalar.
+
+        Raises :class:`UserError` for any other result, and for a loss that changes its arguments.
+        """
         given = {name: tensor[rows, columns] for name, tensor in batch.tensors.items()}
         # A loss that writes into its arguments would change what the later calls of this check are given.
         before = {name: tensor.detach().clone() for name, tensor in given.items()}
@@ -220,8 +243,10 @@ class Loss:
         length = int(length_B[row])
         rows = slice(row, row + 1)
         columns = slice(0, length)
-        padded = self._summed(self._value(batch, rows), mask_BT[rows]).detach().reshape(-1)
-        cut_off = self._summed(self._value(batch, rows, columns), mask_BT[rows, columns]).detach().reshape(-1)
+        with_padding = self._value(batch, rows)
+        padded = self._summed(with_padding, mask_BT[rows]).detach().reshape(-1)
+        without_padding = self._value(batch, rows, columns)
+        cut_off = self._summed(without_padding, mask_BT[rows, columns]).detach().reshape(-1)
         relative, absolute = rounding_of(padded)
         agree = torch.allclose(cut_off, padded, rtol=relative, atol=absolute, equal_nan=True)
         # A value that is not finite is a problem of its own, which the report names.

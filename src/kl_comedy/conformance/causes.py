@@ -71,6 +71,8 @@ class Repair:
 
 
 def _times(factor_of: Callable[[Slopes], Tensor]) -> Callable[[Slopes], Tensor]:
+    """The derivatives of each token times a factor ``[B, T]``, which has no derivative of its own."""
+
     def changed(slopes: Slopes) -> Tensor:
         return slopes.slope_BTV * factor_of(slopes)[..., None]
 
@@ -179,9 +181,16 @@ WRONG_TARGETS = {
 
 
 def cause_of(claimed: str, hit: str | None, measured: Sequence[Slopes]) -> str:
-    """Why a loss that claims ``claimed`` optimizes ``hit`` (None: no target); empty where no known mistake fits."""
-    if claimed in ("none", "zero") or not all(bool(slopes.slope_BTV.isfinite().all()) for slopes in measured):
+    """Why a loss that claims ``claimed`` optimizes ``hit`` (None: no target); empty where no known mistake fits.
+
+    ``measured`` is the loss on each policy near the reference. Several causes are joined by a semicolon.
+    """
+    if claimed in ("none", "zero"):
         return ""
+    # A gradient that is not finite fits no target, repaired or not; the report has it as a problem.
+    for slopes in measured:
+        if not bool(slopes.slope_BTV.isfinite().all()):
+            return ""
     causes = []
     if hit is not None and (claimed, hit) in WRONG_TARGETS:
         causes.append(WRONG_TARGETS[claimed, hit])
@@ -195,36 +204,40 @@ def cause_of(claimed: str, hit: str | None, measured: Sequence[Slopes]) -> str:
         causes.append(_repair(claimed, measured))
     if hit is None:
         causes.append(_parts_of_top_k(measured))
-    causes = [cause for cause in causes if cause]
-    return "; ".join(causes)
+    return "; ".join(cause for cause in causes if cause)
 
 
-def _repair(target: str, measured: Sequence[Slopes]) -> str:
-    targets = [slopes.policy.targets[target] for slopes in measured]
+def _repair(claimed: str, measured: Sequence[Slopes]) -> str:
+    """The mistake whose repair makes the loss hit the claimed target; empty where none does."""
     for repair in REPAIRS:
-        changed = [repair.change(slopes) for slopes in measured]
-        gradients = []
-        for slopes, slope_BTV in zip(measured, changed, strict=True):
-            if slope_BTV is not None:
-                gradients.append(slopes.gradient(slope_BTV))
-        # A repair that this loss does not allow has no gradient on any policy.
-        if len(gradients) < len(measured):
-            continue
-        if common_coefficient(gradients, targets, measured[0].tolerance) is not None:
+        repaired = [repair.change(slopes) for slopes in measured]
+        if _hits(claimed, repaired, measured):
             return repair.cause
     return ""
 
 
 def _exchanged(measured: Sequence[Slopes]) -> str:
     """Which KL the loss would optimize with policy and reference exchanged; empty for none."""
-    swapped = [slopes.gradient(slopes.swapped_BTV) for slopes in measured if slopes.swapped_BTV is not None]
-    if len(swapped) < len(measured):
-        return ""
+    swapped = [slopes.swapped_BTV for slopes in measured]
     for target in ("token_reverse", "token_forward", "sequence_reverse"):
-        targets = [slopes.policy.targets[target] for slopes in measured]
-        if common_coefficient(swapped, targets, measured[0].tolerance) is not None:
+        if _hits(target, swapped, measured):
             return f"logp and ref_logp are exchanged: in the other order it is {target}"
     return ""
+
+
+def _hits(target: str, changed: Sequence[Tensor | None], measured: Sequence[Slopes]) -> bool:
+    """Whether a target's gradient is hit with ``changed`` derivatives ``[B, T, V]``, one for each policy.
+
+    False where the loss has none of this kind: what one policy lacks, all lack, so that nothing could be compared.
+    """
+    gradients = []
+    targets = []
+    for slopes, slope_BTV in zip(measured, changed, strict=True):
+        if slope_BTV is None:
+            return False
+        gradients.append(slopes.gradient(slope_BTV))
+        targets.append(slopes.policy.targets[target])
+    return common_coefficient(gradients, targets, measured[0].tolerance) is not None
 
 
 def common_coefficient(gradients: Sequence[Tensor], targets: Sequence[Tensor], tolerance: float) -> float | None:
@@ -249,27 +262,37 @@ def _parts_of_top_k(measured: Sequence[Slopes]) -> str:
     top-k loss whose head is differentiated as it stands has ``mass = sum_{v in S} p_v s_v`` too, which only the
     derivative of the sampled tail takes away again.
     """
+    # One equation system for all policies: the coefficients of the parts are those of the loss, not of a policy.
     gradient = torch.cat([slopes.gradient(slopes.slope_BTV) for slopes in measured])
+    largest_residual = measured[0].tolerance * float(gradient.norm())
     vocabulary = measured[0].slope_BTV.shape[-1]
     for whose in ("policy", "reference"):
         for k in range(1, vocabulary):
             parts_KD = torch.cat([_head_tail_mass(slopes, k, whose) for slopes in measured], -1)
             solution = torch.linalg.lstsq(parts_KD.T, gradient[:, None]).solution[:, 0]
             residual = float((solution @ parts_KD - gradient).norm())
-            if residual > measured[0].tolerance * float(gradient.norm()):
+            if residual > largest_residual:
                 continue
-            head, tail, mass = (float(value) for value in solution)
-            has_head = head > 0
-            misses_tail = abs(tail) < LARGEST_NEGLIGIBLE * abs(head)
-            keeps_mass = abs(mass) > LARGEST_NEGLIGIBLE * abs(head)
-            if has_head and misses_tail:
-                return f"the tail is missing: only the {k} likeliest tokens of the {whose} have a gradient"
-            if has_head and keeps_mass and math.isclose(head, tail, rel_tol=LARGEST_NEGLIGIBLE):
-                return (
-                    f"the gradient of the tail is missing in part: that of the mass of the {whose}'s {k} likeliest "
-                    f"tokens is left over, {mass / head:.3g} times (the sampled tail needs its own derivative, "
-                    "+ logp - logp.detach())"
-                )
+            head, tail, mass = solution.tolist()
+            cause = _missing_part(head, tail, mass, k=k, whose=whose)
+            if cause:
+                return cause
+    return ""
+
+
+def _missing_part(head: float, tail: float, mass: float, *, k: int, whose: str) -> str:
+    """What a gradient of these parts (:func:`_parts_of_top_k`) lacks; empty where it lacks nothing that we know."""
+    if head <= 0:
+        return ""
+    negligible = LARGEST_NEGLIGIBLE * head
+    if abs(tail) < negligible:
+        return f"the tail is missing: only the {k} likeliest tokens of the {whose} have a gradient"
+    is_whole = math.isclose(head, tail, rel_tol=LARGEST_NEGLIGIBLE)
+    if is_whole and abs(mass) > negligible:
+        return (
+            f"the gradient of the tail is missing in part: that of the mass of the {whose}'s {k} likeliest tokens is "
+            f"left over, {mass / head:.3g} times (the sampled tail needs its own derivative, + logp - logp.detach())"
+        )
     return ""
 
 

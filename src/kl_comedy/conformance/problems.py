@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kl_comedy.conformance.batches import Batch, Loss, slope_of
+from kl_comedy.conformance.batches import Batch, Loss, hole_columns, slope_of
 from kl_comedy.conformance.results import TOLERANCE32, Result
 from kl_comedy.conformance.smallest import batch_lines, small_policy
 from kl_comedy.errors import UserError
@@ -28,10 +28,12 @@ def problems_of(
     ``is_first``: the regime is the first; dtypes are tried in that one alone.
     """
     problems = dict[str, None]()
-    for result in results:
-        # One place is enough: where one value is not finite, many are.
-        if not has_problems and not problems:
+    if not has_problems:
+        for result in results:
             problems |= dict.fromkeys(_not_finite(loss, result.batch))
+            # One place is enough: where one value is not finite, many are.
+            if problems:
+                break
     # One policy is enough for the others: they are mistakes of the loss's code, and show on any log-probs.
     first = results[0]
     if is_first and not problems:
@@ -47,10 +49,12 @@ def example_of_problems(loss: Loss, holes_seed: int | None) -> str:
     try:
         _, returned = loss(batch)
     except UserError:
-        return ""  # it takes no vocabulary of two tokens; the problem itself is in the report
-    lines = ["smallest batch with masked tokens (on_policy, completions of at most 2 tokens):"]
-    if holes_seed is None:
-        lines = ["smallest batch (on_policy, completions of at most 2 tokens):"]
+        # The loss takes no vocabulary of two tokens; the problem itself is in the report.
+        return ""
+    title = "smallest batch"
+    if holes_seed is not None:
+        title += " with masked tokens"
+    lines = [f"{title} (on_policy, completions of at most 2 tokens):"]
     lines += batch_lines(batch.tensors, returned.detach())
     return "\n".join(lines)
 
@@ -62,18 +66,14 @@ def _dtype_problems(loss: Loss, batch: Batch) -> list[str]:
     problems = []
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
-        tensors = {}
-        for key, tensor in batch.tensors.items():
-            tensors[key] = tensor
-            if tensor.is_floating_point():
-                tensors[key] = tensor.to(dtype)
         try:
-            rounded_B, _ = loss(dataclasses.replace(batch, tensors=tensors))
+            rounded_B, _ = loss(_in_dtype(batch, dtype))
             rounded_slope_BTV = slope_of(rounded_B, batch)
         except UserError as error:
             problems.append(f"dtype: in {name}: {error}")
             continue
-        if not bool(rounded_B.isfinite().all() and rounded_slope_BTV.isfinite().all()):
+        is_finite = bool(rounded_B.isfinite().all()) and bool(rounded_slope_BTV.isfinite().all())
+        if not is_finite:
             problems.append(f"dtype: in {name} the value or the gradient is not finite, though it is in float64")
             continue
         difference = float((rounded_slope_BTV - slope_BTV).norm())
@@ -83,11 +83,22 @@ def _dtype_problems(loss: Loss, batch: Batch) -> list[str]:
     return problems
 
 
+def _in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
+    """The batch with its log-probs in ``dtype``; they still depend on the leaf in float64."""
+    tensors = {}
+    for name, tensor in batch.tensors.items():
+        if tensor.is_floating_point():
+            tensor = tensor.to(dtype)
+        tensors[name] = tensor
+    return dataclasses.replace(batch, tensors=tensors)
+
+
 def _not_finite(loss: Loss, batch: Batch) -> list[str]:
     """Where value or gradient are not finite, padding and masked tokens included."""
     mask_BT = batch.tensors["mask"]
     ratio_BT = (batch.tensors["logp"] - batch.tensors["ref_logp"]).detach().abs()
     usual_B = (ratio_BT <= LARGEST_RATIO).all(-1)
+    # Where every completion has an impossible token, nothing need be finite.
     if not bool(usual_B.any()):
         return []
     loss_B, returned = loss(batch)
@@ -123,9 +134,12 @@ def _describe_not_finite(name: str, tensor: Tensor, usual_B: Tensor, mask_BT: Te
 
 
 def _leaks(loss: Loss, batch: Batch, policy: BatteryInstance, seed: int) -> list[str]:
-    """Masked tokens within completions that enter the loss: other log-probs there change value or gradient."""
-    holes = [column for column, step in enumerate(batch.step_T) if step < 0]
-    if not holes:
+    """Masked tokens within completions that enter the loss: other log-probs there change value or gradient.
+
+    At most one problem, which names all of these tokens; none for a batch without holes.
+    """
+    columns = hole_columns(batch.step_T)
+    if not columns:
         return []
     loss_B, _ = loss(batch)
     slope_BTV = slope_of(loss_B, batch)
@@ -136,25 +150,26 @@ def _leaks(loss: Loss, batch: Batch, policy: BatteryInstance, seed: int) -> list
         tolerance = 1e-9
     leaking = []
     # Tokens inside the mask whose gradient changes with a masked one.
-    touched = set[int]()
-    for column in holes:
+    affected = set[int]()
+    for column in columns:
         redrawn = Batch.of(policy, seed, redrawn=column)
         redrawn_B, _ = loss(redrawn)
-        moved_BT = (slope_of(redrawn_B, redrawn) - slope_BTV).abs().amax(-1) * mask_BT
+        change_BT = (slope_of(redrawn_B, redrawn) - slope_BTV).abs().amax(-1) * mask_BT
+        is_affected_T = (change_BT > tolerance).any(0)
         has_gradient = bool((slope_BTV[:, column].abs() > 0).any())
-        moves_gradient = bool((moved_BT > tolerance).any())
-        moves_value = bool(((redrawn_B - loss_B).abs() > tolerance).any())
-        if has_gradient or moves_gradient or moves_value:
+        changes_value = bool(((redrawn_B - loss_B).abs() > tolerance).any())
+        if has_gradient or changes_value or bool(is_affected_T.any()):
+            # Tokens are counted from 1 in the report.
             leaking.append(column + 1)
-            touched |= {int(token) + 1 for token in (moved_BT > tolerance).any(0).nonzero()[:, 0]}
+            affected |= {token + 1 for token in is_affected_T.nonzero()[:, 0].tolist()}
     if not leaking:
         return []
-    row = int(mask_BT.sum(-1).argmax())
+    longest = mask_BT[int(mask_BT.sum(-1).argmax())]
     effect = "change the loss"
-    if touched:
-        effect += f", and the gradient of {_tokens(sorted(touched))}"
+    if affected:
+        effect += f", and the gradient of {_tokens(sorted(affected))}"
     return [
-        f"mask: {_tokens(leaking)}, masked as a tool's reply is (mask {_mask_text(mask_BT[row])}), {effect}: multiply "
+        f"mask: {_tokens(leaking)}, masked as a tool's reply is (mask {_mask_text(longest)}), {effect}: multiply "
         "by the mask before every sum over tokens (take an argument mask if there is none)"
     ]
 

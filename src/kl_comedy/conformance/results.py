@@ -50,7 +50,7 @@ def result_of(loss: Loss, batch: Batch, policy: BatteryInstance) -> Result:
     rows = batch.rows
     assert instance.features_NVD is not None
     loss_B, returned = loss(batch)
-    # Gradients in holes do not count here; _leaks reports them.
+    # Gradients in holes do not count here; `problems_of` reports them.
     slope_BTV = slope_of(loss_B, batch)[:, token_columns(batch.step_T)]
     slope_BTV = torch.where(rows.mask_BT[..., None], slope_BTV, 0.0)
     # d loss / d parameters = sum over tokens and vocabulary of d loss / d log-prob times the log-prob's score.
@@ -84,7 +84,8 @@ class Results:
         first = self._near[0]
         self._coefficients = {name: first.moments.strength(first.target(name)) for name in (*TARGETS, *DIVERGENCES)}
 
-    def finding(self, regime: str, claimed: str | None) -> Finding:
+    def finding(self, regime: str, claimed: str | None, beta: float | None) -> Finding:
+        """What the results say, without the cause of a miss. ``beta``: what the coefficient must be; None for any."""
         target = self._target(claimed, self._results)
         near_target = self._target(claimed, self._near)
         coefficient = None
@@ -108,26 +109,34 @@ class Results:
             cosine=cosines[nearest],
             reaches_policy=any(result.moments.mean_norm != 0 for result in self._results),
             missed_in=missed_in,
+            expected_coefficient=beta,
         )
 
     def _target(self, claimed: str | None, results: Sequence[Result]) -> str | None:
         """The target that all ``results`` hit; the claimed one where several do. None where none does."""
-        # Zero first: where it is hit, a positive coefficient of another target is rounding. A negative coefficient
-        # would be a loss that drives the policy away from the reference.
-        candidates = ["zero"]
-        candidates += [name for name in (*TARGETS, *DIVERGENCES) if self._coefficients[name] > 0]
-        hit_by_all = [name for name in candidates if all(self._hits(name, result) for result in results)]
-        if not hit_by_all:
-            return None
+        # Zero first: where it is hit, a positive coefficient of another target is rounding.
+        if self._hit_by_all("zero", results):
+            return "zero"
+        hits = []
+        for name in (*TARGETS, *DIVERGENCES):
+            # A negative coefficient would be a loss that drives the policy away from the reference.
+            if self._coefficients[name] > 0 and self._hit_by_all(name, results):
+                hits.append(name)
         # Several targets may have the same gradient in a regime; the claim then decides how it is called.
-        if claimed in hit_by_all and "zero" not in hit_by_all:
+        if claimed in hits:
             return claimed
-        return hit_by_all[0]
+        if hits:
+            return hits[0]
+        return None
+
+    def _hit_by_all(self, target: str, results: Sequence[Result]) -> bool:
+        return all(self._hits(target, result) for result in results)
 
     def _hits(self, target: str, result: Result) -> bool:
         return result.moments.equals(self._coefficients[target] * result.target(target), result.tolerance)
 
     def _first_miss(self, target: str) -> str:
+        """The first policy whose gradient is not the target's, in words; empty where there is none."""
         for result in self._results:
             if not self._hits(target, result):
                 return str(result.policy.setting or "log-ratios of several nats, or 8 tokens")
