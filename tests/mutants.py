@@ -939,6 +939,31 @@ UNTESTED = (
         'text: "-ge": difference > 0,',
         tests="tests/lab/test_launch_shell_bash.py",
     ),
+    Mutant(
+        "a batch that may be left out is given",
+        "$parameter.name in BATCHES and $parameter.default is $parameter.empty",
+        "$parameter.name in BATCHES",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "a batch has no default for what it lacks",
+        "super().get($name, $default)",
+        "super().get($name)",
+        inside="The entry, under our name or a trainer's",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "an example does not count what it leaves out",
+        "$count > MAX_ROWS",
+        "$count > 100",
+        tests=CONFORMANCE,
+    ),
+    Mutant(
+        "keys of a branch that is not taken are the file's",
+        '$setting.literal and $setting.origin.kind != "skipped" and KL_KEY.fullmatch($last)',
+        "$setting.literal and KL_KEY.fullmatch($last)",
+        tests="tests/lab/test_launch_sources.py",
+    ),
 )
 """Bugs of what was written in the last days of November 2026 that no test had found when they were planted."""
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kl_comedy.conformance.arguments import caller
+from kl_comedy.conformance.arguments import BatchOfTensors, caller
 from kl_comedy.conformance.batches import HOLES, Batch, Loss, slope_of
-from kl_comedy.conformance.smallest import small_policy
+from kl_comedy.conformance.smallest import batch_lines, small_policy
 from kl_comedy.errors import UserError
 
 
@@ -124,6 +124,29 @@ def test_a_completion_is_given_what_the_sampler_recorded():
     batch = batch_of("off_policy")
     assert not torch.equal(batch.tensors["logp"].detach(), batch.tensors["behaviour_logp"])
     assert not torch.equal(batch.tensors["ref_logp"], batch.tensors["behaviour_logp"])
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+def test_a_batch_gives_the_default_for_what_it_has_not():
+    tensors = BatchOfTensors(logp=1)
+    assert tensors.get("per_token_logps") == 1
+    assert tensors.get("ref_logp", 2) == tensors.get("ref_log_prob", 2) == tensors.get("no such name", 2) == 2
+
+
+def test_a_batch_that_may_be_left_out_is_left_out():
+    def loss(logp, ref_logp, mask, batch=None):
+        assert batch is None
+        return k2(logp, ref_logp, mask)
+
+    loss_of(loss)(batch_of())
+
+
+def test_an_example_shows_eight_completions_and_counts_the_others():
+    batch = batch_of(vocabulary=3, length=3)
+    _, returned = loss_of(k2)(batch)
+    *shown, last = batch_lines(batch.tensors, returned.detach())
+    assert len(shown) == 8
+    assert last == f"  ... {len(batch.weight_B) - 8} more"
 
 
 # --- precision ------------------------------------------------------------------------------------------------------
