@@ -6,19 +6,21 @@ Legend: ``B`` completions, ``T`` tokens, ``V`` vocabulary; log-probs in nats.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kl_comedy.conformance.arguments import Call, described_error
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl.oracle.certificate import BatteryInstance
 from kl_comedy.kl.oracle.enumeration import Completions
 
 HOLES = {1: 2, 2: 1}
 """After how many tokens of a completion, how many masked ones stand, where the completion continues."""
+IGNORED_LABEL = -100
+"""The label of masked tokens, torch's ``ignore_index``."""
 REDRAWN_SEED = 500
 """Added to a column's seed for other log-probs in the same hole; larger than any number of columns."""
 
@@ -59,6 +61,8 @@ class Batch:
         inside_BT[:, columns] = rows.mask_BT
         token_BT = torch.zeros(shape, dtype=torch.long)
         token_BT[:, columns] = rows.token_BT
+        # What torch's and transformers' losses leave out.
+        label_BT = torch.where(inside_BT, token_BT, IGNORED_LABEL)
         # Policy, reference and what the sampler recorded.
         logp_3BTV = torch.zeros(3, *shape, tree.vocabulary, dtype=torch.float64)
         tables = (instance.policy_logp(), instance.ref_logp_NV, instance.recorded_logp_NV)
@@ -82,18 +86,27 @@ class Batch:
             return torch.where(has_logp_BT, token_logp_BT, 0.0)
 
         full_BTV = logp_3BTV[0].clone().requires_grad_(True)
-        # Not a leaf, as in a trainer: torch refuses to change a leaf in place, and would hide that the loss tries to.
-        policy_BTV = full_BTV * 1.0
+        # Not the leaf, as in a trainer: torch refuses to change a leaf in place, and would hide that the loss tries to.
+        # None of these depends on another one, or `slope_of` would count that part of the derivative twice.
         tensors = {
-            "logp": of_tokens(policy_BTV),
+            "logp": of_tokens(full_BTV),
             "ref_logp": of_tokens(logp_3BTV[1]),
             "behaviour_logp": of_tokens(logp_3BTV[2]),
             "mask": inside_BT,
             "tokens": token_BT,
-            "logp_full": policy_BTV,
+            "logp_full": full_BTV * 1.0,
             "ref_logp_full": logp_3BTV[1],
+            "attention_mask": has_logp_BT,
+            "labels": label_BT,
+            "logits": full_BTV + _offsets(shape, 0),
+            "ref_logits": logp_3BTV[1] + _offsets(shape, 1),
         }
         return cls(rows=rows, weight_B=weight_B, step_T=step_T, full_BTV=full_BTV, tensors=tensors)
+
+    def with_mask(self, mask_BT: Tensor) -> Batch:
+        """The batch with another mask, which its labels follow."""
+        label_BT = torch.where(mask_BT, self.tensors["tokens"], IGNORED_LABEL)
+        return dataclasses.replace(self, tensors={**self.tensors, "mask": mask_BT, "labels": label_BT})
 
 
 def _steps_with_holes(length: int, *, with_holes: bool) -> list[int]:
@@ -104,6 +117,12 @@ def _steps_with_holes(length: int, *, with_holes: bool) -> list[int]:
             step_T += [-1] * HOLES.get(step, 0)
         step_T.append(step)
     return step_T
+
+
+def _offsets(shape: tuple[int, int], number: int) -> Tensor:
+    """What a token's logits are larger than its log-probs ``[B, T, 1]``: any number, as in a model."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(*shape, 1, generator=generator, dtype=torch.float64)
 
 
 def _drawn_logp(seed: int, *, completions: int, vocabulary: int) -> Tensor:
@@ -126,7 +145,7 @@ def hole_columns(step_T: Sequence[int]) -> list[int]:
 class Loss:
     """The loss of each completion of a batch, with checks that it is deterministic and of that completion alone."""
 
-    def __init__(self, call: Callable[[Mapping[str, Tensor]], Any], reduction: str) -> None:
+    def __init__(self, call: Call, reduction: str) -> None:
         self.call = call
         self.reduction = reduction
 
@@ -171,8 +190,7 @@ class Loss:
         """The value for two completions, of which the first has no token in the mask."""
         mask_BT = batch.tensors["mask"].clone()
         mask_BT[0] = False
-        masked = dataclasses.replace(batch, tensors={**batch.tensors, "mask": mask_BT})
-        return self._value(masked, slice(0, 2)).detach()
+        return self._value(batch.with_mask(mask_BT), slice(0, 2)).detach()
 
     def value_of_tokens(self, batch: Batch, returned: Tensor) -> Tensor | None:
         """The value of each token ``[B, T]``; None where the loss of a completion is not a sum over its tokens.
@@ -186,7 +204,7 @@ class Loss:
         for column in token_columns(batch.step_T):
             alone_BT = torch.zeros_like(mask_BT)
             alone_BT[:, column] = mask_BT[:, column]
-            one_token = dataclasses.replace(batch, tensors={**batch.tensors, "mask": alone_BT})
+            one_token = batch.with_mask(alone_BT)
             for row in alone_BT[:, column].nonzero()[:, 0].tolist():
                 value = self._value(one_token, slice(row, row + 1))
                 value_BT[row, column] = float(self._summed(value.detach(), alone_BT[row : row + 1]))
@@ -197,7 +215,7 @@ class Loss:
     def with_swapped_arguments(self, batch: Batch) -> Tensor | None:
         """The losses ``[B]`` with policy and reference exchanged; None where the loss cannot be called so."""
         tensors = dict(batch.tensors)
-        for policy_name, ref_name in (("logp", "ref_logp"), ("logp_full", "ref_logp_full")):
+        for policy_name, ref_name in (("logp", "ref_logp"), ("logp_full", "ref_logp_full"), ("logits", "ref_logits")):
             tensors[policy_name] = batch.tensors[ref_name]
             tensors[ref_name] = batch.tensors[policy_name]
         try:
@@ -211,7 +229,7 @@ class Loss:
 
         Raises :class:`UserError` for any other result, and for a loss that changes its arguments.
         """
-        given = {name: tensor[rows, columns] for name, tensor in batch.tensors.items()}
+        given = {name: batch.tensors[name][rows, columns] for name in self.call.names}
         # A loss that writes into its arguments would change what the later calls of this check are given.
         before = {name: tensor.detach().clone() for name, tensor in given.items()}
         value = self.call(given)
@@ -221,7 +239,11 @@ class Loss:
         allowed = "a tensor [B, T], [B], or a scalar"
         if not isinstance(value, Tensor):
             raise bad_value("loss_fn", type(value).__name__, allowed, "what it returns")
-        shape_BT = given["mask"].shape
+        if value.is_meta or value.is_complex():
+            raise bad_value("loss_fn", f"a tensor of {value.dtype} on {value.device}", allowed, "what it returns")
+        # A loss may compute on a device of its own.
+        value = value.cpu()
+        shape_BT = batch.tensors["mask"][rows, columns].shape
         if value.shape not in ((), shape_BT[:1], shape_BT):
             raise bad_value("loss_fn", tuple(value.shape), allowed, "what it returns")
         return value
@@ -271,7 +293,12 @@ def slope_of(loss_B: Tensor, batch: Batch) -> Tensor:
         return torch.zeros_like(batch.full_BTV)
     # A completion's loss reads its own log-probs alone, so the gradient of the sum holds that of each.
     total = loss_B.double().sum()
-    (slope_BTV,) = torch.autograd.grad(
-        total, batch.full_BTV, allow_unused=True, materialize_grads=True, retain_graph=True
-    )
+    differentiable = [tensor for tensor in batch.tensors.values() if tensor.requires_grad]
+    try:
+        # Without retain_graph, which compiled losses refuse.
+        gradients = torch.autograd.grad(total, differentiable, allow_unused=True, materialize_grads=True)
+    except Exception as error:
+        raise UserError(f"loss_fn: its backward raised {described_error(error)}") from error
+    # The graph from the leaf to the batch is kept: the next call of the loss gets the same tensors.
+    (slope_BTV,) = torch.autograd.grad(differentiable, batch.full_BTV, gradients, retain_graph=True)
     return slope_BTV
