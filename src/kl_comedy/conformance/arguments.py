@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kl_comedy.errors import UserError, bad_value, unknown_key
+from kl_comedy.errors import UserError, bad_value, nearest, unknown_key
 
 ARGUMENTS = (
     "logp",
@@ -93,7 +93,7 @@ RESULTS = ("loss", "kl_loss", "kl")
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A loss that is called with tensors by our names. ``names``: those that it takes, the only ones it need be given."""
+    """A loss that is called with tensors by our names. ``names``: those that it takes."""
 
     names: tuple[str, ...]
     loss: Callable[[Mapping[str, Tensor]], Any]
@@ -267,7 +267,8 @@ def caller(loss_fn: Callable[..., Any]) -> Call:
         except UserError:
             # Ours already says what is wrong, as a key that the batch does not have.
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            # A loss that ends the process with exit code 0 would pass for a loss that is right.
             raise UserError(f"loss_fn: it raised {described_error(error)}") from error
         for parameter, batch in batches.items():
             batch.check_unchanged(parameter, tensors)
@@ -279,7 +280,7 @@ def caller(loss_fn: Callable[..., Any]) -> Call:
     return Call(names=names, loss=call)
 
 
-def described_error(error: Exception) -> str:
+def described_error(error: BaseException) -> str:
     """The kind and the first line of an exception's message, for a message of one line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -294,6 +295,8 @@ def _signature(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
     """
     if isinstance(loss_fn, type):
         raise UserError(f"loss_fn: {loss_fn.__name__} is a class; give an instance of it")
+    if inspect.iscoroutinefunction(loss_fn):
+        raise UserError("loss_fn: it is an async function; give one that returns the loss itself")
     described: Callable[..., Any] = loss_fn
     if isinstance(loss_fn, torch.nn.Module):
         described = loss_fn.forward  # a module's own signature is *args, **kwargs
@@ -316,11 +319,18 @@ def _parameters(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
         takes_many = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         has_default = parameter.default is not parameter.empty
         if not is_known and not takes_many and not has_default:
-            raise unknown_key(
-                f"loss_fn.{parameter.name}",
-                "a parameter",
-                ARGUMENTS,
-                "it is called with tensors by name; other names: kl_comedy.conformance.adapt or --arguments; "
-                "an option: functools.partial or --options",
-            )
+            raise _unknown_parameter(parameter.name)
     return parameters
+
+
+def _unknown_parameter(name: str) -> UserError:
+    if name in ("self", "cls"):
+        return UserError(f"loss_fn.{name}: it is a method of a class; give that of an instance (Class().method)")
+    hint = ""
+    suggestion = nearest(name, (*ARGUMENTS, *ALIASES))
+    if suggestion is not None:
+        hint = f"; did you mean {suggestion!r}?"
+    return UserError(
+        f"loss_fn.{name}: no tensor has this name; allowed: {', '.join(ARGUMENTS)}{hint} (for other names: "
+        "kl_comedy.conformance.adapt, --arguments; for an option of the loss: functools.partial, --options)"
+    )

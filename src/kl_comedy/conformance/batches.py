@@ -6,7 +6,7 @@ Legend: ``B`` completions, ``T`` tokens, ``V`` vocabulary; log-probs in nats.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,11 @@ from kl_comedy.kl.oracle.enumeration import Completions
 
 HOLES = {1: 2, 2: 1}
 """After how many tokens of a completion, how many masked ones stand, where the completion continues."""
+PROMPT = {0: 1}
+"""The same for a completion behind its prompt."""
+CHANGES = "loss_fn: the loss changes from call to call (dropout, noise, a running mean); switch it off"
+REPEATS = 50
+"""Calls before another explanation is given for two values that differ."""
 IGNORED_LABEL = -100
 """The label of masked tokens, torch's ``ignore_index``."""
 REDRAWN_SEED = 500
@@ -40,10 +45,18 @@ class Batch:
     tensors: dict[str, Tensor]
 
     @classmethod
-    def of(cls, policy: BatteryInstance, holes_seed: int | None, redrawn: int | None = None) -> Batch:
+    def of(
+        cls,
+        policy: BatteryInstance,
+        holes_seed: int | None,
+        *,
+        redrawn: int | None = None,
+        has_prompt: bool = False,
+    ) -> Batch:
         """Every completion. ``holes_seed``: of the log-probs in the holes; None for a batch without holes.
 
-        ``redrawn``: a column in a hole that gets other log-probs than the seed alone would give.
+        ``redrawn``: a column in a hole that gets other log-probs than the seed alone would give. ``has_prompt``: the
+        holes are one masked token before the completion, and none within it.
         """
         instance = policy.instance
         tree = instance.tree
@@ -53,7 +66,10 @@ class Batch:
         rows = tree.all.select(can_be_drawn_B)
         weight_B = weight_B[can_be_drawn_B]
 
-        step_T = _steps_with_holes(tree.length, with_holes=holes_seed is not None)
+        holes: Mapping[int, int] = {}
+        if holes_seed is not None:
+            holes = PROMPT if has_prompt else HOLES
+        step_T = _steps_with_holes(tree.length, holes)
         columns = token_columns(step_T)
 
         shape = (len(weight_B), len(step_T))
@@ -109,12 +125,11 @@ class Batch:
         return dataclasses.replace(self, tensors={**self.tensors, "mask": mask_BT, "labels": label_BT})
 
 
-def _steps_with_holes(length: int, *, with_holes: bool) -> list[int]:
-    """Which token of a completion each column holds, -1 for the columns of a hole (:data:`HOLES`)."""
+def _steps_with_holes(length: int, holes: Mapping[int, int]) -> list[int]:
+    """Which token of a completion each column holds, -1 for the columns of a hole."""
     step_T: list[int] = []
     for step in range(length):
-        if with_holes:
-            step_T += [-1] * HOLES.get(step, 0)
+        step_T += [-1] * holes.get(step, 0)
         step_T.append(step)
     return step_T
 
@@ -155,9 +170,7 @@ class Loss:
         again = self._value(batch, slice(0, 1))
         # nan_to_num, because NaN differs from itself; a NaN is reported as a problem, not as a random loss.
         if not torch.equal(first.nan_to_num(), again.nan_to_num()):
-            raise UserError(
-                "loss_fn: the loss changes from call to call (dropout, noise, a running mean); switch it off"
-            )
+            raise UserError(CHANGES)
         if first.dim() == 0:
             self._check_padding(batch)
             loss_B = self._one_by_one(batch)
@@ -167,6 +180,13 @@ class Loss:
         self._check_first_alone(first, loss_B, batch)
         self._check_padding(batch)
         return loss_B, returned
+
+    def _check_repeats(self, batch: Batch) -> None:
+        """Raise :class:`UserError` where one of several calls gives another value: a loss that rarely changes."""
+        first = self._value(batch, slice(0, 1)).nan_to_num()
+        for _ in range(REPEATS):
+            if not torch.equal(self._value(batch, slice(0, 1)).nan_to_num(), first):
+                raise UserError(CHANGES)
 
     def _one_by_one(self, batch: Batch) -> Tensor:
         """Losses ``[B]`` of a function that returns a scalar, which does not say which completion it is of."""
@@ -182,9 +202,14 @@ class Loss:
         alone_B = self._summed(first, batch.tensors["mask"][:1])
         relative, absolute = rounding_of(loss_B)
         if not torch.allclose(alone_B, loss_B[:1], rtol=relative, atol=absolute, equal_nan=True):
+            self._check_repeats(batch)
             raise UserError(
                 "loss_fn: the loss of a completion changes with the others in its batch; return it unreduced"
             )
+
+    def value(self, batch: Batch) -> Tensor:
+        """What the loss returns for the first two completions, unchecked but for its shape."""
+        return self._value(batch, slice(0, 2))
 
     def with_all_masked(self, batch: Batch) -> Tensor:
         """The value for two completions, of which the first has no token in the mask."""
@@ -218,11 +243,21 @@ class Loss:
         for policy_name, ref_name in (("logp", "ref_logp"), ("logp_full", "ref_logp_full"), ("logits", "ref_logits")):
             tensors[policy_name] = batch.tensors[ref_name]
             tensors[ref_name] = batch.tensors[policy_name]
+        return self._with_tensors(batch, tensors)
+
+    def with_other_reference(self, batch: Batch) -> Tensor | None:
+        """The losses ``[B]`` with log-probs of a reference that is not theirs; None where it cannot be called so."""
+        tensors = dict(batch.tensors)
+        for name in ("ref_logp", "ref_logp_full", "ref_logits"):
+            tensors[name] = 1.5 * batch.tensors[name]
+        return self._with_tensors(batch, tensors)
+
+    def _with_tensors(self, batch: Batch, tensors: dict[str, Tensor]) -> Tensor | None:
         try:
-            swapped_B, _ = self(dataclasses.replace(batch, tensors=tensors))
+            loss_B, _ = self(dataclasses.replace(batch, tensors=tensors))
         except UserError:
             return None
-        return swapped_B
+        return loss_B
 
     def _value(self, batch: Batch, rows: slice, columns: slice = slice(None)) -> Tensor:
         """What the loss returns for some completions: ``[B, T]``, ``[B]`` or a scalar.
@@ -273,6 +308,7 @@ class Loss:
         agree = torch.allclose(cut_off, padded, rtol=relative, atol=absolute, equal_nan=True)
         # A value that is not finite is a problem of its own, which the report names.
         if not agree and bool(padded.isfinite().all()):
+            self._check_repeats(batch)
             raise UserError(
                 f"loss_fn: the loss depends on the padding: with {length} tokens it is {float(cut_off):.4g} in "
                 f"{length} columns and {float(padded):.4g} in {mask_BT.shape[1]}; multiply by the mask, and divide by "
