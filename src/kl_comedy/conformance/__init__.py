@@ -51,8 +51,10 @@ def check(
 
     ``loss_fn`` (a function or a module) is called with those of these tensors that its parameters name: ``logp``,
     ``ref_logp``, ``behaviour_logp`` (log-probs of the tokens in nats, ``[B, T]``, zero in the padding), ``mask`` (bool
-    ``[B, T]``), ``tokens`` (ids ``[B, T]``), ``logp_full``, ``ref_logp_full`` (``[B, T, V]``). It returns what is to be
-    minimized: ``[B, T]`` or ``[B]``, summed over the mask, or a scalar, for which it is called once per completion.
+    ``[B, T]``), ``tokens`` (ids ``[B, T]``), ``logp_full``, ``ref_logp_full`` (``[B, T, V]``), ``logits``,
+    ``ref_logits`` (those plus any number for each token), ``labels`` (ids, -100 outside the mask), ``attention_mask``
+    (true at masked tokens within a completion, false in the padding). It returns what is to be minimized: ``[B, T]`` or
+    ``[B]``, summed over the mask, or a scalar, for which it is called once per completion.
     With ``reduction="token_mean"`` the scalar is a mean over the mask, which is undone. (A mean per completion weights
     a completion by 1 / length, which no KL does.)
 
