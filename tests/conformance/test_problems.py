@@ -108,3 +108,45 @@ def test_a_loss_that_changes_rarely_is_not_taken_for_one_that_mixes_completions(
 
     with pytest.raises(UserError, match="the loss changes from call to call"):
         check(rarely, **ON)
+
+
+def with_the_completion_before(logp, ref_logp, mask):
+    """The first of a batch has none before it."""
+    kl = k2(logp, ref_logp, mask)
+    return torch.cat([kl[:1], kl[1:] + 0.1 * kl[:-1]])
+
+
+def centred_in_its_group(logp, ref_logp, mask):
+    """Alone, a completion is its own mean."""
+    cost = ((logp - ref_logp) * mask).sum(-1).detach()
+    return k2(logp, ref_logp, mask).sum() + ((cost - cost.mean()) * (logp * mask).sum(-1)).sum()
+
+
+def largest_of_the_batch(logp, ref_logp, mask):
+    return k2(logp, ref_logp, mask).sum(-1).max()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (with_the_completion_before, "changes with the others in its batch"),
+        (centred_in_its_group, "neither the sum nor a mean of those of each alone"),
+        (largest_of_the_batch, "neither the sum nor a mean of those of each alone"),
+        (lambda logp, mask: logp * (1 - mask), r"it raised RuntimeError: .* \(the mask is a bool tensor"),
+    ],
+)
+def test_a_loss_that_mixes_completions_is_refused(loss, message):
+    with pytest.raises(UserError, match=message):
+        check(loss, **ON)
+
+
+@pytest.mark.parametrize("normalize", [lambda kl, mask: kl.sum(), lambda kl, mask: kl.sum(-1).mean()])
+def test_sums_and_means_of_completions_do_not_mix_them(normalize):
+    check(lambda logp, ref_logp, mask: normalize(k2(logp, ref_logp, mask), mask), **ON).assert_ok()
+
+
+def test_a_mean_of_tokens_does_not_mix_completions():
+    def loss(logp, ref_logp, mask):
+        return k2(logp, ref_logp, mask).sum() / mask.sum()
+
+    check(loss, reduction="token_mean", **ON).assert_ok()

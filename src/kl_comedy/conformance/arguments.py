@@ -269,7 +269,10 @@ def caller(loss_fn: Callable[..., Any]) -> Call:
             raise
         except (Exception, SystemExit) as error:
             # A loss that ends the process with exit code 0 would pass for a loss that is right.
-            raise UserError(f"loss_fn: it raised {described_error(error)}") from error
+            hint = ""
+            if "bool tensor" in str(error):
+                hint = " (the mask is a bool tensor; wrap the loss and give it mask.to(logp.dtype))"
+            raise UserError(f"loss_fn: it raised {described_error(error)}{hint}") from error
         for parameter, batch in batches.items():
             batch.check_unchanged(parameter, tensors)
         return loss_of(returned)

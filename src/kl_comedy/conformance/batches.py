@@ -174,10 +174,12 @@ class Loss:
         if first.dim() == 0:
             self._check_padding(batch)
             loss_B = self._one_by_one(batch)
+            self._check_pair(batch)
             return loss_B, loss_B
         returned = self._value(batch, slice(None))
         loss_B = self._summed(returned, batch.tensors["mask"])
-        self._check_first_alone(first, loss_B, batch)
+        for row in (0, len(loss_B) - 1):
+            self._check_alone(row, loss_B, batch)
         self._check_padding(batch)
         return loss_B, returned
 
@@ -197,11 +199,34 @@ class Loss:
             loss_B = loss_B * mask_BT.sum(-1)
         return loss_B
 
-    def _check_first_alone(self, first: Tensor, loss_B: Tensor, batch: Batch) -> None:
-        """Raise :class:`UserError` where the first completion alone has another loss than among the others."""
-        alone_B = self._summed(first, batch.tensors["mask"][:1])
+    def _check_pair(self, batch: Batch) -> None:
+        """Raise :class:`UserError` where a scalar of two completions is no sum and no mean of those of each alone."""
+        tokens_B = batch.tensors["mask"].sum(-1)
+        # Of different lengths, so that the two means differ.
+        pair = [int(tokens_B.argmin()), int(tokens_B.argmax())]
+        if len(set(pair)) < 2:
+            return
+        alone_2 = torch.stack([self._value(batch, slice(row, row + 1)).detach() for row in pair]).double()
+        together = self._value(batch, pair).detach().double()
+        if together.dim() != 0 or not bool(torch.cat([alone_2, together[None]]).isfinite().all()):
+            return
+        tokens_2 = tokens_B[pair].double()
+        allowed = (alone_2.sum(), alone_2.mean(), (alone_2 * tokens_2).sum() / tokens_2.sum())
+        relative, absolute = rounding_of(self._value(batch, pair))
+        if not any(torch.isclose(together, value, rtol=relative, atol=absolute) for value in allowed):
+            self._check_repeats(batch)
+            raise UserError(
+                "loss_fn: the loss of two completions is neither the sum nor a mean of those of each alone "
+                f"({float(together):.4g}; alone {float(alone_2[0]):.4g} and {float(alone_2[1]):.4g}): completions are "
+                "mixed; give the loss before that step"
+            )
+
+    def _check_alone(self, row: int, loss_B: Tensor, batch: Batch) -> None:
+        """Raise :class:`UserError` where a completion alone has another loss than among the others."""
+        rows = slice(row, row + 1)
+        alone_B = self._summed(self._value(batch, rows), batch.tensors["mask"][rows])
         relative, absolute = rounding_of(loss_B)
-        if not torch.allclose(alone_B, loss_B[:1], rtol=relative, atol=absolute, equal_nan=True):
+        if not torch.allclose(alone_B, loss_B[rows], rtol=relative, atol=absolute, equal_nan=True):
             self._check_repeats(batch)
             raise UserError(
                 "loss_fn: the loss of a completion changes with the others in its batch; return it unreduced"
@@ -259,7 +284,7 @@ class Loss:
             return None
         return loss_B
 
-    def _value(self, batch: Batch, rows: slice, columns: slice = slice(None)) -> Tensor:
+    def _value(self, batch: Batch, rows: slice | list[int], columns: slice = slice(None)) -> Tensor:
         """What the loss returns for some completions: ``[B, T]``, ``[B]`` or a scalar.
 
         Raises :class:`UserError` for any other result, and for a loss that changes its arguments.
