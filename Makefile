@@ -77,6 +77,7 @@ verify-pins: setup
 docs: setup
 	$(BIN)/python -m pip install --quiet -c install/constraints.txt -e '.[docs]'
 	$(BIN)/python research/scripts/generate_docs.py --check
+	$(BIN)/python research/scripts/store_certificates.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir site
 	@echo "the site: site/index.html"
 

@@ -9,7 +9,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1] / "src" / "kl_comedy"
 FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
-    ["errors", "redaction", "registry", "records", "io", "processes", "cuda", "config", "extras", "phases", "progress"],
+    [
+        "errors",
+        "lazy",
+        "redaction",
+        "registry",
+        "records",
+        "io",
+        "processes",
+        "cuda",
+        "config",
+        "extras",
+        "phases",
+        "progress",
+    ],
     ["kl", "objective", "statistics"],
     ["models", "rewards", "data", "rollouts", "tracking"],
     ["evaluation", "training", "slurm", "lab", "integrations", "conformance"],
@@ -50,6 +63,10 @@ LIGHT = [  # one process each, in this order: a package is light if nothing befo
         "kl_comedy.tracking": ["mlflow", "pandas", "matplotlib", "torch"],
         "kl_comedy.config": ["torch", "transformers", "lightning", "mlflow"],
         "kl_comedy.cli.main": ["torch", "transformers", "lightning", "mlflow", "pandas"],
+        # Terms are data: torch takes longer to import than `kl-comedy explain` takes to answer.
+        "kl_comedy.kl": ["torch", "omegaconf"],
+        "kl_comedy.kl.oracle.stored_certificates": ["torch", "omegaconf"],
+        "kl_comedy.lab.launch_files": ["torch", "omegaconf"],
     },
     {
         "kl_comedy.kl": ["omegaconf", "transformers", "lightning", "mlflow", "vllm", "datasets", "pandas"],

@@ -10,9 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 LOGITS = (0.3, -0.8, 0.5, 0.1)
+"""Of the policy, one for each token."""
 REF_LOGITS = (-0.4, 0.2, 0.9, -0.3)
 STEP = 1e-5
+"""Of a central difference: its error is about the square of the step, and rounding adds 1e-16 / STEP."""
+LARGEST_ROUNDING = 1e-6
+"""Relative distance of two gradients that central differences do not tell from 0."""
 TOP = 2
+"""Likeliest tokens of the top-k KL."""
 
 
 def softmax(logits: Sequence[float]) -> list[float]:
@@ -33,10 +38,9 @@ def gradient(value: Callable[[Sequence[float]], float], logits: Sequence[float])
     return slopes
 
 
-def distance(found: Sequence[float], wanted: Sequence[float]) -> float:
-    """The relative distance of two gradients."""
-    difference = math.dist(found, wanted)
-    return difference / math.hypot(*wanted)
+def distance(slopes: Sequence[float], expected: Sequence[float]) -> float:
+    """The distance of two gradients, relative to the size of the expected one."""
+    return math.dist(slopes, expected) / math.hypot(*expected)
 
 
 def reverse_kl(logits: Sequence[float]) -> float:
@@ -63,15 +67,14 @@ def swapped_arguments() -> dict[str, Any]:
         pairs = zip(softmax(logits), softmax(REF_LOGITS), strict=True)
         return 0.5 * sum(p * p / q for p, q in pairs)
 
-    found = expected_slope(lambda logp, ref_logp: math.exp(logp - ref_logp) - 1 - (logp - ref_logp))
-    to_chi_square = distance(found, gradient(half_chi_square, LOGITS))
-    to_kl = distance(found, gradient(reverse_kl, LOGITS))
-    return {
-        "id": "rlinf-fsdp",
-        "from_named": to_chi_square,
-        "from_kl": to_kl,
-        "says": f"4 tokens: {_rounded(to_chi_square)} from half the chi-square, {_rounded(to_kl)} from the reverse KL",
-    }
+    def swapped_k3(logp: float, ref_logp: float) -> float:
+        return math.exp(logp - ref_logp) - 1 - (logp - ref_logp)
+
+    slopes = expected_slope(swapped_k3)
+    from_chi_square = distance(slopes, gradient(half_chi_square, LOGITS))
+    from_kl = distance(slopes, gradient(reverse_kl, LOGITS))
+    words = f"{_percent(from_chi_square)} from half the chi-square, {_percent(from_kl)} from the reverse KL"
+    return {"id": "rlinf-fsdp", "from_named": from_chi_square, "from_kl": from_kl, "says": f"4 tokens: {words}"}
 
 
 def top_k() -> dict[str, Any]:
@@ -98,15 +101,10 @@ def top_k() -> dict[str, Any]:
         return gradient(value, LOGITS)
 
     kl = gradient(reverse_kl, LOGITS)
-    released = distance(slope(with_fix=False), kl)
-    fixed_distance = distance(slope(with_fix=True), kl)
-    says = f"{_rounded(released)} from the reverse KL, {_rounded(fixed_distance)} with the fix"
-    return {
-        "id": "ema-pg-reverse",
-        "from_named": fixed_distance,
-        "from_kl": released,
-        "says": f"4 tokens, top {TOP}: {says}",
-    }
+    from_kl = distance(slope(with_fix=False), kl)
+    with_fix = distance(slope(with_fix=True), kl)
+    words = f"{_percent(from_kl)} from the reverse KL, {_percent(with_fix)} with the fix"
+    return {"id": "ema-pg-reverse", "from_named": with_fix, "from_kl": from_kl, "says": f"4 tokens, top {TOP}: {words}"}
 
 
 def masked_returns() -> dict[str, Any]:
@@ -119,10 +117,14 @@ def masked_returns() -> dict[str, Any]:
         # The expectation of the return of each token times its score; both tokens have the same policy.
         total = [0.0] * len(LOGITS)
         for first, p_first in enumerate(policy):
+            reply_cost = reply_log_ratio[first]
+            if with_mask:
+                reply_cost = 0.0
+            first_cost = math.log(p_first / ref[first])
             for second, p_second in enumerate(policy):
                 second_cost = math.log(p_second / ref[second])
-                reply_cost = 0.0 if with_mask else reply_log_ratio[first]
-                first_return = math.log(p_first / ref[first]) + reply_cost + second_cost
+                # A token's return is the sum of the costs from it on, so that the reply's reaches the first alone.
+                first_return = first_cost + reply_cost + second_cost
                 for logit in range(len(LOGITS)):
                     first_score = (logit == first) - policy[logit]
                     second_score = (logit == second) - policy[logit]
@@ -130,22 +132,29 @@ def masked_returns() -> dict[str, Any]:
                     total[logit] += p_first * p_second * weighted
         return total
 
+    # Two tokens of the same policy and reference have twice the KL of one.
     kl = [2 * slope_of_logit for slope_of_logit in gradient(reverse_kl, LOGITS)]
-    released = distance(slope(with_mask=False), kl)
-    masked = distance(slope(with_mask=True), kl)
+    from_kl = distance(slope(with_mask=False), kl)
+    with_mask = distance(slope(with_mask=True), kl)
+    words = f"{_percent(from_kl)} from the reverse KL, {_percent(with_mask)} with the mask"
     return {
         "id": "miles-plus-plus",
-        "from_named": masked,
-        "from_kl": released,
-        "says": f"2 tokens and a reply: {_rounded(released)} from the reverse KL, {_rounded(masked)} with the mask",
+        "from_named": with_mask,
+        "from_kl": from_kl,
+        "says": f"2 tokens and a reply: {words}",
     }
 
 
-def _rounded(share: float) -> str:
-    # A central difference has an error of its own.
-    return "0 %" if share < 1e-6 else f"{100 * share:.3g} %"
+def _percent(share: float) -> str:
+    if share < LARGEST_ROUNDING:
+        return "0 %"
+    return f"{100 * share:.3g} %"
 
 
 def checks() -> list[dict[str, Any]]:
-    """The three checks."""
+    """The three checks. Each has the row's ``id``, what it ``says``, and two relative distances of gradients.
+
+    ``from_kl``: of the released form from the reverse KL. ``from_named``: 0 up to rounding; of the released form from
+    the divergence that the row names, or of the fixed form from the reverse KL.
+    """
     return [swapped_arguments(), top_k(), masked_returns()]

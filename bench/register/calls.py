@@ -95,7 +95,7 @@ def top_k_parts(
     chooser = logp_full
     if kind == "full_forward":
         chooser = ref_logp_full
-    top_BTK = chooser.detach().topk(TOP, -1).indices
+    top_BTK = _likeliest(chooser)
     # The logits are the log-probs, whose logsumexp is 0. The sampled token's log-prob comes from the same logits.
     zero_BT = torch.zeros_like(ref_logp)
     head_BT, tail_BT = code.compute_memory_efficient_kl(
@@ -114,22 +114,32 @@ def top_k_parts(
     return head_BT + tail_BT
 
 
+def _likeliest(chooser_BTV: Tensor) -> Tensor:
+    """The ids ``[B, T, K]`` of the likeliest tokens."""
+    return chooser_BTV.detach().topk(TOP, -1).indices
+
+
+def _in_tail(top_BTK: Tensor, token_BT: Tensor) -> Tensor:
+    """Whether a sampled token is none of the likeliest, ``[B, T]``."""
+    return (top_BTK != token_BT[..., None]).all(-1)
+
+
 def tail_score(logp: Tensor, chooser: Tensor, tokens: Tensor) -> Tensor:
     """0 in value, with the gradient of the log-prob on tokens outside the likeliest of ``chooser`` ``[B, T, V]``."""
-    top_BTK = chooser.detach().topk(TOP, -1).indices
-    outside_BT = (top_BTK != tokens[..., None]).all(-1)
-    return torch.where(outside_BT, logp - logp.detach(), 0.0)
+    return torch.where(_in_tail(_likeliest(chooser), tokens), logp - logp.detach(), 0.0)
 
 
 def our_top_k_parts(
     *, logp: Tensor, ref_logp: Tensor, logp_full: Tensor, ref_logp_full: Tensor, tokens: Tensor
 ) -> Tensor:
     """The same reverse KL: an exact head, and a sampled tail that lacks the gradient of its value."""
-    top_BTK = logp_full.detach().topk(TOP, -1).indices
+    top_BTK = _likeliest(logp_full)
     head_logp_BTK = logp_full.gather(-1, top_BTK)
-    head_BT = (head_logp_BTK.exp() * (head_logp_BTK - ref_logp_full.gather(-1, top_BTK))).sum(-1)
-    outside_BT = (top_BTK != tokens[..., None]).all(-1)
-    return head_BT + torch.where(outside_BT, (logp - ref_logp).detach() * score(logp), 0.0)
+    head_ref_logp_BTK = ref_logp_full.gather(-1, top_BTK)
+    head_BT = (head_logp_BTK.exp() * (head_logp_BTK - head_ref_logp_BTK)).sum(-1)
+    # The value is a constant here: its gradient, + logp - logp.detach(), is what the released code lacks.
+    tail_BT = (logp - ref_logp).detach() * score(logp)
+    return head_BT + torch.where(_in_tail(top_BTK, tokens), tail_BT, 0.0)
 
 
 def loss_module(build: Callable[..., Any], logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
@@ -137,7 +147,9 @@ def loss_module(build: Callable[..., Any], logp: Tensor, ref_logp: Tensor, mask:
     losses = []
     for row in range(len(mask)):
         part = slice(row, row + 1)
-        arguments = (logp[part], ref_logp[part], torch.zeros(1, 1, dtype=torch.float64), mask[part])
+        advantages = torch.zeros(1, 1, dtype=torch.float64)
+        arguments = (logp[part], ref_logp[part], advantages, mask[part])
+        # The difference is the KL part alone, whatever else the loss has.
         losses.append(build(beta=1.0)(*arguments) - build(beta=0.0)(*arguments))
     return torch.stack(losses)
 
@@ -164,6 +176,7 @@ def unsloth_kl(
 
 def prime_loss(code: Any, function: str, *, logp: Tensor, ref_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
     """prime-rl's loss of one completion after another, at advantages of 0 and a coefficient of 1."""
+    # With masks this wide no token is dropped, and a tau of 0 leaves nothing of the policy loss.
     config = SimpleNamespace(dppo_mask_high=1e9, dppo_mask_low=1e9, adv_tau=0.0, kl_tau=1.0)
     losses = []
     for row in range(len(mask)):
@@ -175,8 +188,12 @@ def prime_loss(code: Any, function: str, *, logp: Tensor, ref_logp: Tensor, old_
             loss_mask=mask[row],
             loss_weights=None,
         )
-        arguments = (inputs, config) if function == "default_loss_fn" else (inputs,)
-        losses.append(getattr(code, function)(*arguments).loss)
+        loss_fn = getattr(code, function)
+        if function == "default_loss_fn":
+            outputs = loss_fn(inputs, config)
+        else:
+            outputs = loss_fn(inputs)
+        losses.append(outputs.loss)
     return torch.stack(losses)
 
 

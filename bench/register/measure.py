@@ -22,12 +22,16 @@ from kl_comedy.kl.oracle import Loss, Moments, Rows, exact_moments
 from kl_comedy.kl.oracle.certificate import BatteryInstance
 from kl_comedy.kl.oracle.divergences import DIVERGENCES, divergence_gradient
 
-FRESH, STALE = "on_policy", "off_policy"
+FRESH = "on_policy"
+STALE = "off_policy"
 HOLE = 1
 """The column at which a masked token is inserted: after the first token of a completion."""
-HOLE_LOGP, HOLE_REF_LOGP, HOLE_BEHAVIOUR_LOGP = -1.3, -2.1, -1.7
-"""Log-probs of the masked token (nats), none of them 0: a sum that forgets the mask shows."""
+HOLE_LOGP = -1.3
+"""Of the masked token, in nats. None of its log-probs is 0: a sum that forgets the mask shows."""
+HOLE_REF_LOGP = -2.1
+HOLE_BEHAVIOUR_LOGP = -1.7
 NONE = "none"
+"""The objective of a loss whose expected gradient is that of no objective with a name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,8 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class _Result:
+    """The expected gradient of a loss on one instance, and the gradients of the objectives by name."""
+
     policy: BatteryInstance
     moments: Moments
     targets: dict[str, Tensor]
@@ -60,13 +66,15 @@ def _targets(regime: str, group_size: int) -> tuple[dict[str, Tensor], ...]:
     """The gradients of every objective that has a name, by instance."""
     named = []
     for policy in instances(regime, group_size):
-        divergences = {name: divergence_gradient(policy.instance, name) for name in DIVERGENCES}
-        named.append({**{name: policy.targets[name] for name in TARGETS}, **divergences})
+        targets = {name: policy.targets[name] for name in TARGETS}
+        for name in DIVERGENCES:
+            targets[name] = divergence_gradient(policy.instance, name)
+        named.append(targets)
     return tuple(named)
 
 
 def verdict(loss: Loss, regime: str, *, intended: str, group_size: int = 1) -> Verdict:
-    """The :class:`Verdict` of a loss."""
+    """The :class:`Verdict` of a loss. ``intended``: the target that error and cosine compare with."""
     results = []
     for policy, targets in zip(instances(regime, group_size), _targets(regime, group_size), strict=True):
         moments = exact_moments(policy.instance, loss, group_size=group_size)
@@ -77,14 +85,20 @@ def verdict(loss: Loss, regime: str, *, intended: str, group_size: int = 1) -> V
     target, coefficient = _named(results)
     near = False
     if target == NONE:
+        # A clamp may act where policy and reference are far apart; near each other the loss is itself.
         target, coefficient = _named(near_results)
         near = target != NONE
     cosine = None
     if target != "zero":
         cosine = _mean([result.moments.cosine(result.targets[intended]) for result in shown])
     error = _mean([result.moments.relative_bias(result.targets[intended]) for result in shown])
-    silent = all(result.moments.variance == 0 and not bool(result.moments.gradient_D.any()) for result in results)
+    silent = all(_is_silent(result.moments) for result in results)
     return Verdict(target=target, coefficient=coefficient, near=near, error=error, cosine=cosine, silent=silent)
+
+
+def _is_silent(moments: Moments) -> bool:
+    """Whether no completion has a gradient: neither their mean nor their variance differs from 0."""
+    return moments.variance == 0 and not bool(moments.gradient_D.any())
 
 
 def _named(results: Sequence[_Result]) -> tuple[str, float | None]:
@@ -148,19 +162,16 @@ def holes(loss: Loss, *, intended: str) -> Holes:
     def loss_with_hole(rows: Rows, /) -> Tensor:
         nonlocal reached
         wide, hole_B = _with_hole(rows)
-        value = loss(wide)
-        # A value for each token is summed over the mask, as every trainer does.
-        if value.dim() == 2:
-            value = torch.where(wide.mask_BT, value, 0.0).sum(-1)
-        (slope_B,) = torch.autograd.grad(value.sum() + 0.0 * hole_B.sum(), hole_B, retain_graph=True)
-        reached = reached or bool((slope_B != 0).any())
+        value = _summed(loss(wide), wide.mask_BT)
+        # Plus 0 times the hole, so that there is a derivative where the loss does not read it.
+        total = value.sum() + 0.0 * hole_B.sum()
+        (slope_B,) = torch.autograd.grad(total, hole_B, retain_graph=True)
+        if bool((slope_B != 0).any()):
+            reached = True
         return value
 
     def loss_without(rows: Rows, /) -> Tensor:
-        value = loss(rows)
-        if value.dim() == 2:
-            value = torch.where(rows.mask_BT, value, 0.0).sum(-1)
-        return value
+        return _summed(loss(rows), rows.mask_BT)
 
     changes = []
     for policy in instances(FRESH, 1):
@@ -174,6 +185,13 @@ def holes(loss: Loss, *, intended: str) -> Holes:
     if change < FLOAT32:
         change = 0.0
     return Holes(change=change, reached=reached)
+
+
+def _summed(value: Tensor, mask_BT: Tensor) -> Tensor:
+    """A value for each token summed over the mask, as every trainer does; a value for each completion as it is."""
+    if value.dim() == 2:
+        return torch.where(mask_BT, value, 0.0).sum(-1)
+    return value
 
 
 def _with_hole(rows: Rows) -> tuple[Rows, Tensor]:

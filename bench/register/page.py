@@ -23,6 +23,8 @@ WORDS = {
     "none": "no divergence that has a name here",
 }
 """Of a table's cell, by the name of the objective."""
+LARGEST_ROUNDING = 1e-3
+"""Difference of a coefficient from 1 that the page does not show: some released code computes in float32."""
 SILENT = "nothing: no completion has a gradient"
 OWN_NAMES = ("plus_plus_returns", "with_returns", "top_k_parts", "loss_module", "unsloth_kl", "nemo_weight", "ratio")
 """Names in a call that are this repository's."""
@@ -110,7 +112,7 @@ def objective(figures: Mapping[str, Any] | None) -> str:
         return SILENT
     words = WORDS[figures["target"]]
     coefficient = figures["coefficient"]
-    if coefficient is not None and abs(coefficient - 1) > 1e-3:
+    if coefficient is not None and abs(coefficient - 1) > LARGEST_ROUNDING:
         words = f"{coefficient:.3g} times the {words}"
     if figures["near"]:
         words += ", while no clamp acts"
@@ -132,7 +134,10 @@ def percent(share: float | None) -> str:
     """
     if share is None:
         return "not finite"
-    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"
+    # With two digits 0.995 would be "1e+02 %".
+    if share < 0.995:
+        return f"{100 * share:.2g} %"
+    return f"{100 * share:.0f} %"
 
 
 def holes_text(row: Row) -> str:
@@ -168,7 +173,7 @@ def issue(row: Row) -> str:
         f"**Setting.** `{row['flags']}`",
         _code(row),
         f"**Expected.** The expected gradient of the loss is that of the {WORDS[row['intended']]}.",
-        *_found(row),
+        *_results(row),
         *_call(row),
         *_fix(row),
     ]
@@ -194,7 +199,8 @@ def _code(row: Row) -> str:
     return f"{text}."
 
 
-def _found(row: Row) -> list[str]:
+def _results(row: Row) -> list[str]:
+    """What the loss was measured to optimize."""
     fresh = row["fresh"]
     stale = row["stale"]
     intended = WORDS[row["intended"]]

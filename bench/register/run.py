@@ -29,11 +29,15 @@ sys.path.insert(0, str(HERE.parents[1]))
 ROWS = HERE.parent / "rows.yaml"
 OUT = HERE.parents[2] / "results" / "register"
 COMMAND = "python bench/register/run.py --sources DIR"
-RELEASED, OURS, NOT_REBUILT = "released code", "re-implementation", "not rebuilt"
+RELEASED = "released code"
+OURS = "re-implementation"
+NOT_REBUILT = "not rebuilt"
 TEXTS = ("fix", "issue", "known", "related", "called_at", "form", "form_fixed", "hand")
 """Fields of a row on which no figure depends."""
 DIGITS = 4
 """Of stored figures: more would differ between machines."""
+LARGEST_ROUNDING = 1e-6
+"""Figures below are rounding errors, and stored as 0."""
 
 
 def rows_of(path: Path = ROWS) -> list[dict[str, Any]]:
@@ -50,7 +54,10 @@ def wheel_of(row: Mapping[str, Any]) -> str:
 
 
 def built(row: Mapping[str, Any], sources: Path | None) -> dict[str, Any]:
-    """One row with its figures, in this process."""
+    """One row with its figures, in this process.
+
+    A row whose source is missing is made by our re-implementation; one that has none either has no figures.
+    """
     from register.sources import SourceMissing
 
     stored = {"id": row["id"], "system": row["system"], "flags": row["flags"], "intended": row["intended"]}
@@ -172,7 +179,8 @@ def _fixed(row: Mapping[str, Any], code: Any) -> dict[str, Any]:
     from register.measure import FRESH, holes, verdict
 
     # A fix that calls the released functions cannot be run without them.
-    if not row.get("fixed") or (code is None and "repository" in row):
+    lacks_code = code is None and "repository" in row
+    if not row.get("fixed") or lacks_code:
         return {"fixed_fresh": None, "fixed_holes": None}
     loss = _loss(row["fixed"], code)
     outcome = verdict(loss, FRESH, intended=row["intended"])
@@ -184,6 +192,10 @@ def _fixed(row: Mapping[str, Any], code: Any) -> dict[str, Any]:
 
 
 def _figures(loss: Any, row: Mapping[str, Any], *, group_size: int = 1, with_holes: bool = True) -> dict[str, Any]:
+    """What a loss optimizes with fresh and with stale samples, and what holes do to it.
+
+    A loss of groups is not tried with holes: there a completion's loss depends on those of its group.
+    """
     from register.measure import FRESH, STALE, holes, verdict
 
     figures: dict[str, Any] = {}
@@ -197,16 +209,22 @@ def _figures(loss: Any, row: Mapping[str, Any], *, group_size: int = 1, with_hol
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
+    """Figures as they are stored: with :data:`DIGITS` digits, and None for a number that is not finite."""
     rounded = {}
     for name, value in figures.items():
-        rounded[name] = value
         if isinstance(value, float):
-            # Below, an error is the rounding of the machine.
-            near_zero = abs(value) < 1e-6
-            rounded[name] = 0.0 if near_zero else float(f"{value:.{DIGITS}g}")
-            if not math.isfinite(value):
-                rounded[name] = None
+            value = _rounded_number(value)
+        rounded[name] = value
     return rounded
+
+
+def _rounded_number(value: float) -> float | None:
+    # JSON has no NaN.
+    if not math.isfinite(value):
+        return None
+    if abs(value) < LARGEST_ROUNDING:
+        return 0.0
+    return float(f"{value:.{DIGITS}g}")
 
 
 def at_newest(row: Mapping[str, Any], sources: Path | None) -> Mapping[str, Any]:
@@ -230,8 +248,8 @@ def run_rows(rows: Sequence[Mapping[str, Any]], sources: Path | None) -> list[di
         try:
             outcome.append(built(row, sources))
         except Exception as error:
-            lines = str(error).splitlines() or ["no message"]
-            why = f"{type(error).__name__}: {lines[0]}"
+            first_line = str(error).partition("\n")[0]
+            why = f"{type(error).__name__}: {first_line or 'no message'}"
             described = {name: row.get(name, "") for name in ("id", "system", "flags", "intended", *TEXTS)}
             outcome.append({**described, "version": str(row.get("version", "")), "made_by": NOT_REBUILT, "why": why})
     return outcome
@@ -243,7 +261,7 @@ def run_all(sources: Path | None, *, use_newest: bool = False) -> list[dict[str,
     groups: dict[str, list[str]] = {}
     for row in rows:
         groups.setdefault(wheel_of(row), []).append(row["id"])
-    made: dict[str, dict[str, Any]] = {}
+    rebuilt: dict[str, dict[str, Any]] = {}
     for system, ids in groups.items():
         command = [sys.executable, str(HERE), "--json", "--only", *ids]
         if sources is not None:
@@ -256,9 +274,9 @@ def run_all(sources: Path | None, *, use_newest: bool = False) -> list[dict[str,
         if not json_lines:
             raise SystemExit(f"{system or 'sources'}: {completed.stderr.strip().splitlines()[-1:]}")
         for row in json.loads(json_lines[-1]):
-            made[row["id"]] = row
+            rebuilt[row["id"]] = row
         print(f"{system or 'sources'}: {len(ids)} rows", file=sys.stderr, flush=True)
-    return [made[row["id"]] for row in rows]
+    return [rebuilt[row["id"]] for row in rows]
 
 
 def store_rows(out: Path, rebuilt: Sequence[Mapping[str, Any]]) -> None:
@@ -299,7 +317,8 @@ def changes(stored: Sequence[Mapping[str, Any]], rebuilt: Sequence[Mapping[str, 
 def _changed_figures(row_id: str, regime: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     lines = []
     for name in sorted({*old, *new}):
-        before, after = old.get(name), new.get(name)
+        before = old.get(name)
+        after = new.get(name)
         both_numbers = isinstance(before, float) and isinstance(after, float)
         # Another processor rounds otherwise in the last digits.
         if both_numbers and math.isclose(before, after, rel_tol=1e-3, abs_tol=1e-5):
@@ -320,39 +339,56 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON on one line")
     options = parser.parse_args(arguments)
     if options.sources is not None and not options.sources.is_dir():
-        print(f"--sources: got {str(options.sources)!r}; no such folder", file=sys.stderr)
-        return 2
+        return _refused(f"--sources: got {str(options.sources)!r}; no such folder")
     if options.only:
-        exact = [row for row in rows_of() if row["id"] in options.only]
-        chosen = exact or [row for row in rows_of() if row["id"].startswith(tuple(options.only))]
-        if not chosen:
-            ids = ", ".join(row["id"] for row in rows_of())
-            print(f"--only: got {' '.join(options.only)!r}; allowed: {ids}", file=sys.stderr)
-            return 2
-        if options.newest:
-            chosen = [dict(at_newest(row, options.sources)) for row in chosen]
-        outcome = run_rows(chosen, options.sources)
-        if options.store:
-            store_rows(options.out, outcome)
-            return 0
-        indent = None if options.json else 2
-        print(json.dumps(outcome, indent=indent))
-        return 0
+        return _run_some(options)
     if options.newest and not options.changes:
-        print("--newest: is for --changes and --only; rows are stored at pinned commits", file=sys.stderr)
-        return 2
-    rebuilt = run_all(options.sources, use_newest=options.newest)
-    stored_file = options.out / "register.json"
+        return _refused("--newest: is for --changes and --only; rows are stored at pinned commits")
     if options.changes:
-        if not stored_file.is_file():
-            print(f"--out: got {str(options.out)!r}; there is no register.json to compare with", file=sys.stderr)
-            return 2
-        lines = changes(json.loads(stored_file.read_text(encoding="utf-8")), rebuilt)
-        print("\n".join(lines) or "nothing changed")
-        return 0
+        return _print_changes(options)
     from register.page import write
 
-    write(options.out, rebuilt)
+    write(options.out, run_all(options.sources))
+    return 0
+
+
+def _refused(message: str) -> int:
+    """Print why the options make no sense. Returns the exit code."""
+    print(message, file=sys.stderr)
+    return 2
+
+
+def _run_some(options: argparse.Namespace) -> int:
+    """Run the rows of --only in this process, and print or store them."""
+    rows = rows_of()
+    chosen = [row for row in rows if row["id"] in options.only]
+    if not chosen:
+        chosen = [row for row in rows if row["id"].startswith(tuple(options.only))]
+    if not chosen:
+        ids = ", ".join(row["id"] for row in rows)
+        return _refused(f"--only: got {' '.join(options.only)!r}; allowed: {ids}")
+    if options.newest:
+        chosen = [dict(at_newest(row, options.sources)) for row in chosen]
+    rebuilt = run_rows(chosen, options.sources)
+    if options.store:
+        store_rows(options.out, rebuilt)
+        return 0
+    indent = 2
+    if options.json:
+        # On one line, which run_all looks for among what the released code prints.
+        indent = None
+    print(json.dumps(rebuilt, indent=indent))
+    return 0
+
+
+def _print_changes(options: argparse.Namespace) -> int:
+    """Run every row, and print what differs from the stored ones."""
+    stored_file = options.out / "register.json"
+    if not stored_file.is_file():
+        return _refused(f"--out: got {str(options.out)!r}; there is no register.json to compare with")
+    stored = json.loads(stored_file.read_text(encoding="utf-8"))
+    lines = changes(stored, run_all(options.sources, use_newest=options.newest))
+    print("\n".join(lines) or "nothing changed")
     return 0
 
 

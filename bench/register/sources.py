@@ -43,12 +43,11 @@ class Source:
     def text(self, folder: Path) -> str:
         """The file at the commit. Raises :class:`SourceMissing`."""
         git = _git_folder(folder, self.repository)
-        shown = subprocess.run(
-            ["git", "-C", str(git), "show", f"{self.commit}:{self.path}"], capture_output=True, text=True, check=False
-        )
-        if shown.returncode != 0:
+        command = ["git", "-C", str(git), "show", f"{self.commit}:{self.path}"]
+        completed = subprocess.run(command, capture_output=True, text=True, check=False)
+        if completed.returncode != 0:
             raise SourceMissing(f"{self.repository} has no {self.path} at {self.commit[:7]} in {folder}")
-        return shown.stdout
+        return completed.stdout
 
 
 def _git_folder(folder: Path, repository: str) -> Path:
@@ -64,10 +63,10 @@ def newest(folder: Path, repository: str) -> tuple[str, str]:
     """The commit that a clone has checked out, and its date. Raises :class:`SourceMissing`."""
     git = _git_folder(folder, repository)
     command = ["git", "-C", str(git), "log", "-1", "--format=%H %cs"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False)
-    if shown.returncode != 0:
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode != 0:
         raise SourceMissing(f"{repository} has no commit in {folder}")
-    commit, date = shown.stdout.split()
+    commit, date = completed.stdout.split()
     return commit, date
 
 
@@ -124,8 +123,12 @@ def _execute(module: ast.Module, names: dict[str, Any]) -> None:
 
 
 def _objects(module: ast.Module, names: Sequence[str]) -> list[ast.stmt]:
+    """The top-level functions, classes and constants of these names, in the order of the file.
+
+    Raises :class:`SourceMissing` for a name that the file does not define.
+    """
     chosen: list[ast.stmt] = []
-    found = set()
+    missing = list(names)
     for statement in module.body:
         name = getattr(statement, "name", None)
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
@@ -134,9 +137,10 @@ def _objects(module: ast.Module, names: Sequence[str]) -> list[ast.stmt]:
             continue
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             statement.decorator_list = [item for item in statement.decorator_list if _is_dataclass(item)]
-        found.add(name)
         chosen.append(statement)
-    missing = [name for name in names if name not in found]
+        # A file may define a name twice.
+        if name in missing:
+            missing.remove(name)
     if missing:
         raise SourceMissing(f"the source has no {', '.join(missing)}")
     return chosen
@@ -152,7 +156,8 @@ def _function(module: ast.Module, path: str) -> ast.FunctionDef:
     body = module.body
     node: ast.stmt | None = None
     for part in path.split("."):
-        node = next((item for item in body if getattr(item, "name", None) == part), None)
+        named = [statement for statement in body if getattr(statement, "name", None) == part]
+        node = named[0] if named else None
         if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             raise SourceMissing(f"the source has no {path}")
         body = node.body

@@ -2,6 +2,7 @@
 
 README, CONTRIBUTING and docs/*.md count, less generated parts, the pages that are generated as a whole
 (docs/estimators/), and those that mkdocs fills from docstrings (docs/api/). Code blocks count: they are read too.
+The symptom pages (docs/symptoms/) are counted apart: each has a bound of its own (tests/docs/test_symptoms.py).
 """
 
 from __future__ import annotations
@@ -30,12 +31,23 @@ def words_by_page() -> dict[str, int]:
     return {str(page.relative_to(ROOT)): words_of(page.read_text("utf-8")) for page in pages}
 
 
-def main() -> None:
-    """Print the words of each page, the longest first, and their sum."""
-    counts = words_by_page()
+def words_of_symptoms() -> dict[str, int]:
+    """The words of each symptom page, by its path."""
+    pages = sorted((ROOT / "docs" / "symptoms").glob("*.md"))
+    return {str(page.relative_to(ROOT)): words_of(page.read_text("utf-8")) for page in pages}
+
+
+def print_words(counts: dict[str, int], name_of_sum: str) -> None:
+    """The words of each page, the longest first, and their sum."""
     for name, count in sorted(counts.items(), key=lambda item: -item[1]):
         print(f"{count:7,}  {name}")
-    print(f"{sum(counts.values()):7,}  all")
+    print(f"{sum(counts.values()):7,}  {name_of_sum}")
+
+
+def main() -> None:
+    """Print the words of the symptom pages, then of all others."""
+    print_words(words_of_symptoms(), "symptom pages")
+    print_words(words_by_page(), "all others")
 
 
 if __name__ == "__main__":

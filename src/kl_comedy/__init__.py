@@ -1,13 +1,14 @@
 """kl_comedy: the reference laboratory for KL regularization in RL of language models.
 
 The names in ``__all__`` are the Python API, which docs/stability.md describes. Each is imported when it is first used:
-``import kl_comedy`` loads no torch, and ``from kl_comedy import KLTerm`` loads torch and the KL terms alone.
+``import kl_comedy`` loads no torch, and ``from kl_comedy import KLTerm`` loads the KL terms alone, without torch.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kl_comedy.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kl_comedy.api import certify, explain, register_estimator, results_table, train
@@ -27,27 +28,19 @@ __all__ = [
     "train",
 ]
 
-# The module that defines a public name, and the name there.
-_DEFINED_IN = {
-    "KLTerm": ("kl_comedy.kl", "KLTerm"),
-    "certify": ("kl_comedy.api", "certify"),
-    "check_loss": ("kl_comedy.conformance", "check"),
-    "explain": ("kl_comedy.api", "explain"),
-    "kl_surrogate": ("kl_comedy.kl", "kl_surrogate"),
-    "register_estimator": ("kl_comedy.api", "register_estimator"),
-    "results_table": ("kl_comedy.api", "results_table"),
-    "train": ("kl_comedy.api", "train"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used (PEP 562)."""
-    if name not in _DEFINED_IN:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _DEFINED_IN[name]
-    value = getattr(importlib.import_module(module), attribute)
-    globals()[name] = value  # the next use does not come here
-    return value
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "KLTerm": "kl_comedy.kl",
+        "certify": "kl_comedy.api",
+        "check_loss": "kl_comedy.conformance:check",
+        "explain": "kl_comedy.api",
+        "kl_surrogate": "kl_comedy.kl",
+        "register_estimator": "kl_comedy.api",
+        "results_table": "kl_comedy.api",
+        "train": "kl_comedy.api",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.extras import named_extras, require
 from kl_comedy.kl import REGIMES, KLTerm, recipe
-from kl_comedy.kl.oracle.certificate import Certificate
 from kl_comedy.kl.oracle.certificate import certify as certify_terms
+from kl_comedy.kl.oracle.certificate_record import Certificate
 from kl_comedy.kl.oracle.part_claims import check_parts
 from kl_comedy.lab.advice import what_to_use
 from kl_comedy.lab.launch_files import read_launch_file

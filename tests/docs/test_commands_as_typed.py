@@ -98,7 +98,13 @@ FAKE_SLURM = {
 OTHERS = Path(__file__).with_name("other_commands.txt").read_text()
 """Commands with the options that neither a page nor a help text shows, and the bare ones."""
 
-WHOLE_PAGES = {"docs/your_own.md": "its commands need the files that it writes; test_your_own.py runs all of it"}
+WHOLE_PAGES = {
+    "docs/your_own.md": "its commands need the files that it writes; test_your_own.py runs all of it",
+    **{
+        str(page.relative_to(ROOT)): "test_symptoms.py types its commands and compares what they print"
+        for page in (ROOT / "docs" / "symptoms").glob("*.md")
+    },
+}
 """Pages whose commands are not typed one by one, each with the reason."""
 
 CODES = {

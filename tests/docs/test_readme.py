@@ -25,6 +25,15 @@ def test_the_pages_written_by_hand_have_at_most_25000_words():
     assert sum(words.values()) <= 25_000
 
 
+def test_a_symptom_page_is_one_screen():
+    """They are counted apart: a page is read by itself, by somebody with that symptom."""
+    words = count_words.words_of_symptoms()
+    assert set(words) & set(count_words.words_by_page()) == set()
+    assert words.pop("docs/symptoms/threads.md") <= 900
+    assert len(words) > 5
+    assert {page: count for page, count in words.items() if count > 330} == {}
+
+
 def test_it_shows_what_explain_and_certify_print():
     assert [command.split()[0] for command, _ in CONSOLE] == ["explain", "certify"]
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kl_comedy.config import Config
     from kl_comedy.kl import KLTerm
     from kl_comedy.kl.oracle.algorithm_context import AlgorithmContext, Effect
-    from kl_comedy.kl.oracle.certificate import Certificate
+    from kl_comedy.kl.oracle.certificate_record import Certificate
     from kl_comedy.kl.oracle.part_claims import PartsCoverage
     from kl_comedy.kl.oracle.policy_certificate import PolicyCertificate
     from kl_comedy.objective import PolicyTerm

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from kl_comedy.kl import KLTerm
-    from kl_comedy.kl.oracle.certificate import Certificate
+    from kl_comedy.kl.oracle.certificate_record import Certificate
     from kl_comedy.lab.launch_files import LaunchFile
     from kl_comedy.lab.peers import Advice, Reading
 
@@ -184,7 +184,7 @@ def _corrections(reading: Reading) -> str:
 def _traps(reading: Reading) -> list[str]:
     """What a user of these flags may not expect: a KL counted twice, a flag that does nothing, a wrong gradient."""
     from kl_comedy.kl.claims import TARGET_MEANINGS
-    from kl_comedy.kl.oracle.certificate import pulls_to_sampler
+    from kl_comedy.kl.oracle.certificate_record import pulls_to_sampler
     from kl_comedy.lab.peers import SENTENCES
 
     traps = []
@@ -210,7 +210,7 @@ def _traps(reading: Reading) -> list[str]:
 def _explain_recipe(name: str, format: str) -> None:
     """Print the gradient of each term of a recipe in words, and the certificate of all its terms in each regime."""
     from kl_comedy.kl import verdict
-    from kl_comedy.kl.oracle.certificate import certify
+    from kl_comedy.kl.oracle.stored_certificates import certificates as stored_or_enumerated
     from kl_comedy.lab.advice import what_to_use
     from kl_comedy.registry import OWN_PART, RECIPES
 
@@ -219,7 +219,7 @@ def _explain_recipe(name: str, format: str) -> None:
         raise bad_value("RECIPE", name, sorted(RECIPES.names()), hint)
     terms: tuple[KLTerm, ...] = RECIPES.get(name).fn()
     # Together: the bias of a recipe is that of the sum of its terms.
-    certificates = certify(name, terms) if terms else []
+    certificates = stored_or_enumerated(name, terms) if terms else []
     lines = what_to_use(terms)
     rows = []
     for term in terms:

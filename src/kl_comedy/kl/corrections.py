@@ -11,13 +11,18 @@ tokens whose ratios are multiplied) and, for a prefix, ``own`` (whether the toke
 from __future__ import annotations
 
 import math
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from kl_comedy.cuda import running_sum
+from kl_comedy.lazy import LazyModule
 from kl_comedy.registry import CORRECTIONS
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    # The registry of these functions is read by commands that compute nothing.
+    torch = LazyModule("torch")
 
 
 class Correction(Protocol):

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kl_comedy.errors import UserError
+from kl_comedy.lazy import LazyModule
 from kl_comedy.registry import ESTIMATORS, Entry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    # The registry of these functions is read by commands that compute nothing.
+    torch = LazyModule("torch")
 
 
 class Estimator(Protocol):
@@ -67,9 +72,9 @@ class TopK:
 def estimate(entry: Entry[Any], argument: Tensor | TopK, **options: Any) -> Tensor:
     """The value (nats) of a registered estimator. Raises :class:`UserError` if it is not of the argument's shape."""
     value = entry.fn(argument, **options)
-    if isinstance(value, Tensor) and value.shape == argument.shape:
+    if isinstance(value, torch.Tensor) and value.shape == argument.shape:
         return value
-    if isinstance(value, Tensor):
+    if isinstance(value, torch.Tensor):
         returned = str(tuple(value.shape))
     else:
         returned = type(value).__name__

@@ -25,7 +25,7 @@ from kl_comedy.tracking.looks import Line, LineLook, line_looks
 
 if TYPE_CHECKING:
     from kl_comedy.kl import KLTerm
-    from kl_comedy.kl.oracle.certificate import Certificate
+    from kl_comedy.kl.oracle.certificate_record import Certificate
 
 REGIMES = {"on_policy": "on-policy", "off_policy": "off-policy", "mixed": "several policies in a completion"}
 LENGTHS = (2, 3, 4, 5, 6, 7, 8, 9)

@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kl_comedy.errors import UserError, bad_value, shown, unknown_key
+from kl_comedy.io import load_own_yaml
 from kl_comedy.kl import REGIMES, KLTerm
-from kl_comedy.kl.oracle.certificate import Certificate, certify
+from kl_comedy.kl.oracle.certificate_record import Certificate
+from kl_comedy.kl.oracle.stored_certificates import certificates as stored_or_enumerated
 from kl_comedy.lab.advice import advised
 
 Value = bool | float | str | None
@@ -341,7 +341,7 @@ class Reading:
             return {}
         # Where a reading does not hold, a certificate of its terms would be one of something else.
         covered = [regime for regime in regimes if regime in self.holds_in]
-        return {c.regime: c for c in certify(self.text, self.certified_terms(), regimes=covered)}
+        return {c.regime: c for c in stored_or_enumerated(self.text, self.certified_terms(), covered)}
 
 
 @dataclass(frozen=True)
@@ -699,10 +699,8 @@ def variables(rules: Rules) -> set[str]:
 
 
 def _load_yaml(name: str) -> Any:
-    # libyaml is six times as fast, which every command that imports this module feels. It is optional in PyYAML.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     path = Path(__file__).parent / "peer_systems" / f"{name}.yaml"
-    return yaml.load(path.read_text("utf-8"), loader)
+    return load_own_yaml(path.read_text("utf-8"))
 
 
 SENTENCES: dict[str, str] = _load_yaml("sentences")

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kl_comedy.errors import UserError
+from kl_comedy.tracking import plot_panels
 from kl_comedy.tracking.compare import band, groups_of, seeds_of
 from kl_comedy.tracking.figures import legend_below, paper_style, plain_ticks
 from kl_comedy.tracking.looks import Line
 from kl_comedy.tracking.metric_labels import metric_range
-from kl_comedy.tracking.plot_panels import (
-    SEEDS_OF_AN_INTERVAL,
-    SEVERAL_FAMILIES,
-    Looks,
-    in_words,
-    labels_of_several_families,
-    layout,
-    line_of,
-    looks_of_panels,
-    name_axes,
-    notes_of_axis,
-    panels_of,
-    svg_id,
-    what_is_drawn,
-)
 from kl_comedy.tracking.runs import LABEL
 
 if TYPE_CHECKING:
@@ -34,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
+MANY_BANDS = 4
+"""Bands of a panel from which on each is drawn in a lighter shade."""
 DECADES = 5
 """A logarithmic axis of curves shows at most so many below the largest value."""
 
@@ -54,29 +42,33 @@ def plot_curves(
     ``points``: metric to columns run_id, step, value (:func:`kl_comedy.tracking.runs.history`). ``smooth`` replaces
     each value by the mean of the run's last so many. Metrics in ``log`` get a logarithmic axis: values not above 0 are
     left out, a line is the geometric mean and its band the interval of the logarithms. A band is drawn where a line has
-    at least :data:`SEEDS_OF_AN_INTERVAL` seeds; a line of fewer has its runs as thin lines. ``columns`` of panels: as
-    many as fit by default. Raises :class:`UserError` when a metric has no point to draw.
+    at least ``plot_panels.SEEDS_OF_AN_INTERVAL`` seeds; a line of fewer has its runs as thin lines. ``columns`` of
+    panels: as many as fit by default. Raises :class:`UserError` when a metric has no point to draw.
     """
-    parts = panels_of(frame, panels)
+    parts = plot_panels.panels_of(frame, panels)
     lines = [key for key in groups if key not in panels]
     # Each run before the mean over runs, so that the band is that of smoothed runs.
     smoothed = {metric: smooth_curves(values, smooth) for metric, values in points.items()}
     curves_of_panels: dict[str, list[list[_Curve]]] = {}
+    drawn: list[_Curve] = []
     for metric, values in smoothed.items():
         bounds = metric_range(metric, values["value"])
-        curves_of_panels[metric] = [_curves_of(values, runs, lines, bounds, log=metric in log) for _, runs in parts]
+        curves_of_panels[metric] = []
+        for _, runs in parts:
+            curves = _curves_of(values, runs, lines, bounds, log=metric in log)
+            curves_of_panels[metric].append(curves)
+            drawn += curves
         if not any(curves_of_panels[metric]):
             condition = ""
             if metric in log:
                 condition = " above 0, as --log needs,"
             raise UserError(f"--metric: no finite point{condition} of {metric!r} in these {len(frame)} runs")
-    drawn = [curve for panel_curves in curves_of_panels.values() for curves in panel_curves for curve in curves]
-    looks = looks_of_panels(parts, lines)
+    looks = plot_panels.looks_of_panels(parts, lines)
     seed_counts = _seed_counts(drawn)
     common_count = _common_count(seed_counts)
     names = {label: _curve_name(label, counts, common_count) for label, counts in seed_counts.items()}
 
-    figure, grid = layout(parts, len(points), share=True, columns=columns)
+    figure, grid = plot_panels.layout(parts, len(points), share=True, columns=columns)
     for row, (metric, panel_curves) in zip(grid, curves_of_panels.items(), strict=True):
         for axes, curves in zip(row, panel_curves, strict=True):
             _draw_curves(axes, curves, names, looks)
@@ -84,27 +76,27 @@ def plot_curves(
                 axes.set_yscale("log")
         # All panels of a metric share the axis.
         _limit_curves(row[0], smoothed[metric]["value"], log=metric in log)
-        name_axes(row, "optimizer updates", metric, notes_of_axis(smooth, log=metric in log))
+        plot_panels.name_axes(row, "optimizer updates", metric, plot_panels.notes_of_axis(smooth, log=metric in log))
 
     most_seeds = [curve.most_seeds for curve in drawn]
-    title = what_is_drawn(_middle_of_curves(points, log), most_seeds, common_count)
+    title = plot_panels.what_is_drawn(_middle_of_curves(points, log), most_seeds, common_count)
     if any(curve.is_cut for curve in drawn):
         title += "; bands are cut at the range of the metric"
     if LABEL in lines:
         title += "; number before a term: beta"
-    in_black = labels_of_several_families(curve.line for curve in drawn)
+    in_black = plot_panels.labels_of_several_families(curve.line for curve in drawn)
     legend_below(figure, title, _black_entries(in_black, names, looks))
     return figure
 
 
-def _black_entries(labels: Collection[str], names: Mapping[str, str], looks: Looks) -> list[Line2D]:
+def _black_entries(labels: Collection[str], names: Mapping[str, str], looks: plot_panels.Looks) -> list[Line2D]:
     """A legend's entries of lines whose colour is that of their panel's family: line style and marker are common."""
     from matplotlib.lines import Line2D
 
     entries = []
     for line, style in looks.items():
         if line.label in labels:
-            options = style.of_line() | {"color": SEVERAL_FAMILIES}
+            options = style.of_line() | {"color": plot_panels.SEVERAL_FAMILIES}
             entries.append(Line2D([], [], label=names[line.label], **options))
             labels = [label for label in labels if label != line.label]
     return entries
@@ -129,18 +121,18 @@ def _common_count(seed_counts: Mapping[str, set[int]]) -> str:
 def _curve_name(label: str, counts: set[int], common_count: str) -> str:
     """The legend's entry of a line, with its number of seeds unless the title states it for all lines."""
     if common_count:
-        return in_words(label)
+        return plot_panels.in_words(label)
     n = str(min(counts))
     if len(counts) > 1:
         n = f"{min(counts)}–{max(counts)}"
-    return in_words(f"{label} (n={n})")
+    return plot_panels.in_words(f"{label} (n={n})")
 
 
-def _draw_curves(axes: Axes, curves: Sequence[_Curve], names: Mapping[str, str], looks: Looks) -> None:
+def _draw_curves(axes: Axes, curves: Sequence[_Curve], names: Mapping[str, str], looks: plot_panels.Looks) -> None:
     """Bands below single runs, and these below the means; open marks below filled ones."""
     # Many bands over one another would hide the lines.
     shade = 0.15
-    if len(curves) >= 4:
+    if len(curves) >= MANY_BANDS:
         shade = 0.07
     for place, curve in enumerate(curves):
         style = looks[curve.line]
@@ -150,12 +142,18 @@ def _draw_curves(axes: Axes, curves: Sequence[_Curve], names: Mapping[str, str],
             band_of_mean = axes.fill_between(
                 mean["step"], mean["low"], mean["high"], color=style.colour, alpha=shade, linewidth=0, zorder=1.0
             )
-            band_of_mean.set_gid(svg_id(axes, "band", place, family))
+            band_of_mean.set_gid(plot_panels.svg_id(axes, "band", place, family))
         elif len(curve.seeds) > 1:
             for number, single in enumerate(curve.seeds):
-                options: dict[str, Any] = {"color": style.colour, "alpha": 0.5, "linewidth": 0.5, "zorder": 1.7}
-                options["gid"] = svg_id(axes, f"run{number}", place, family)
-                axes.plot(single["step"], single["value"], **options)
+                axes.plot(
+                    single["step"],
+                    single["value"],
+                    color=style.colour,
+                    alpha=0.5,
+                    linewidth=0.5,
+                    zorder=1.7,
+                    gid=plot_panels.svg_id(axes, f"run{number}", place, family),
+                )
         # An open mark would hide a filled one below it.
         zorder = 3.0
         if style.fill != "full":
@@ -168,7 +166,7 @@ def _draw_curves(axes: Axes, curves: Sequence[_Curve], names: Mapping[str, str],
             label=names[curve.line.label],
             markevery=(place % stride, stride),
             zorder=zorder,
-            gid=svg_id(axes, "mean", place, family),
+            gid=plot_panels.svg_id(axes, "mean", place, family),
             **style.of_line(),
         )
 
@@ -221,7 +219,7 @@ class _Curve(NamedTuple):
 
     @property
     def has_band(self) -> bool:
-        return self.most_seeds >= SEEDS_OF_AN_INTERVAL
+        return self.most_seeds >= plot_panels.SEEDS_OF_AN_INTERVAL
 
     @property
     def most_seeds(self) -> int:
@@ -237,20 +235,22 @@ def _curves_of(
     curves = []
     for keys, members in groups_of(frame, groups):
         seeds = seeds_of(members.set_index("run_id", drop=False))
-        finite = points[points["run_id"].isin(seeds.index) & (points["value"].abs() < math.inf)]
+        of_this_line = points["run_id"].isin(seeds.index)
+        finite = points[of_this_line & (points["value"].abs() < math.inf)]
         seed_of_point = finite["run_id"].map(seeds).rename("seed")
         # Runs of one seed are not independent, so their mean at a step is one observation of the band.
         values = finite.groupby([seed_of_point, "step"], sort=False)["value"].mean().reset_index()
         mean = band(values, log=log)
         if len(mean) == 0:
             continue
-        enough = mean["n"] >= SEEDS_OF_AN_INTERVAL
+        enough = mean["n"] >= plot_panels.SEEDS_OF_AN_INTERVAL
         mean = mean.assign(low=mean["low"].where(enough), high=mean["high"].where(enough))
+        # Student's interval does not know that an accuracy is at most 1.
         is_cut = bool((mean["low"] < low).any() or (mean["high"] > high).any())
         mean = mean.assign(low=mean["low"].clip(lower=low), high=mean["high"].clip(upper=high))
         shown = values
         if log:
             shown = values[values["value"] > 0]
         singles = [single for _, single in shown.groupby("seed", sort=False)]
-        curves.append(_Curve(line=line_of(groups, keys, members), mean=mean, seeds=singles, is_cut=is_cut))
+        curves.append(_Curve(line=plot_panels.line_of(groups, keys, members), mean=mean, seeds=singles, is_cut=is_cut))
     return curves

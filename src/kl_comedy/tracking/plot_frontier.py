@@ -9,26 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kl_comedy.errors import UserError
 from kl_comedy.statistics import Interval, geometric_interval, interval
+from kl_comedy.tracking import plot_panels
 from kl_comedy.tracking.compare import by_seed, collapsed_runs, groups_of
 from kl_comedy.tracking.figures import legend_below, paper_style, plain_ticks
 from kl_comedy.tracking.looks import Line, LineLook
 from kl_comedy.tracking.metric_labels import axis_label, metric_range
-from kl_comedy.tracking.plot_panels import (
-    SEEDS_OF_AN_INTERVAL,
-    SEVERAL_FAMILIES,
-    Looks,
-    Panels,
-    in_words,
-    labels_of_several_families,
-    layout,
-    line_of,
-    looks_of_panels,
-    name_axes,
-    notes_of_axis,
-    panels_of,
-    svg_id,
-    what_is_drawn,
-)
 from kl_comedy.tracking.runs import BETA, FAMILY, NO_KL, short, sort_key
 
 if TYPE_CHECKING:
@@ -54,21 +39,21 @@ def frontier(
     """A metric against KL, a line for each group through its betas in the order of KL; before it, where
     ``certificates``, bias and variance of each group's certificate. A row of panels for each metric.
 
-    The size of a mark is its beta, and a hollow one collapsed. A mark of fewer than :data:`SEEDS_OF_AN_INTERVAL` seeds
-    has its runs as small marks and no bars. KL is on a logarithmic axis where all of it is above 0. Raises
-    :class:`UserError` where no run has what is drawn.
+    The size of a mark is its beta, and a hollow one collapsed. A mark of fewer than
+    ``plot_panels.SEEDS_OF_AN_INTERVAL`` seeds has its runs as small marks and no bars. KL is on a logarithmic axis
+    where all of it is above 0. Raises :class:`UserError` where no run has what is drawn.
     """
-    parts = panels_of(frame, panels)
+    parts = plot_panels.panels_of(frame, panels)
     lines = [key for key in groups if key not in panels]
-    looks = looks_of_panels(parts, lines)
+    looks = plot_panels.looks_of_panels(parts, lines)
     sizes = _mark_sizes(frame)
-    first: Panels = []
+    all_parts = parts
     if certificates:
         _check_certificates(frame)
-        first = [("certificates", frame)]
-        # The panel of the certificates pools all others.
-        looks = looks_of_panels([*first, *parts], lines)
-    figure, grid = layout([*first, *parts], len(metrics))
+        # The first panel, which pools all others.
+        all_parts = [("certificates", frame), *parts]
+        looks = plot_panels.looks_of_panels(all_parts, lines)
+    figure, grid = plot_panels.layout(all_parts, len(metrics))
     logs = []
     spots: list[_Spot] = []
     for row, metric in zip(grid, metrics, strict=True):
@@ -82,14 +67,14 @@ def frontier(
             x=metric_range(short(kl), frame.loc[finite, kl]),
             y=metric_range(metric, frame.loc[finite, f"metrics.{metric}"]),
         )
-        for axes, (_, runs) in zip(row[len(first) :], parts, strict=True):
+        for axes, (_, runs) in zip(row[-len(parts) :], parts, strict=True):
             placed = runs.assign(x=runs[kl].where(finite[runs.index]), y=runs[f"metrics.{metric}"])
             for line, members in _members_of_lines(placed, lines).items():
                 spots_of_line = _spots(members, ranges, log=log)
                 _draw_line(axes, line, spots_of_line, looks[line], sizes)
                 spots += spots_of_line
             _limit_frontier(axes, placed, ranges, log=log)
-        name_axes(row, axis_label(short(kl), 40, notes_of_axis(1, log=log)), metric)
+        plot_panels.name_axes(row, axis_label(short(kl), 40, plot_panels.notes_of_axis(1, log=log)), metric)
         if certificates:
             row[1].set_ylabel(row[0].get_ylabel())
             _draw_certificates(row[0], frame, lines, looks)
@@ -104,7 +89,7 @@ def _frontier_title(spots: Sequence[_Spot], *, log: bool) -> str:
     common_count = ""
     if len(seed_counts) == 1:
         common_count = str(min(seed_counts))
-    title = what_is_drawn("mean", seed_counts, common_count)
+    title = plot_panels.what_is_drawn("mean", seed_counts, common_count)
     # A single run has no mean.
     if log and common_count != "1":
         title += " (of KL in logarithms)"
@@ -117,7 +102,7 @@ def _frontier_title(spots: Sequence[_Spot], *, log: bool) -> str:
 
 def _members_of_lines(frame: pd.DataFrame, groups: Sequence[str]) -> dict[Line, pd.DataFrame]:
     """The runs of each line, in the order of the groups."""
-    return {line_of(groups, values, members): members for values, members in groups_of(frame, groups)}
+    return {plot_panels.line_of(groups, values, members): members for values, members in groups_of(frame, groups)}
 
 
 def _check_certificates(frame: pd.DataFrame) -> None:
@@ -133,11 +118,11 @@ def _mark_sizes(frame: pd.DataFrame) -> dict[str, float]:
     if FAMILY not in frame:
         return {}
     betas = sorted(set(frame.loc[frame[FAMILY] != NO_KL, BETA]), key=sort_key)
-    # From just above a line's width to as large as marks can be without hiding each other.
+    # From just above a line's width to as large as marks can be without hiding each other: above 3 to 6.5 points.
     return {beta: 3.0 + 3.5 * (place + 1) / len(betas) for place, beta in enumerate(betas)}
 
 
-def _frontier_marks(looks: Looks, sizes: Mapping[str, float], *, has_collapsed: bool) -> list[Line2D]:
+def _frontier_marks(looks: plot_panels.Looks, sizes: Mapping[str, float], *, has_collapsed: bool) -> list[Line2D]:
     """The legend's entries: groups by colour and marker, betas by size, collapsed runs by how a mark is filled."""
     from matplotlib.lines import Line2D
 
@@ -146,7 +131,7 @@ def _frontier_marks(looks: Looks, sizes: Mapping[str, float], *, has_collapsed: 
         return Line2D([], [], marker="o", label=label, color="black", linestyle="none", **options)
 
     marks = []
-    in_black = labels_of_several_families(looks)
+    in_black = plot_panels.labels_of_several_families(looks)
     labels: set[str] = set()
     for line, style in looks.items():
         if line.label in labels:
@@ -156,8 +141,8 @@ def _frontier_marks(looks: Looks, sizes: Mapping[str, float], *, has_collapsed: 
         if style.shows_dash:
             options["linestyle"] = style.dash
         if line.label in in_black:
-            options["color"] = SEVERAL_FAMILIES
-        marks.append(Line2D([], [], label=in_words(line.label), **options))
+            options["color"] = plot_panels.SEVERAL_FAMILIES
+        marks.append(Line2D([], [], label=plot_panels.in_words(line.label), **options))
     marks += [plain_mark(f"beta {beta}", markersize=size) for beta, size in sizes.items()]
     if has_collapsed:
         marks.append(plain_mark("some runs collapsed", fillstyle="left", markerfacecoloralt="white"))
@@ -201,33 +186,46 @@ def _draw_line(axes: Axes, line: Line, spots: Sequence[_Spot], style: LineLook, 
         # A dotted line is no frontier: reward_at_kl does not interpolate across a collapsed run.
         dash: Any = ":"
         if left.fill == right.fill == "full":
-            dash = style.dash if style.shows_dash else "-"
-        options: dict[str, Any] = {"color": style.colour, "alpha": 0.5, "linewidth": 0.9, "zorder": 1.8}
-        options["gid"] = svg_id(axes, f"join{place}", 0, line.label)
-        axes.plot([left.x, right.x], [left.y, right.y], linestyle=dash, **options)
-    for place, spot in enumerate(spots):
-        size = sizes.get(spot.beta, 5.0)
-        name = f"{line.label}-{spot.beta}"
-        axes.errorbar(
-            [spot.x],
-            [spot.y],
-            xerr=spot.x_bar,
-            yerr=spot.y_bar,
-            fmt="none",
-            ecolor=(style.colour, 0.35),
-            elinewidth=0.6,
-            zorder=1.5,
+            dash = "-"
+            if style.shows_dash:
+                dash = style.dash
+        axes.plot(
+            [left.x, right.x],
+            [left.y, right.y],
+            linestyle=dash,
+            color=style.colour,
+            alpha=0.5,
+            linewidth=0.9,
+            zorder=1.8,
+            gid=plot_panels.svg_id(axes, f"join{place}", 0, line.label),
         )
-        mark = style.of_mark() | {"fillstyle": spot.fill, "markerfacecoloralt": "white"}
-        # Only full marks: without its edge a hollow one would be invisible.
-        if spot.fill != "full":
-            mark["markeredgecolor"] = style.colour
-            mark["markeredgewidth"] = 0.8
-        if spot.seeds:
-            small = mark | {"markersize": 2.6, "alpha": 0.55, "zorder": 2.0, "fillstyle": "full", "markeredgewidth": 0}
-            axes.plot(*zip(*spot.seeds, strict=True), gid=svg_id(axes, f"runs{place}", 0, name), **small)
-        mark |= {"markersize": size, "zorder": MARK_LAYERS[spot.fill]}
-        axes.plot([spot.x], [spot.y], gid=svg_id(axes, f"mark-{spot.fill}", place, name), **mark)
+    for place, spot in enumerate(spots):
+        _draw_mark(axes, spot, style, sizes.get(spot.beta, 5.0), place=place, name=f"{line.label}-{spot.beta}")
+
+
+def _draw_mark(axes: Axes, spot: _Spot, style: LineLook, size: float, *, place: int, name: str) -> None:
+    """The mark of one beta, its bars, and its seeds as small marks. ``place`` and ``name`` make the ids in an SVG."""
+    axes.errorbar(
+        [spot.x],
+        [spot.y],
+        xerr=spot.x_bar,
+        yerr=spot.y_bar,
+        fmt="none",
+        ecolor=(style.colour, 0.35),
+        elinewidth=0.6,
+        zorder=1.5,
+    )
+    mark = style.of_mark() | {"fillstyle": spot.fill, "markerfacecoloralt": "white"}
+    # Only full marks: without its edge a hollow one would be invisible.
+    if spot.fill != "full":
+        mark["markeredgecolor"] = style.colour
+        mark["markeredgewidth"] = 0.8
+    if spot.seeds:
+        kls, rewards = zip(*spot.seeds, strict=True)
+        small = mark | {"markersize": 2.6, "alpha": 0.55, "zorder": 2.0, "fillstyle": "full", "markeredgewidth": 0}
+        axes.plot(kls, rewards, gid=plot_panels.svg_id(axes, f"runs{place}", 0, name), **small)
+    mark |= {"markersize": size, "zorder": MARK_LAYERS[spot.fill]}
+    axes.plot([spot.x], [spot.y], gid=plot_panels.svg_id(axes, f"mark-{spot.fill}", place, name), **mark)
 
 
 def _limit_frontier(axes: Axes, frame: pd.DataFrame, ranges: _Ranges, *, log: bool) -> None:
@@ -257,44 +255,48 @@ def _limit_frontier(axes: Axes, frame: pd.DataFrame, ranges: _Ranges, *, log: bo
 
 def _spots(members: pd.DataFrame, ranges: _Ranges, *, log: bool) -> list[_Spot]:
     """A mark for each beta that has a placed run, in the order of their KL."""
-    interval_of_kl = geometric_interval if log else interval
     spots = []
     for (beta,), runs in groups_of(members, [BETA]):
-        placed = runs[runs["x"].notna()]
-        if placed.empty:
-            continue
-        kls = by_seed(placed, "x")
-        rewards = by_seed(placed, "y")
-        kl = interval_of_kl(kls)
-        reward = interval(rewards)
-        # A placed run has both values, so that neither mean is None.
-        assert kl.mean is not None
-        assert reward.mean is not None
-        x_bar = None
-        y_bar = None
-        is_cut = False
-        seeds: list[tuple[float, float]] = []
-        if reward.n >= SEEDS_OF_AN_INTERVAL:
-            x_bar, x_is_cut = _reach(kl, ranges.x)
-            y_bar, y_is_cut = _reach(reward, ranges.y)
-            is_cut = x_is_cut or y_is_cut
-        elif reward.n > 1:
-            seeds = list(zip(kls, rewards, strict=True))
-        spots.append(
-            _Spot(
-                x=kl.mean,
-                y=reward.mean,
-                n=reward.n,
-                x_bar=x_bar,
-                y_bar=y_bar,
-                is_cut=is_cut,
-                seeds=seeds,
-                beta=beta,
-                fill=_fill_style(runs),
-            )
-        )
+        if runs["x"].notna().any():
+            spots.append(_spot(beta, runs, ranges, log=log))
     # By KL and not by beta: a line that went back and forth could not be read off.
     return sorted(spots, key=lambda spot: spot.x)
+
+
+def _spot(beta: str, runs: pd.DataFrame, ranges: _Ranges, *, log: bool) -> _Spot:
+    """The mark of the runs of one beta, at least one of which is placed."""
+    placed = runs[runs["x"].notna()]
+    kls = by_seed(placed, "x")
+    rewards = by_seed(placed, "y")
+    kl = interval(kls)
+    if log:
+        kl = geometric_interval(kls)
+    reward = interval(rewards)
+    # A placed run has both values, so that neither mean is None.
+    assert kl.mean is not None
+    assert reward.mean is not None
+    x_bar = None
+    y_bar = None
+    is_cut = False
+    seeds: list[tuple[float, float]] = []
+    if reward.n >= plot_panels.SEEDS_OF_AN_INTERVAL:
+        x_bar, x_is_cut = _reach(kl, ranges.x)
+        y_bar, y_is_cut = _reach(reward, ranges.y)
+        is_cut = x_is_cut or y_is_cut
+    elif reward.n > 1:
+        seeds = list(zip(kls, rewards, strict=True))
+    return _Spot(
+        x=kl.mean,
+        y=reward.mean,
+        n=reward.n,
+        x_bar=x_bar,
+        y_bar=y_bar,
+        is_cut=is_cut,
+        seeds=seeds,
+        beta=beta,
+        # Of all runs: one that collapsed may have no place.
+        fill=_fill_style(runs),
+    )
 
 
 def _fill_style(runs: pd.DataFrame) -> str:
@@ -315,15 +317,20 @@ def _reach(bar: Interval, bounds: tuple[float, float]) -> tuple[list[list[float]
     # A mean that rounding puts beyond the range has a bar of length 0 on that side, not a negative one.
     below = max(0.0, bar.mean - max(bar.low, low))
     above = max(0.0, min(bar.high, high) - bar.mean)
-    return [[below], [above]], bar.low < low or bar.high > high
+    is_cut = bar.low < low or bar.high > high
+    return [[below], [above]], is_cut
 
 
-def _draw_certificates(axes: Axes, frame: pd.DataFrame, groups: Sequence[str], looks: Looks) -> None:
+def _draw_certificates(axes: Axes, frame: pd.DataFrame, groups: Sequence[str], looks: plot_panels.Looks) -> None:
+    """Relative bias and variance of each group's certificate, a mark for each line."""
     for place, (line, members) in enumerate(_members_of_lines(frame, groups).items()):
         # A group has one configuration, so the certificates of its runs are the same.
         known = members[[BIAS, VARIANCE]].dropna().astype(float)[:1]
         axes.plot(
-            known[BIAS], known[VARIANCE], gid=svg_id(axes, "certificate", place, line.label), **looks[line].of_mark()
+            known[BIAS],
+            known[VARIANCE],
+            gid=plot_panels.svg_id(axes, "certificate", place, line.label),
+            **looks[line].of_mark(),
         )
     axes.set_xlabel("relative bias of the gradient\n(0: optimizes KL(π‖ref))")
     axes.set_ylabel("relative variance\nof the gradient (log axis)")

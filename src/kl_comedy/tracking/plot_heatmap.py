@@ -12,12 +12,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.tracking.compare import collapsed_runs, groups_of, seeds_of
 from kl_comedy.tracking.figures import COLUMN, PAGE, paper_style
 from kl_comedy.tracking.metric_labels import metric_label
-from kl_comedy.tracking.plot_panels import (
-    KL_KEYS,
-    in_words,
-    layout,
-    panels_of,
-)
+from kl_comedy.tracking.plot_panels import KL_KEYS, in_words, layout, panels_of
 from kl_comedy.tracking.runs import BETA, FAMILY, NO_KL, sort_key
 
 if TYPE_CHECKING:
@@ -25,6 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
+
+
+BRIGHT = 0.6
+"""Share of the scale of colours from which on a cell's text is black, below white: viridis ends in yellow."""
 
 
 @paper_style()
@@ -38,22 +37,23 @@ def heatmap(frame: pd.DataFrame, metrics: Sequence[str], panels: Sequence[str]) 
     betas = sorted(set(with_kl[BETA].astype(str)), key=sort_key) or ["0"]
     parts = panels_of(frame, [key for key in panels if key not in KL_KEYS])
     # Inches: 1.9 for the families' names and the colour bar, 0.6 for a column of cells with its text.
-    columns = min(len(parts), max(1, int((PAGE - 1.9) / (0.6 * len(betas)))))
+    fitting_columns = max(1, int((PAGE - 1.9) / (0.6 * len(betas))))
+    columns = min(len(parts), fitting_columns)
     width = max(COLUMN, min(PAGE, 2.2 + 0.62 * len(betas) * columns))
     row_height = 0.45 + 0.4 * len(families)
     figure, grid = layout(parts, len(metrics), columns=columns, size=(width, row_height))
     for axes_of_metric, metric in zip(grid, metrics, strict=True):
         cells_of_panels = [_cells(runs, f"metrics.{metric}", families, betas) for _, runs in parts]
-        known: list[float] = []
+        means: list[float] = []
         seed_counts: set[int] = set()
         for cells in cells_of_panels:
-            known += cells.means.values()
+            means += cells.means.values()
             seed_counts.update(cells.seeds.values())
-        if not known:
+        if not means:
             raise UserError(f"--metric: no run has a finite {metric!r}")
         for axes, cells, (_, runs) in zip(axes_of_metric, cells_of_panels, parts, strict=True):
             # All panels of a metric have one scale of colours, which the colour bar of the last one shows.
-            image = axes.imshow(cells.image(), cmap="viridis", aspect="auto", vmin=min(known), vmax=max(known))
+            image = axes.imshow(cells.image(), cmap="viridis", aspect="auto", vmin=min(means), vmax=max(means))
             _write_cells(axes, image, cells, runs, with_counts=len(seed_counts) > 1)
             names = ["\n".join(textwrap.wrap(in_words(name), 18)) for name in families]
             axes.set_xticks(range(len(betas)), betas)
@@ -61,16 +61,19 @@ def heatmap(frame: pd.DataFrame, metrics: Sequence[str], panels: Sequence[str]) 
             axes.grid(visible=False)
             axes.set_xlabel("beta")
             axes.label_outer(remove_inner_ticks=True)
-        seeds = "mean over seeds"
-        if len(seed_counts) == 1:
-            seeds = f"mean of {min(seed_counts)} seeds"
-        words, unit = metric_label(metric)
-        in_brackets = seeds
-        if unit:
-            in_brackets = f"{unit}, {seeds}"
-        text = "\n".join(textwrap.wrap(f"{words} ({in_brackets})", 30))
-        figure.colorbar(image, ax=axes_of_metric, label=text, aspect=30)
+        figure.colorbar(image, ax=axes_of_metric, label=_colour_bar_label(metric, seed_counts), aspect=30)
     return figure
+
+
+def _colour_bar_label(metric: str, seed_counts: set[int]) -> str:
+    """The metric with its unit, and of how many seeds a cell is the mean."""
+    in_brackets = "mean over seeds"
+    if len(seed_counts) == 1:
+        in_brackets = f"mean of {min(seed_counts)} seeds"
+    words, unit = metric_label(metric)
+    if unit:
+        in_brackets = f"{unit}, {in_brackets}"
+    return "\n".join(textwrap.wrap(f"{words} ({in_brackets})", 30))
 
 
 class _Cells(NamedTuple):
@@ -90,6 +93,7 @@ class _Cells(NamedTuple):
         return self.means.get((family, beta), math.nan)
 
     def image(self) -> list[list[float]]:
+        """The means, ``[family][beta]``."""
         return [[self.mean(family, beta) for beta in self.betas] for family in self.families]
 
 
@@ -120,7 +124,7 @@ def _write_cells(axes: Axes, image: AxesImage, cells: _Cells, runs: pd.DataFrame
             text = f"{mean:.3g}"
             # The cast: the norm of one number is a number, which matplotlib's types do not say.
             brightness = cast("float", image.norm(np.asarray(mean)))
-            if brightness < 0.6:
+            if brightness < BRIGHT:
                 colour = "w"
         if with_counts:
             text += f"\nn={cells.seeds.get((family, beta), 0)}"

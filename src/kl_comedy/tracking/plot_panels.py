@@ -96,9 +96,13 @@ def lines_and_panels(frame: pd.DataFrame, groups: Sequence[str]) -> tuple[list[s
     number_of_groups = len(groups_of(frame, names))
     if number_of_groups <= MOST_LINES:
         return names, []
-    others = [name for name in names if name not in (*KL_KEYS, NAME) and frame[name].nunique() > 1]
+    others = []
+    for name in names:
+        if name not in (*KL_KEYS, NAME) and frame[name].nunique() > 1:
+            others.append(name)
     if NAME in names and len(groups_of(frame, [*others, LABEL])) < number_of_groups:
-        return names, []  # the names separate what no other key does
+        # The names separate what no other key does.
+        return names, []
     with_kl = frame[frame[FAMILY] != NO_KL]
     families = with_kl[FAMILY].nunique()
     betas = with_kl[BETA].nunique()
@@ -127,6 +131,7 @@ def group_title(keys: Sequence[str], values: Sequence[str]) -> str:
 
 
 def _no_kl(keys: Sequence[str], values: Sequence[str]) -> str:
+    """The title of runs without KL: the values of their other keys, and that there is none."""
     title = group_title(keys, values)
     if not title:
         return NO_KL
@@ -135,13 +140,13 @@ def _no_kl(keys: Sequence[str], values: Sequence[str]) -> str:
 
 def line_label(groups: Sequence[str], values: Sequence[str]) -> str:
     """The name of a line: its values, ``no KL`` for whatever has none."""
-    given = dict(zip(groups, values, strict=True))
-    is_named_no_kl = NO_KL in (given.get(FAMILY), given.get(LABEL))
+    value_of_key = dict(zip(groups, values, strict=True))
+    is_named_no_kl = NO_KL in (value_of_key.get(FAMILY), value_of_key.get(LABEL))
     # Where families are panels, a line is a beta, and runs without KL are beta 0.
-    is_beta_0 = given.get(BETA) == "0" and FAMILY not in given
+    is_beta_0 = value_of_key.get(BETA) == "0" and FAMILY not in value_of_key
     if is_named_no_kl or is_beta_0:
         others = [key for key in groups if key not in KL_KEYS]
-        return _no_kl(others, [given[key] for key in others])
+        return _no_kl(others, [value_of_key[key] for key in others])
     return group_title(groups, values) or "all runs"
 
 
@@ -209,18 +214,19 @@ def layout(
     fill the rows best. ``size`` is the width of the figure and the height of a row.
     """
     single_panel = len(panels) == 1
-    if columns == 0 and single_panel:
-        columns = min(metrics, 2)
-    elif columns == 0:
-        # The widest of four to two columns that leaves the fewest places empty.
-        columns = min(range(min(len(panels), 4), 1, -1), key=lambda n: -len(panels) % n)
+    if columns == 0:
+        columns = _columns(len(panels), metrics)
     if size is None:
-        width = PAGE if columns > 1 else COLUMN
+        width = COLUMN
+        if columns > 1:
+            width = PAGE
         height = ROW_HEIGHTS[columns]
     else:
         width, height = size
     # Places of the grid for each metric: whole rows, except that single panels share them.
-    places = 1 if single_panel else math.ceil(len(panels) / columns) * columns
+    places = 1
+    if not single_panel:
+        places = math.ceil(len(panels) / columns) * columns
     rows = math.ceil(metrics * places / columns)
     figure = new_figure(width, height * rows)
     flat = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -237,10 +243,20 @@ def layout(
     return figure, blocks
 
 
+def _columns(panels: int, metrics: int) -> int:
+    """How many panels stand side by side: two metrics of a single panel, or those of one metric, at most four."""
+    if panels == 1:
+        return min(metrics, 2)
+    # The widest that leaves the fewest places of the last row empty; `min` keeps the first of equals.
+    widths = range(min(panels, 4), 1, -1)
+    return min(widths, key=lambda width: -panels % width)
+
+
 def _wrapped_title(title: str, width: float) -> str:
     """A panel's title on lines that do not reach into the next panel, which begins after ``width`` inches."""
     # Inches: 0.45 for the labels of the axis, and 0.06 for a character.
-    return "\n".join(textwrap.wrap(title, int((width - 0.45) / 0.06)))
+    characters = int((width - 0.45) / 0.06)
+    return "\n".join(textwrap.wrap(title, characters))
 
 
 def name_axes(row: Sequence[Axes], x: str, metric: str, notes: Sequence[str] = ()) -> None:
@@ -250,8 +266,12 @@ def name_axes(row: Sequence[Axes], x: str, metric: str, notes: Sequence[str] = (
     columns = place.get_gridspec().ncols
     for axes in row[-columns:]:
         axes.set_xlabel(x)
+    # Characters on a line of the label: rows of more panels are lower.
+    characters = 34
+    if columns > 2:
+        characters = 24
     for axes in row[::columns]:
-        axes.set_ylabel(axis_label(metric, 34 if columns <= 2 else 24, notes))
+        axes.set_ylabel(axis_label(metric, characters, notes))
 
 
 def notes_of_axis(smooth: int, *, log: bool) -> list[str]:

@@ -33,6 +33,7 @@ USES = {
 """What the loss did with a token, by the letter that is stored for it."""
 
 SHOWN_RUNS = 24
+"""Runs on a page, at most."""
 LOOKED_AT_RUNS = 60
 """A report asks at most so many runs for tokens: in a store of thousands, most of the older ones have none."""
 SHOWN_UPDATES = 4
@@ -40,6 +41,7 @@ SHOWN_UPDATES = 4
 SHOWN_BYTES = 2_500_000
 """The most that a page gets of tokens: a report of 1,000 runs has 1.3 MB without them and has to stay below 5 MB."""
 SHOWN_DIGITS = 6
+"""Significant digits of a number on a page."""
 LONGEST_TEXT = 2000
 """Characters of a problem or an answer on a page."""
 
@@ -120,6 +122,7 @@ def token_pieces(decode: Callable[[Sequence[int]], str], ids: Sequence[int]) -> 
 
 
 def _rounded(values: Sequence[float], digits: int) -> list[float]:
+    """The numbers with so many significant digits: a stored table holds the text of each."""
     return [float(f"{value:.{digits}g}") for value in values]
 
 
@@ -156,8 +159,7 @@ def viewer_of(runs: Runs, candidates: Sequence[ShownRun], most_bytes: int = SHOW
         return Viewer("", 0, [NOT_EXPORTED])
     shown: list[ShownRun] = []
     updates_of: list[list[_Update]] = []
-    looked_at = candidates[:LOOKED_AT_RUNS]
-    for candidate in looked_at:
+    for candidate in candidates[:LOOKED_AT_RUNS]:
         if len(shown) == SHOWN_RUNS:
             break
         updates = _stored_updates(runs, candidate.run_id, len(shown))
@@ -169,10 +171,10 @@ def viewer_of(runs: Runs, candidates: Sequence[ShownRun], most_bytes: int = SHOW
     fitting, omitted = _fitting(updates_of, most_bytes)
     entries = []
     for position, run in enumerate(shown):
+        # By run and step: the order of `_fitting` is another one.
         contents = [update.content for update in sorted(fitting) if update.run == position]
         if contents:
-            head = _safe_json({"name": run.name, "configuration": run.configuration})
-            entries.append(f'{head[:-1]},"updates":[{",".join(contents)}]}}')
+            entries.append(_run_json(run, contents))
     line = (
         f"{len(entries)} of {len(candidates)} runs, at most {SHOWN_UPDATES} updates of each and {STORED_ROWS} "
         f"completions of an update, with at most {STORED_TOKENS} tokens. "
@@ -182,6 +184,13 @@ def viewer_of(runs: Runs, candidates: Sequence[ShownRun], most_bytes: int = SHOW
     if omitted:
         lines.append(f"{omitted} more updates are left out, to keep tokens below {most_bytes / 1e6:g} MB.")
     return Viewer(f"[{','.join(entries)}]", len(entries), lines)
+
+
+def _run_json(run: ShownRun, updates: Sequence[str]) -> str:
+    """A run with its updates, which are JSON already: :func:`_fitting` measured them as such."""
+    head = _safe_json({"name": run.name, "configuration": run.configuration})
+    opened = head.removesuffix("}")
+    return f'{opened},"updates":[{",".join(updates)}]}}'
 
 
 def _stored_updates(runs: Runs, run_id: str, position: int) -> list[_Update]:
@@ -205,7 +214,7 @@ def _fitting(updates_of: Sequence[Sequence[_Update]], most_bytes: int) -> tuple[
     for turn in range(SHOWN_UPDATES):
         for updates in updates_of:
             if turn < len(updates):
-                # The last, then the first, then those between.
+                # The last (-1), then the first (0), then those between.
                 turns.append(updates[turn - 1])
     fitting = []
     size = 0
@@ -239,7 +248,8 @@ def _checked_columns(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of a completion's tokens. Raises one of what :func:`_shown_completion` catches."""
     pieces = [str(piece) for piece in stored["text"]]
     use = str(stored["use"])
-    if len(use) != len(pieces) or not USES.keys() >= set(use):
+    unknown_uses = set(use) - USES.keys()
+    if len(use) != len(pieces) or unknown_uses:
         raise ValueError("each token has one use")
     columns: dict[str, Any] = {"text": pieces, "use": use, "special": {}}
     for name in ("k1_reverse", "log_ratio", "exact_reverse"):

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from torch import Tensor
 
-from kl_comedy.kl.claims import TARGETS, claimed_target, own_targets, target_meaning
+from kl_comedy.kl.claims import TARGETS, claimed_target, own_targets
+from kl_comedy.kl.oracle.certificate_record import Certificate, is_bounded, pulls_to_sampler, relative_terms
 from kl_comedy.kl.oracle.drawn import TOLERANCE as DRAWN_TOLERANCE
 from kl_comedy.kl.oracle.drawn import Setting, drawn_settings, worst_case
 from kl_comedy.kl.oracle.enumeration import REGIMES, Instance, InstanceSettings, Tree
@@ -27,7 +27,6 @@ from kl_comedy.kl.oracle.gradients import (
     NotFinite,
     against_the_sampler,
     exact_moments,
-    initial_beta,
     target_gradient,
     terms_loss,
 )
@@ -45,7 +44,6 @@ FAR_STALENESS = 1.5
 """Logit noise (nats) of the far instance: log-ratios of several nats, ratios of a hundred."""
 TOP = Tree.build(vocabulary=5, length=3)
 """Where a term reads top tokens: two of them leave a tail of three."""
-BOUNDS = ("cap", "window", "input_clamp", "output_clamp")
 BATCHES = (2, 3)
 """Completions of the batches that are enumerated with a baseline of the batch's mean."""
 LONG = Tree.build(vocabulary=2, length=8, ends=False)
@@ -61,162 +59,6 @@ YARDSTICKS: dict[str, tuple[KLTerm, ...]] = {
     "sequence_forward": (KLTerm("k3", level="sequence", placement="loss"),),
 }
 """Per target, the terms among which the least noisy unbiased one is chosen (tests search the whole matrix)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Certificate:
-    """One row: a configuration in one regime."""
-
-    name: str
-    terms: tuple[KLTerm, ...]
-    regime: str
-    target: str | None
-    """The target that is hit on every instance."""
-    near_target: str | None
-    """The target that is hit while no bound acts."""
-    claimed: str | None
-    """The target that the term claims; None for several terms."""
-    relative_bias: dict[str, float]
-    cosine: dict[str, float]
-    """Both against each target."""
-    variance: float
-    """The trace variance of one completion's gradient, over the square of the sequence-level reverse-KL gradient."""
-    variance_ratio: float | None
-    """That over the variance of the least noisy unbiased term for the target that is hit; where none is hit, for the
-    sequence-level reverse KL."""
-    strength: float
-    """The multiple of the sequence-level reverse-KL gradient that it contains: the beta one gets for a beta of 1."""
-    worst_error: float = 0.0
-    """The largest error from the claimed target, in the drawn setting :attr:`worst_setting`."""
-    worst_setting: str = ""
-    not_finite: bool = False
-    """Whether there is no gradient where a token is impossible under the reference (1e4 nats), which is left out."""
-    batch_bias: Mapping[int, float] = field(default_factory=dict)
-    """With a baseline of the batch's mean, by the number of completions in the batch: the relative distance of the
-    expected gradient from that without the baseline, which the other figures are of."""
-
-    @property
-    def claim_holds(self) -> bool:
-        """Whether the claimed target is hit; for a term with a bound, while no bound acts."""
-        # Nothing is claimed, or it was hit.
-        if self.claimed is None or self.claimed == self.target:
-            return True
-        return is_bounded(self.terms) and self.claimed == self.near_target
-
-    @property
-    def false_claim(self) -> str | None:
-        """How far the enumerated gradient is from the claimed one, as a sentence; None where the claim holds."""
-        if self.claim_holds:
-            return None
-        missed_when_drawn = self.near_target == self.claimed and self.worst_error > DRAWN_TOLERANCE
-        if missed_when_drawn:
-            distance = f"{self.worst_error:.2g} of what is summed up, in a drawn setting ({self.worst_setting})"
-        else:
-            distance = f"{self.relative_bias[str(self.claimed)]:.3g} of the target's size"
-        claim = f"{self.name}, {self.regime}: claims {self.claimed}"
-        return f"{claim}, and the enumerated gradient differs from it by {distance}"
-
-    @property
-    def verdict(self) -> str:
-        """One sentence: the target or the bias, then the noise."""
-        if self.not_finite:
-            finite = dataclasses.replace(self, not_finite=False)
-            return f"{finite.verdict}; not finite where a token is impossible under the reference"
-        if not self.terms:
-            return "no KL term: nothing holds the policy to the reference"
-        if pulls_to_sampler(self.terms):
-            return self._verdict_of_a_trust_region()
-        if self.batch_bias:
-            sizes = " and ".join(f"{bias:.0%} off with {completions}" for completions, bias in self.batch_bias.items())
-            limit = self.near_target or "no target"
-            reason = "its mean contains the token's own estimate"
-            return f"{limit} as the batch grows, {sizes} completions: {reason}{self._noise()}"
-        if self.target == "zero":
-            # A multiple of the noise of "the least noisy unbiased term" for zero would divide by nothing.
-            return target_meaning(self.target)
-        if self.target is not None:
-            return f"{target_meaning(self.target)}{self._noise()}"
-        if self.near_target is not None:
-            return f"{self.near_target} while no bound acts, biased beyond{self._noise()}"
-        return f"{self._bias()}{self._noise()}"
-
-    def _verdict_of_a_trust_region(self) -> str:
-        if self.regime == "on_policy" and self.target is not None:
-            return "a trust region: zero expected gradient, as the policy is the sampler"
-        hit = ""
-        if self.target not in (None, "zero"):
-            hit = f" ({self.target})"
-        return f"a trust region: pulls towards the sampler{hit}, not towards the reference"
-
-    def _noise(self) -> str:
-        """The end of a verdict: the variance as a multiple of the best; empty where none is known."""
-        noise = ""
-        if self.variance_ratio is not None:
-            noise = f"; {self.variance_ratio:.3g}x the variance of the least noisy unbiased term"
-        if any(term.baseline == "own" for term in self.terms):
-            noise += " (its own baseline, which needs a group, is not counted)"
-        return noise
-
-    def _bias(self) -> str:
-        """How far a gradient that equals no target is from the sequence-level reverse KL, and what it is nearest to."""
-        error = self.relative_bias["sequence_reverse"]
-        cosine = self.cosine["sequence_reverse"]
-        if error < 0.01:
-            size = "less than 1%"
-        elif error < 10:
-            size = f"{error:.0%}"
-        else:
-            size = f"{error:.0f}x"
-        if cosine < 0:
-            text = f"points away: cosine {cosine:.2f} with the sequence-level reverse KL, {size} off it"
-        else:
-            text = f"biased: {size} off the sequence-level reverse KL, cosine {cosine:.2f}"
-        divergences = [target for target in self.relative_bias if target != "zero"]
-        nearest = min(divergences, key=lambda target: self.relative_bias[target])
-        # Nearly as near is not worth a word: the sentence names another target where it is nearer by a tenth.
-        if nearest != "sequence_reverse" and self.relative_bias[nearest] < 0.9 * error:
-            text += f", nearest to {nearest} ({self.relative_bias[nearest]:.0%} off)"
-        return text
-
-    def row(self) -> dict[str, Any]:
-        """Plain data for JSON; undefined values (the cosine with a zero gradient) are None.
-
-        Names and order are those that stored certificates and the pages of results/ have.
-        """
-        row: dict[str, Any] = {
-            "name": self.name,
-            "terms": [term.to_mapping() for term in self.terms],
-            "label": " + ".join(term.label() for term in self.terms) or "no KL",
-            "regime": self.regime,
-            "target": self.target,
-            "near_target": self.near_target,
-            "claimed": self.claimed,
-            "kept": self.claim_holds,
-            "relative_bias": {name: _finite_or_none(value) for name, value in self.relative_bias.items()},
-            "cosine": {name: _finite_or_none(value) for name, value in self.cosine.items()},
-            "variance": self.variance,
-            "variance_ratio": self.variance_ratio,
-            "strength": self.strength,
-            "verdict": self.verdict,
-        }
-        if self.batch_bias:
-            row["batch_bias"] = dict(self.batch_bias)
-        return row
-
-
-def is_bounded(terms: Sequence[KLTerm]) -> bool:
-    """Whether a cap, clamp or window acts far from the reference, or the mean of a batch contains the own sample."""
-    for term in terms:
-        if term.baseline == "batch":
-            return True
-        if any(getattr(term, name) is not None for name in BOUNDS):
-            return True
-    return False
-
-
-def pulls_to_sampler(terms: Sequence[KLTerm]) -> bool:
-    """Whether every term is measured against the sampler."""
-    return bool(terms) and all(term.reference == "sampler" for term in terms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,11 +165,7 @@ class Question:
 
     @classmethod
     def of(cls, terms: tuple[KLTerm, ...], regime: str) -> Question:
-        # Figures are per unit of beta, so that a certificate does not depend on how strong the terms are.
-        largest = max((initial_beta(term) for term in terms), default=1.0)
-        if largest == 0:
-            largest = 1.0
-        relative = tuple(dataclasses.replace(term, beta=initial_beta(term) / largest) for term in terms)
+        relative = relative_terms(terms)
         enumerated = []
         for term in relative:
             if term.baseline == "batch":
@@ -547,9 +385,3 @@ def _least_variance(target: str, regime: str, main: Tree) -> float | None:
             shown = [moments.figures(case.targets["sequence_reverse"]) for case, moments in pairs if case.shown]
             variances.append(sum(figures["variance"] for figures in shown) / len(shown))
     return min(variances, default=None)
-
-
-def _finite_or_none(value: float) -> float | None:
-    if math.isfinite(value):
-        return value
-    return None

@@ -54,7 +54,9 @@ RUNTIME = {"cuda": 1.0 * GIB, "cpu": 0.6 * GIB}
 NCCL = 0.5 * GIB
 ENGINE_SHARE = {"vllm": GPU_SHARE, "vllm_server": SERVER_GPU_SHARE}
 """The share of a device that an engine takes by default (``gpu_memory_utilization``)."""
-MAX_PROCESSES, DEVICES_OF_A_NODE = 64, 8
+MAX_PROCESSES = 64
+"""A remedy has at most so many."""
+DEVICES_OF_A_NODE = 8
 HF = ("hf", "hf_server")
 """Samplers that start their kernels one by one, in the trainer's precision."""
 
@@ -114,6 +116,28 @@ class Lengths:
 ALLOWED_BY_THE_CONFIG = Lengths()
 
 
+def _check_lengths(lengths: Lengths, config: Config) -> None:
+    """Raise :class:`UserError` for more tokens than the config lets through, and for fewer than one."""
+    most_new = config.rollout.max_new_tokens
+    most_of_mean = most_new
+    if lengths.longest is not None:
+        most_of_mean = min(lengths.longest, most_new)
+    for option, tokens, most in (
+        ("--prompt-tokens", lengths.prompt, config.data.prompt.max_tokens),
+        ("--completion-tokens", lengths.completion or lengths.longest, most_of_mean),
+        ("--longest-tokens", lengths.longest, most_new),
+    ):
+        if tokens is not None and not 1 <= tokens <= most:
+            raise UserError(f"{option}: got {tokens}; allowed: 1 to {most}, the most that the config lets through")
+
+
+def _with_fragments(rows: Sizes) -> list[tuple[str, float, str]]:
+    """Components of one phase, and the memory between them that the allocator cannot use."""
+    components = list(rows)
+    total = sum(size for _, size, _ in components)
+    return [*components, ("fragments", FRAGMENTS * total, "allocator")]
+
+
 class Plan:
     """``config`` on ``train.devices`` x ``train.nodes`` devices, with prompts and completions of these lengths.
 
@@ -129,65 +153,76 @@ class Plan:
         assumed: Assumed | None = None,
         shape: Shape | None = None,
     ) -> None:
-        prompt = lengths.prompt
-        longest = lengths.longest
-        completion = lengths.completion or longest
-        most_new = config.rollout.max_new_tokens
-        for option, tokens, most in (
-            ("--prompt-tokens", prompt, config.data.prompt.max_tokens),
-            ("--completion-tokens", completion, most_new if longest is None else min(longest, most_new)),
-            ("--longest-tokens", longest, most_new),
-        ):
-            if tokens is not None and not 1 <= tokens <= most:
-                raise UserError(f"{option}: got {tokens}; allowed: 1 to {most}, the most that the config lets through")
-        self.config, self.device = config, device
+        _check_lengths(lengths, config)
+        self.config = config
+        self.device = device
         self.lengths = lengths
-        self.longest = longest or most_new
-        self.assumed, self.shape = assumed or Assumed(), shape or shape_of(config.model)
-        self.load = workload(config, self.shape, device, prompt, completion)
+        self.longest = lengths.longest or config.rollout.max_new_tokens
+        self.assumed = assumed or Assumed()
+        self.shape = shape or shape_of(config.model)
+        self.load = workload(config, self.shape, device, lengths.prompt, lengths.completion or lengths.longest)
         self.terms = resolve_terms(config.kl)
-        self.element_bytes = ELEMENT_BYTES[config.model.dtype]
-        bf16 = config.train.precision == "bf16"
-        self.compute_bytes = 2 if bf16 else self.element_bytes  # of a value as matrix products take it
-        self.autocast = bf16 and config.model.dtype == "float32"
-        self.sampler = sampler_name(config)
-        self.beside = not capabilities_of(self.sampler).in_trainer_ranks
-        self.sharded = config.train.strategy in SHARDED and self.load.processes > 1
-        self.copies = config.train.nodes if self.sharded and config.train.fsdp.shards == "node" else 1
-        self.shards = self.load.processes // self.copies if self.sharded else 1
         self.references = sorted({term.reference for term in self.terms} - {"initial", "sampler"})
+
+        is_bf16 = config.train.precision == "bf16"
+        self.element_bytes = ELEMENT_BYTES[config.model.dtype]
+        # Of a value as matrix products take it.
+        self.compute_bytes = self.element_bytes
+        if is_bf16:
+            self.compute_bytes = 2
+        self.autocast = is_bf16 and config.model.dtype == "float32"
+
+        self.sampler = sampler_name(config)
+        # Whether engines beside the trainer draw.
+        self.beside = not capabilities_of(self.sampler).in_trainer_ranks
+
+        self.sharded = config.train.strategy in SHARDED and self.load.processes > 1
+        # A policy in one copy or in one on each node, and the processes that have a part of a copy.
+        self.copies = 1
+        self.shards = 1
+        if self.sharded:
+            if config.train.fsdp.shards == "node":
+                self.copies = config.train.nodes
+            self.shards = self.load.processes // self.copies
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
     @cached_property
     def components(self) -> tuple[Component, ...]:
         """Every component that is not zero."""
-        runtime = RUNTIME[self.device.kind] + (NCCL if self.device.kind == "cuda" and self.load.processes > 1 else 0)
+        runtime = RUNTIME[self.device.kind]
+        if self.device.kind == "cuda" and self.load.processes > 1:
+            runtime += NCCL
         # Whatever the phase: the largest of the phases comes on top of it.
-        always = [*self._always(), ("runtime", runtime, "libraries and context")]
-        learning, sampling = (
-            [*rows, ("fragments", FRAGMENTS * sum(size for _, size, _ in rows), "allocator")]
-            for rows in (list(self._learning()), list(self._sampling()))
-        )
-        return tuple(
-            Component(name=name, phase=phase, bytes=size, what=what)
-            for phase, rows in zip(PHASES, (always, learning, sampling), strict=True)
-            for name, size, what in rows
-            if size
-        )
+        rows_of_phase = {
+            "always": [*self._always(), ("runtime", runtime, "libraries and context")],
+            "learning": _with_fragments(self._learning()),
+            "sampling": _with_fragments(self._sampling()),
+        }
+        components = []
+        for phase in PHASES:
+            for name, size, what in rows_of_phase[phase]:
+                if size:
+                    components.append(Component(name=name, phase=phase, bytes=size, what=what))
+        return tuple(components)
 
     @cached_property
     def peak_bytes(self) -> float:
         """The most bytes of one process at any time; an asynchronous run samples while it learns."""
-        always, learning, sampling = (
-            sum(item.bytes for item in self.components if item.phase == phase) for phase in PHASES
-        )
-        return always + (learning + sampling if self.config.lag.mode == "async" else max(learning, sampling))
+        size_of_phase = dict.fromkeys(PHASES, 0.0)
+        for component in self.components:
+            size_of_phase[component.phase] += component.bytes
+        largest = max(size_of_phase["learning"], size_of_phase["sampling"])
+        if self.config.lag.mode == "async":
+            largest = size_of_phase["learning"] + size_of_phase["sampling"]
+        return size_of_phase["always"] + largest
 
     @property
     def limit_bytes(self) -> float:
         """What one process may take: a device, or its share of this machine's memory."""
-        return self.device.memory_bytes / (self.config.train.devices if self.device.kind == "cpu" else 1)
+        if self.device.kind == "cpu":
+            return self.device.memory_bytes / self.config.train.devices
+        return self.device.memory_bytes
 
     @property
     def fits(self) -> bool:
@@ -195,24 +230,32 @@ class Plan:
 
     def _always(self) -> Sizes:
         """What is allocated from the first update on."""
-        config, shape, shards = self.config, self.shape, self.shards
-        whole, trained = shape.parameters * self.element_bytes, shape.trainable * self.element_bytes
+        config = self.config
+        shape = self.shape
+        shards = self.shards
+        whole = shape.parameters * self.element_bytes
+        trained = shape.trainable * self.element_bytes
         yield "parameters", whole / shards, "policy"
         yield "gradients", trained / shards, "until the next update's first pass"
         yield "optimizer", 2 * trained / shards, "AdamW's two moments"
-        untrained = (whole - trained) / shards if self.sharded else 0.0  # copies of shards share nothing
         if config.model.lora is None:
             yield "reference", whole / shards, "frozen copy"
+        # A copy of an unsharded policy shares what is not trained; copies of shards share nothing.
+        untrained = 0.0
+        if self.sharded:
+            untrained = (whole - trained) / shards
         for name in self.references:
             if name == "teacher" and config.reference.teacher is not None:
-                if config.reference.teacher.url is not None:
-                    continue
-                teacher = config.reference.teacher.model(config.model)
-                size = shape_of(teacher).parameters * ELEMENT_BYTES[teacher.dtype]
-                yield "teacher", size / shards, "frozen"
+                # One with a URL is on another machine.
+                if config.reference.teacher.url is None:
+                    teacher = config.reference.teacher.model(config.model)
+                    size = shape_of(teacher).parameters * ELEMENT_BYTES[teacher.dtype]
+                    yield "teacher", size / shards, "frozen"
                 continue
-            # The exact average is float32, and rounded into the weights of the pass.
-            average = shape.trainable * 4 / shards if name == "ema" else 0.0
+            average = 0.0
+            if name == "ema":
+                # The exact average is float32, and rounded into the weights of the pass.
+                average = shape.trainable * 4 / shards
             yield f"{name} reference", trained / shards + untrained + average, "its weights"
         # A sharded policy cannot be called for one token at a time by one rank: it samples from a copy.
         if self.sharded and self.sampler in ("hf", "replay"):
@@ -225,21 +268,33 @@ class Plan:
 
     def _learning(self) -> Sizes:
         """What is allocated while gradients of a micro-batch are computed."""
-        config, shape, load, size = self.config, self.shape, self.load, self.element_bytes
-        checkpoints = config.model.gradient_checkpointing
-        # With checkpointing one layer's values are there at a time, and the inputs of all.
-        layers = 1 if checkpoints else shape.layers
-        inputs = shape.layers * shape.hidden * size if checkpoints else 0
-        layer_bytes = shape.layer_values * size * (AUTOCAST_SHARE if self.autocast else 1.0)
+        config = self.config
+        shape = self.shape
+        load = self.load
+        size = self.element_bytes
+        layer_bytes = shape.layer_values * size
+        if self.autocast:
+            layer_bytes *= AUTOCAST_SHARE
+        tokens = f"{load.micro_tokens:,} tokens"
+        if config.model.gradient_checkpointing:
+            # One layer's values are there at a time, and the inputs of all.
+            layers = 1
+            inputs = shape.layers * shape.hidden * size
+            tokens += ", layer inputs and one layer"
+        else:
+            layers = shape.layers
+            inputs = 0
         per_token = inputs + layer_bytes * (layers + BACKWARD_LAYERS)
-        tokens = f"{load.micro_tokens:,} tokens" + (", layer inputs and one layer" if checkpoints else "")
         yield "activations", load.micro_tokens * per_token, tokens
-        if config.model.attention == "sdpa":  # one mask for all layers; the prompt's keys and values per completion
-            width, group = self.compute_bytes, shape.heads // shape.kv_heads
+        if config.model.attention == "sdpa":
+            # One mask for all layers; the prompt's keys and values once for each completion.
+            width = self.compute_bytes
+            group = shape.heads // shape.kv_heads
             mask = group * load.micro_rows * load.completion * (load.prompt + load.completion) * width
             prompts = 2 * load.micro_rows * load.prompt * shape.kv_width * width * layers
             yield "attention", mask + prompts, "mask, and keys of prompts row by row"
-        if self.autocast and not self.sharded:  # copies live through a pass; FSDP gathers narrow weights
+        if self.autocast and not self.sharded:
+            # The copies live through a pass; FSDP gathers narrow weights.
             yield "bf16 weights", 2 * shape.layers * shape.layer, "autocast's copies"
         chunk = head_chunk(config.model.head_chunk_elements, torch.device(self.device.kind))
         rows = min(max(1, chunk // shape.vocabulary), load.micro_rows * load.completion)
@@ -265,14 +320,17 @@ class Plan:
             yield self._engine
         if self.config.rollout.backend != "hf" or self.apart:
             return
-        shape, load, size, capacity = self.shape, self.load, self.compute_bytes, INITIAL_CAPACITY
+        shape = self.shape
+        load = self.load
+        size = self.compute_bytes
         # As the sampler's cache grows: by doubling, from its first capacity.
+        capacity = INITIAL_CAPACITY
         while capacity < load.completion:
             capacity *= 2
         families = -(-load.wave_rows // self.config.rollout.group_size)
         cached = 2 * shape.layers * shape.kv_width * (families * load.prompt + load.wave_rows * capacity)
         yield "KV cache", cached * size, f"{load.wave_rows} completions at a time"
-        # scores and log-probs in float32, probabilities in both
+        # Scores and log-probs in float32, probabilities in both.
         yield "logits of a token", load.wave_rows * shape.vocabulary * 20.0, "every row's"
         yield "prompts' pass", families * load.prompt * shape.layer_values * size, "one layer, no gradient"
 
@@ -281,15 +339,20 @@ class Plan:
     @cached_property
     def _node_gpus(self) -> list[str]:
         """The GPUs of rank 0's node: as many as ranks and engines need, a node's at least; none on a CPU."""
-        train = self.config.train
-        needed = train.devices + (self.engines * self.engine_devices if self.beside else 0)
-        return [str(n) for n in range(max(needed, DEVICES_OF_A_NODE))] if self.device.kind == "cuda" else []
+        if self.device.kind != "cuda":
+            return []
+        needed = self.config.train.devices
+        if self.beside:
+            needed += self.engines * self.engine_devices
+        return [str(number) for number in range(max(needed, DEVICES_OF_A_NODE))]
 
     @cached_property
     def transport(self) -> str | None:
         """How weights reach engines beside the trainer, as a run chooses it (an engine's own way counts as gloo); None
         where the ranks draw."""
-        return Sampler.of(self.config).transport_on(self._node_gpus) or "gloo" if self.beside else None
+        if not self.beside:
+            return None
+        return Sampler.of(self.config).transport_on(self._node_gpus) or "gloo"
 
     @cached_property
     def apart(self) -> bool:
@@ -316,13 +379,20 @@ class Plan:
     @property
     def engines(self) -> int:
         """Processes that draw."""
+        if not self.beside:
+            return self.load.processes
         options = self.config.rollout.options
-        return len(options.get("urls") or ()) or int(options.get("servers", 1)) if self.beside else self.load.processes
+        urls = options.get("urls")
+        if urls:
+            return len(urls)
+        return int(options.get("servers", 1))
 
     @property
     def engine_devices(self) -> int:
         """Devices of one engine that only draws."""
-        return int(self.config.rollout.options.get("tensor_parallel_size", 1)) if self.beside else 1
+        if not self.beside:
+            return 1
+        return int(self.config.rollout.options.get("tensor_parallel_size", 1))
 
     @property
     def _engine_share(self) -> float:
@@ -363,52 +433,78 @@ class Plan:
     @cached_property
     def timing(self) -> Timing:
         """Upper bounds where completions end before ``rollout.max_new_tokens``."""
-        config, load = self.config, self.load
+        config = self.config
+        load = self.load
+        # Seconds are those of one update; a batch is drawn for several.
         updates = updates_from_a_batch(config)
-        drawing, learning = self._drawing_work(), self._learning_work()
-        drawn = {} if drawing is None else drawing_parts(self.shape, self._engine_rates, drawing)
+
+        learning = self._learning_work()
         learned = learning_parts(self.shape, self._rates, learning)
+        learn_s = sum(learned.values())
+        generate_s = sum(self._drawn.values()) / updates
         transfer = self._transfer(self.transport)
-        # An engine that takes weights between batches only loads once for all updates of a batch.
-        loads = 1 / updates if config.lag.mode == "async" and not config.lag.sampling.in_flight else 1
-        publish, load_s = transfer["publish weights"], transfer["load weights"] * loads
-        engine = {**{name: seconds / updates for name, seconds in drawn.items()}, "load weights": load_s}
-        rank = {**learned, "publish weights": publish}
-        generate, learn = sum(drawn.values()) / updates, sum(learned.values())
-        rank_s, engine_s = learn + publish, generate + load_s
+        publish_s = transfer["publish weights"]
+        load_s = transfer["load weights"]
+        if config.lag.mode == "async" and not config.lag.sampling.in_flight:
+            # An engine that takes weights between batches only loads once for all updates of a batch.
+            load_s *= 1 / updates
+
+        rank_s = learn_s + publish_s
+        engine_s = generate_s + load_s
         update = update_s(rank_s, engine_s, rank_s * self._overlap)
+        rank_parts = {**learned, "publish weights": publish_s}
+        engine_parts = {name: seconds / updates for name, seconds in self._drawn.items()}
+        engine_parts["load weights"] = load_s
+        parts = {**engine_parts, **rank_parts}
+        # Where one side hides the other, only what the slower side does can be the bottleneck.
+        waited_for = parts
         if update == rank_s:
-            waited_for = rank
+            waited_for = rank_parts
         elif update == engine_s:
-            waited_for = engine
-        else:
-            waited_for = {**rank, **engine}
+            waited_for = engine_parts
+
+        devices = load.processes
+        if self.apart:
+            devices += self.engines * self.engine_devices
+        tokens = config.rollout.prompts_per_batch * config.rollout.group_size * load.completion
         hours = update * config.train.steps / 3600
-        devices = load.processes + (self.engines * self.engine_devices if self.apart else 0)
-        rows = config.rollout.prompts_per_batch * config.rollout.group_size
         return Timing(
-            generate_s=generate,
-            learn_s=learn,
+            generate_s=generate_s,
+            learn_s=learn_s,
             exchange_s=exchange_s(self.shape, self._rates, learning),
             update_s=update,
-            generated_tokens_per_s=rows * load.completion / (generate * updates) if generate else 0.0,
-            trained_tokens_per_s=rows * load.completion / config.algorithm.updates_per_batch / learn,
+            generated_tokens_per_s=tokens / (generate_s * updates) if generate_s else 0.0,
+            trained_tokens_per_s=tokens / config.algorithm.updates_per_batch / learn_s,
             run_hours=hours,
             device_hours=hours * devices,
-            publish_s=publish,
+            publish_s=publish_s,
             load_s=load_s,
+            # Where the ranks draw, nobody waits for another.
             trainer_idle=1 - rank_s / update if self.beside else 0.0,
             engine_idle=1 - engine_s / update if self.beside else 0.0,
             bottleneck=max(waited_for, key=lambda name: waited_for[name]),
             devices=devices,
-            parts={**engine, **rank},
+            parts=parts,
             transfer_s={name: sum(self._transfer(name).values()) for name in self._possible_transports},
         )
 
+    @cached_property
+    def _drawn(self) -> Mapping[str, float]:
+        """Seconds in which one engine, or one rank that draws, makes a batch, by part; empty where batches are read."""
+        drawing = self._drawing_work()
+        if drawing is None:
+            return {}
+        return drawing_parts(self.shape, self._engine_rates, drawing)
+
     @property
     def _possible_transports(self) -> Sequence[str]:
-        lora = self.config.model.lora is not None
-        return [name for name in TRANSPORT_COSTS if lora or name != "adapter"] if self.beside else []
+        """The ways in which weights could reach engines beside the trainer."""
+        if not self.beside:
+            return []
+        names = list(TRANSPORT_COSTS)
+        if self.config.model.lora is None:
+            names.remove("adapter")
+        return names
 
     @property
     def _overlap(self) -> float:
@@ -417,14 +513,22 @@ class Plan:
         # On a shared GPU two sides at once take as long as one after the other.
         if lag.mode != "async" or (self.device.kind == "cuda" and not self.apart):
             return 0.0
-        return 1.0 if lag.sampling.policy == "drop" else min(1.0, lag.max_steps / updates_from_a_batch(self.config))
+        # Engines that drop what is too old never wait for the trainer.
+        if lag.sampling.policy == "drop":
+            return 1.0
+        return min(1.0, lag.max_steps / updates_from_a_batch(self.config))
 
     @property
     def _rates(self) -> Rates:
         """The speeds of a trainer rank."""
-        bf16, train = self.compute_bytes == 2, self.config.train
-        ports = None if train.nodes == 1 or self.copies > 1 else train.devices
-        return Rates.of(self.device, self.assumed, bf16=bf16, bf16_head=self._head_in_bf16, ports=ports)
+        train = self.config.train
+        # A copy on each node gathers within its node.
+        ports = None
+        if train.nodes > 1 and self.copies == 1:
+            ports = train.devices
+        return Rates.of(
+            self.device, self.assumed, bf16=self.compute_bytes == 2, bf16_head=self._head_in_bf16, ports=ports
+        )
 
     @property
     def _head_in_bf16(self) -> bool:
@@ -434,65 +538,115 @@ class Plan:
     @property
     def _engine_rates(self) -> Rates:
         """The speeds of an engine with all its devices; ``hf`` draws in the trainer's precision."""
-        as_trainer = self.sampler in HF
-        bf16, bf16_head = as_trainer and self.compute_bytes == 2, as_trainer and self._head_in_bf16
-        narrow = self._in_bf16
-        rates = Rates.of(self.device, self.assumed, bf16=narrow or bf16, bf16_head=narrow or bf16_head)
-        faster = {name: getattr(rates, name) * self.engine_devices for name in ("products", "head", "memory")}
-        return dataclasses.replace(rates, **faster)
+        is_bf16 = self._in_bf16
+        has_bf16_head = self._in_bf16
+        if self.sampler in HF:
+            is_bf16 = is_bf16 or self.compute_bytes == 2
+            has_bf16_head = has_bf16_head or self._head_in_bf16
+        rates = Rates.of(self.device, self.assumed, bf16=is_bf16, bf16_head=has_bf16_head)
+        devices = self.engine_devices
+        return dataclasses.replace(
+            rates, products=rates.products * devices, head=rates.head * devices, memory=rates.memory * devices
+        )
 
     def _drawing_work(self) -> Drawing | None:
         """What one engine, or one rank that draws, does for a batch; None where batches are read."""
         if capabilities_of(self.sampler).recorded:
             return None
-        rollout, load, shape, assumed = self.config.rollout, self.load, self.shape, self.assumed
-        prompts = rollout.prompts_per_batch
-        rows = -(-prompts // self.engines) * rollout.group_size  # whole groups
-        common: dict[str, Any] = {"prompt": load.prompt, "completion": load.completion, "group": rollout.group_size}
-        common["rows"] = prompts * rollout.group_size / self.engines
-        if self.sampler in HF:  # each wave ends with its longest completion
-            launch = shape.layers * assumed.layer_s
-            overlaps, value_bytes = self.device.kind == "cuda", 2 if self._in_bf16 else self.compute_bytes
-            in_replica = self.sharded and not self.beside  # whose layers are narrow already
-            return Drawing(
-                **common,
-                steps=-(-rows // min(rollout.batch_sequences, rows)) * self.longest,
-                launch_s=launch if overlaps else 0.0,
-                host_s=0.0 if overlaps else launch,
-                # autocast without gradient makes a narrow copy of each weight whenever it is used: read, write, read
-                weight_bytes=8 if self.autocast and not self._in_bf16 and not in_replica else value_bytes,
-                value_bytes=value_bytes,
-                shared=rollout.group_size,
-            )
-        room = self._engine_share * self.device.memory_bytes * self.engine_devices - self._weight_bytes
-        at_once = max(1.0, min(rows, rollout.batch_sequences, room / self._row_bytes))
-        return Drawing(  # an ended completion makes room for the next
-            **common,
-            steps=self.longest + (rows / at_once - 1) * load.completion,
-            launch_s=shape.layers * assumed.engine_layer_s,
-            host_s=assumed.engine_step_s,
-            weight_bytes=2 if self._in_bf16 else 4,
-            value_bytes=2 if self._in_bf16 else 4,
+        if self.sampler in HF:
+            return self._drawing_of_hf()
+        return self._drawing_of_an_engine()
+
+    @property
+    def _rows_of_an_engine(self) -> int:
+        """Completions of a batch that the engine with the most of them draws: whole groups."""
+        rollout = self.config.rollout
+        return -(-rollout.prompts_per_batch // self.engines) * rollout.group_size
+
+    @property
+    def _mean_rows_of_an_engine(self) -> float:
+        return self.config.rollout.prompts_per_batch * self.config.rollout.group_size / self.engines
+
+    def _drawing_of_hf(self) -> Drawing:
+        """Waves of completions; each wave ends with its longest one."""
+        rollout = self.config.rollout
+        rows = self._rows_of_an_engine
+        waves = -(-rows // min(rollout.batch_sequences, rows))
+        # A GPU works while the host starts the next kernels; a CPU is the host.
+        launch_s = self.shape.layers * self.assumed.layer_s
+        host_s = 0.0
+        if self.device.kind != "cuda":
+            host_s = launch_s
+            launch_s = 0.0
+        value_bytes = self.compute_bytes
+        if self._in_bf16:
+            value_bytes = 2
+        weight_bytes = value_bytes
+        # The layers of the copy that a sharded policy draws from are narrow already.
+        has_narrow_copy = self.sharded and not self.beside
+        if self.autocast and not self._in_bf16 and not has_narrow_copy:
+            # Autocast without gradient makes a narrow copy of each weight whenever it is used: it reads 4 bytes, writes
+            # 2 and reads 2.
+            weight_bytes = 8
+        return Drawing(
+            rows=self._mean_rows_of_an_engine,
+            group=rollout.group_size,
+            prompt=self.load.prompt,
+            completion=self.load.completion,
+            steps=waves * self.longest,
+            launch_s=launch_s,
+            host_s=host_s,
+            weight_bytes=weight_bytes,
+            value_bytes=value_bytes,
+            shared=rollout.group_size,
+        )
+
+    def _drawing_of_an_engine(self) -> Drawing:
+        """As many completions at once as its memory holds; one that ended makes room for the next."""
+        rollout = self.config.rollout
+        rows = self._rows_of_an_engine
+        memory = self._engine_share * self.device.memory_bytes * self.engine_devices
+        fitting = (memory - self._weight_bytes) / self._row_bytes
+        at_once = max(1.0, min(rows, rollout.batch_sequences, fitting))
+        value_bytes = 2 if self._in_bf16 else 4
+        return Drawing(
+            rows=self._mean_rows_of_an_engine,
+            group=rollout.group_size,
+            prompt=self.load.prompt,
+            completion=self.load.completion,
+            steps=self.longest + (rows / at_once - 1) * self.load.completion,
+            launch_s=self.shape.layers * self.assumed.engine_layer_s,
+            host_s=self.assumed.engine_step_s,
+            weight_bytes=value_bytes,
+            value_bytes=value_bytes,
         )
 
     def _learning_work(self) -> Learning:
         """What one rank does for an update."""
-        config, load, algorithm = self.config, self.load, self.config.algorithm
+        config = self.config
+        load = self.load
+        algorithm = config.algorithm
         # The initial reference is always there: its KL is measured whatever the terms.
         references = 1 + len(self.references)
         critic = bool(ADVANTAGES.get(algorithm.advantage, key="algorithm.advantage").facts.get("critic"))
+        # Passes of the policy without gradient, before the one that learns: each True counts as one.
         early = any(term.needs_update for term in self.terms) or algorithm.dpo is not None
         ahead = early + (algorithm.proximal == "recomputed" or critic)
         every = config.train.exact_kl_every
         exact = any(term.reads != {"log_ratio"} for term in self.terms)
-        measured = 0.0  # share of updates
+        # The share of updates that measure the exact KL.
+        measured = 0.0
         if exact:
             measured = 1.0
         elif every:
             measured = 1 / every
         lora = config.model.lora is not None
-        # forward, again in the backward, gradient of hidden states and weights; the reference's again in both for KL
-        head_products = references + ahead + early * exact + 2 + (1 if lora else 2) + 2 * measured
+        # Of the hidden states, and of the head's weights where they are trained.
+        gradients = 2
+        if lora:
+            gradients = 1
+        # Forward, again in the backward, and gradients; for the exact KL the reference's again in both.
+        head_products = references + ahead + early * exact + 2 + gradients + 2 * measured
         return Learning(
             line=load.update_line,
             tokens=load.update_tokens,
@@ -516,17 +670,24 @@ class Plan:
         """
         gather = self.shape.parameters * self.element_bytes * (1 - 1 / self.shards) / self._rates.link
         if transport is None:
-            publish = gather if self.sampler == "hf" else 0.0
-            copied = self._weight_bytes / self._rates.memory if self.sampler == "vllm" else 0.0
-            return {"publish weights": publish, "load weights": copied}
-        # The hash is computed on both sides, so it is part of publishing and of loading.
-        by, size = TRANSPORT_COSTS[transport], self._weight_bytes
-        narrow = size / (self.shape.parameters * self.element_bytes)  # weights are cast before they are gathered
+            seconds = {"publish weights": 0.0, "load weights": 0.0}
+            if self.sampler == "hf":
+                seconds["publish weights"] = gather
+            elif self.sampler == "vllm":
+                seconds["load weights"] = self._weight_bytes / self._rates.memory
+            return seconds
+        cost = TRANSPORT_COSTS[transport]
+        size = self._weight_bytes
+        # Weights are cast before they are gathered.
+        narrow = size / (self.shape.parameters * self.element_bytes)
         if transport == "adapter":
             size *= self.shape.trainable / self.shape.parameters
         gather *= size / self._weight_bytes * narrow
-        load = by.load * (self.engines if by.in_turn else 1) + HASH
-        return {"publish weights": gather + size * (by.publish + HASH), "load weights": size * load}
+        load = cost.load
+        if cost.in_turn:
+            load *= self.engines
+        # The hash is computed on both sides, so it is part of publishing and of loading.
+        return {"publish weights": gather + size * (cost.publish + HASH), "load weights": size * (load + HASH)}
 
     # --- what does not fit, and what would ---------------------------------------------------------------------------
 
@@ -535,7 +696,11 @@ class Plan:
         return tuple(self._warnings())
 
     def _warnings(self) -> Iterator[str]:
-        config, device, load, peak, limit = self.config, self.device, self.load, self.peak_bytes, self.limit_bytes
+        config = self.config
+        device = self.device
+        load = self.load
+        peak = self.peak_bytes
+        limit = self.limit_bytes
         if peak > limit:
             yield f"does not fit: {peak / GIB:.1f} GiB in one process, {limit / GIB:.1f} GiB on {device.name}"
         if not self.engine_fits:
@@ -546,7 +711,8 @@ class Plan:
         if device.kind == "cuda" and config.train.precision == "fp32":
             ratio = device.bf16_flops / device.fp32_flops
             yield f"train.precision=fp32 has 1/{ratio:.0f} of this device's bf16 rate; train.precision=bf16 is autocast"
-        size, limit_gib = self._replica_bytes, config.train.fsdp.replica_gib
+        size = self._replica_bytes
+        limit_gib = config.train.fsdp.replica_gib
         if self.sharded and self.sampler == "hf" and size > limit_gib * GIB:
             yield (
                 f"train.strategy_options.replica_gib={limit_gib:g} refuses the whole copy that hf samples from: "
@@ -565,39 +731,58 @@ class Plan:
         """What makes a run fit that does not: of each kind of :meth:`_candidates` the first."""
         if self.fits:
             return ()
-        fitting = (filter(None, map(self._try, candidates)) for candidates in self._candidates())
-        return tuple(remedy for remedies in fitting for remedy in [next(remedies, None)] if remedy is not None)
+        remedies = []
+        for candidates in self._candidates():
+            for changes in candidates:
+                remedy = self._try(changes)
+                if remedy is not None:
+                    remedies.append(remedy)
+                    break
+        return tuple(remedies)
 
     def _try(self, changes: Changes) -> Remedy | None:
         """The changes as a remedy, where the run fits with them."""
         config = changed(self.config, changes)
-        try:
-            shape = self.shape if config.model.lora == self.config.model.lora else shape_of(config.model)
-        except UserError:  # the model has none of the modules that adapters usually go to
-            return None
+        shape = self.shape
+        if config.model.lora != self.config.model.lora:
+            try:
+                shape = shape_of(config.model)
+            except UserError:
+                # The model has none of the modules that adapters usually go to.
+                return None
         plan = Plan(config, self.device, self.lengths, assumed=self.assumed, shape=shape)
-        return Remedy(overrides=_as_overrides(changes), peak_bytes=plan.peak_bytes) if plan.fits else None
+        if not plan.fits:
+            return None
+        return Remedy(overrides=_as_overrides(changes), peak_bytes=plan.peak_bytes)
 
     def _candidates(self) -> Iterator[Iterator[Changes]]:
         """Settings that change no number of the run, one after another; more processes; an adapter."""
-        config, steps = self.config, list(self._harmless_changes())
+        config = self.config
+        steps = list(self._harmless_changes())
         yield (steps[:count] for count in range(1, len(steps) + 1))
         can = capabilities_of(self.sampler)
         if can.draws_parts or not can.in_trainer_ranks:
-            now = 1 if config.train.strategy == "single" else self.load.processes
-            counts = [count for count in (now * 2**power for power in range(1, 7)) if count <= MAX_PROCESSES]
-            yield (
-                [("train.strategy", "fsdp"), *_places(count), *changes]
-                for changes in ([], steps)
-                for count in counts
-                if config.rollout.prompts_per_batch % count == 0
-            )
+            yield self._more_processes(steps)
         if config.model.lora is None:
             yield iter([[*steps, ("model.lora", "{rank: 16}")]])
 
+    def _more_processes(self, steps: Changes) -> Iterator[Changes]:
+        """Sharding over two to 64 times as many processes, first as the run is, then with ``steps``."""
+        processes = self.load.processes
+        if self.config.train.strategy == "single":
+            processes = 1
+        nothing_else: Changes = ()
+        for changes in (nothing_else, steps):
+            for power in range(1, 7):
+                count = processes * 2**power
+                # Every rank draws as many prompts.
+                if count <= MAX_PROCESSES and self.config.rollout.prompts_per_batch % count == 0:
+                    yield [("train.strategy", "fsdp"), *_places(count), *changes]
+
     def _harmless_changes(self) -> Iterator[tuple[str, object]]:
         """Settings that change time and memory only."""
-        config, chunk = self.config, 2**23
+        config = self.config
+        chunk = 2**23
         if not config.model.gradient_checkpointing:
             yield "model.gradient_checkpointing", True
         longest = config.data.prompt.max_tokens + config.rollout.max_new_tokens
@@ -621,26 +806,19 @@ def splits(
     the ranks draw, or the config's engines take a share of the same GPUs. Lengths as for :class:`Plan`. Raises
     :class:`UserError` where no division gives every rank as many prompts.
     """
-    shape, sampler, divided = shape_of(config.model), sampler_name(config), list[Split]()
-    capabilities = capabilities_of(sampler)
-    each = 1 if capabilities.in_trainer_ranks else int(config.rollout.options.get("tensor_parallel_size", 1))
+    shape = shape_of(config.model)
+    divided = []
     # Every number of ranks: a plan is cheap, and which of them is best depends on all rates.
     for ranks in range(1, total + 1):
-        engines, rest = divmod(total - ranks, each)
-        nodes = -(-ranks // DEVICES_OF_A_NODE)
-        shared = ranks == total and sampler == "vllm_server" and nodes == 1 and ranks % each == 0
-        in_ranks = ranks == total and capabilities.draws_parts
-        if config.rollout.prompts_per_batch % ranks or rest or ranks % nodes or not (engines or in_ranks or shared):
+        changes = _division_of(config, ranks, total)
+        if changes is None:
             continue
-        servers, gpus_each = (ranks // each, each) if shared else (engines, 0)
-        changes = _division(config, ranks, servers=servers, gpus_each=gpus_each)
-        tried = changed(config, changes)
-        plan = Plan(tried, device, lengths, shape=shape)
+        plan = Plan(changed(config, changes), device, lengths, shape=shape)
         time = plan.timing
         divided.append(
             Split(
                 ranks=ranks,
-                engines=engines * each,
+                engines=total - ranks,
                 generate_s=time.generate_s,
                 transfer_s=time.publish_s + time.load_s,
                 learn_s=time.learn_s,
@@ -659,6 +837,27 @@ def splits(
     return tuple(sorted(divided, key=lambda split: (not split.fits, split.update_s)))
 
 
+def _division_of(config: Config, ranks: int, total: int) -> Changes | None:
+    """Settings with which ``ranks`` of ``total`` devices train and the others draw; None where that cannot be."""
+    sampler = sampler_name(config)
+    capabilities = capabilities_of(sampler)
+    engine_devices = 1
+    if not capabilities.in_trainer_ranks:
+        engine_devices = int(config.rollout.options.get("tensor_parallel_size", 1))
+    nodes = -(-ranks // DEVICES_OF_A_NODE)
+    # As many prompts for every rank, as many ranks on every node, and no device that does nothing.
+    if config.rollout.prompts_per_batch % ranks or ranks % nodes or (total - ranks) % engine_devices:
+        return None
+    if ranks < total:
+        return _division(config, ranks, servers=(total - ranks) // engine_devices, gpus_each=0)
+    # All devices train: servers share the GPUs of one node, or the ranks draw.
+    if sampler == "vllm_server" and nodes == 1 and ranks % engine_devices == 0:
+        return _division(config, ranks, servers=ranks // engine_devices, gpus_each=engine_devices)
+    if capabilities.draws_parts:
+        return _division(config, ranks, servers=0, gpus_each=0)
+    return None
+
+
 def _division(config: Config, ranks: int, *, servers: int, gpus_each: int) -> Changes:
     """Settings of so many ranks and servers; a server shares ``gpus_each`` of the ranks' GPUs, or has its own (0)."""
     if ranks == 1:
@@ -673,7 +872,8 @@ def _division(config: Config, ranks: int, *, servers: int, gpus_each: int) -> Ch
         changes.append(("train.strategy_options.shards", "all"))
     if not servers:
         return changes
-    sampler, options = "vllm_server", dict[str, Any]()
+    sampler = "vllm_server"
+    options: dict[str, Any] = {}
     if not capabilities_of(sampler_name(config)).in_trainer_ranks:
         sampler = sampler_name(config)
         options = {name: value for name, value in config.rollout.options.items() if name not in ("gpus", "urls")}
@@ -689,20 +889,29 @@ def _division(config: Config, ranks: int, *, servers: int, gpus_each: int) -> Ch
 
 def _as_overrides(changes: Changes) -> tuple[str, ...]:
     """As the command line takes them."""
-    words = ((key, json.dumps(value) if isinstance(value, bool | dict) else value) for key, value in changes)
-    return tuple(f"{key}={value}" for key, value in words)
+    overrides = []
+    for key, value in changes:
+        if isinstance(value, bool | dict):
+            value = json.dumps(value)
+        overrides.append(f"{key}={value}")
+    return tuple(overrides)
 
 
 def _places(processes: int) -> list[tuple[str, object]]:
+    """Settings of so many processes: on as few nodes as hold them."""
     nodes = -(-processes // DEVICES_OF_A_NODE)
-    return [("train.devices", processes // nodes), *([("train.nodes", nodes)] if nodes > 1 else [])]
+    changes: list[tuple[str, object]] = [("train.devices", processes // nodes)]
+    if nodes > 1:
+        changes.append(("train.nodes", nodes))
+    return changes
 
 
 def changed(config: Config, changes: Changes) -> Config:
     """``config`` with fields of its sections replaced; the rest is shared."""
     for key, value in changes:
         section, name = key.split(".")
-        value = LoraConfig(rank=16) if name == "lora" else value
+        if name == "lora":
+            value = LoraConfig(rank=16)
         replaced = dataclasses.replace(getattr(config, section), **{name: value})
         config = dataclasses.replace(config, **{section: replaced})
     return config

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,10 +54,16 @@ class Device:
 
 def _gpu(name: str, facts: Mapping[str, Any]) -> Device:
     """A GPU from the units of ``known.yaml``: GiB, TFLOP/s, GB/s."""
-    memory, link, source = int(facts["gib"] * GIB), facts["link"] * 1e9, facts["source"]
-    rates = {"bf16_flops": facts["bf16"] * 1e12, "fp32_flops": facts["fp32"] * 1e12}
-    bandwidth = facts["bandwidth"] * 1e9
-    return Device(name=name, kind="cuda", memory_bytes=memory, bandwidth=bandwidth, link=link, source=source, **rates)
+    return Device(
+        name=name,
+        kind="cuda",
+        memory_bytes=int(facts["gib"] * GIB),
+        bf16_flops=facts["bf16"] * 1e12,
+        fp32_flops=facts["fp32"] * 1e12,
+        bandwidth=facts["bandwidth"] * 1e9,
+        link=facts["link"] * 1e9,
+        source=facts["source"],
+    )
 
 
 _KNOWN = read_yaml(Path(__file__).parent / "known.yaml")
@@ -169,12 +175,18 @@ def shape_of(config: ModelConfig) -> Shape:
             "model.options.gguf_file: a plan needs a config.json; name the model it was made from as model.source"
         )
     facts = _dense_facts(config)
-    if facts is None or not set(config.lora.target_modules if config.lora else ()) <= set(facts.projections):
+    if facts is None:
         return _built_shape(config)
-    # Keys and values are narrower than queries where groups of heads share them.
-    hidden, width, adapter = facts.hidden_size, facts.num_key_value_heads * facts.head_dim, 0
+    adapter = 0
     if config.lora is not None:
-        adapter = sum(config.lora.rank * sum(facts.projections[name]) for name in config.lora.target_modules)
+        for name in config.lora.target_modules:
+            # A module of another name than the matrices, which only building the model finds.
+            if name not in facts.projections:
+                return _built_shape(config)
+            adapter += config.lora.rank * sum(facts.projections[name])
+    hidden = facts.hidden_size
+    # Keys and values are narrower than queries where groups of heads share them.
+    width = facts.num_key_value_heads * facts.head_dim
     # The matrices, the two norms, and what the architecture adds in attention.
     layer = sum(rows * columns for rows, columns in facts.projections.values())
     query = facts.num_attention_heads * facts.head_dim
@@ -228,9 +240,12 @@ def _dense_facts(config: ModelConfig) -> _Facts | None:
             "model_type": "llama",
             "hidden_size": recipe.hidden_size,
             "intermediate_size": recipe.intermediate_size,
+            "num_hidden_layers": recipe.layers,
+            "num_attention_heads": recipe.heads,
+            "tie_word_embeddings": False,
+            "vocab_size": len(VOCABULARY),
+            "max_position_embeddings": MAX_LENGTH,
         }
-        raw |= {"num_hidden_layers": recipe.layers, "num_attention_heads": recipe.heads, "tie_word_embeddings": False}
-        raw |= {"vocab_size": len(VOCABULARY), "max_position_embeddings": MAX_LENGTH}
     elif config.source in KNOWN and not Path(config.source).is_dir():
         raw = {**KNOWN[config.source]}
     else:
@@ -238,13 +253,21 @@ def _dense_facts(config: ModelConfig) -> _Facts | None:
     # Another architecture has other matrices, which only building it tells.
     if raw["model_type"] not in _BIASES_AND_NORMS:
         return None
-    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-    dim, kv_heads = raw.get("head_dim") or hidden // heads, raw.get("num_key_value_heads") or heads
+    hidden = raw["hidden_size"]
     inner = raw["intermediate_size"]
+    heads = raw["num_attention_heads"]
+    kv_heads = raw.get("num_key_value_heads") or heads
+    dim = raw.get("head_dim") or hidden // heads
     # Rows and columns, as torch stores a linear layer: outputs first.
-    projections = dict.fromkeys(("k_proj", "v_proj"), (kv_heads * dim, hidden))
-    projections |= {"q_proj": (heads * dim, hidden), "o_proj": (hidden, heads * dim), "down_proj": (hidden, inner)}
-    projections |= dict.fromkeys(("gate_proj", "up_proj"), (inner, hidden))
+    projections = {
+        "k_proj": (kv_heads * dim, hidden),
+        "v_proj": (kv_heads * dim, hidden),
+        "q_proj": (heads * dim, hidden),
+        "o_proj": (hidden, heads * dim),
+        "down_proj": (hidden, inner),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+    }
     return _Facts(**{**raw, "head_dim": dim, "num_key_value_heads": kv_heads, "projections": projections})
 
 
@@ -258,23 +281,29 @@ def _built_shape(config: ModelConfig) -> Shape:
             causal = build(known_config(config.source), attn_implementation="sdpa")
     else:
         causal = skeleton(config)
+    # On the meta device even tied parameters are separate.
+    causal.tie_weights()
     model = causal
-    causal.tie_weights()  # on the meta device even tied parameters are separate
     if config.lora is not None:
         from kl_comedy.models.lora import add_lora
 
         model = add_lora(causal, config.lora)
-    facts = causal.config.get_text_config() if hasattr(causal.config, "get_text_config") else causal.config
+    facts = causal.config
+    if hasattr(facts, "get_text_config"):
+        facts = facts.get_text_config()
     heads = int(facts.num_attention_heads)
-    embedding, output = causal.get_input_embeddings().weight, causal.get_output_embeddings().weight
+    embedding = causal.get_input_embeddings().weight
+    output = causal.get_output_embeddings().weight
+    # A tied head is the embedding, which is counted already.
+    head = 0 if output is embedding else output.numel()
     layers = decoder_layers(causal)
     return Shape(
         source=config.source,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        trainable=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        parameters=_count(model.parameters()),
+        trainable=_count(parameter for parameter in model.parameters() if parameter.requires_grad),
         embedding=embedding.numel(),
-        head=0 if output is embedding else output.numel(),
-        layer=max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers),
+        head=head,
+        layer=max(_count(layer.parameters()) for layer in layers),
         layers=len(layers),
         hidden=int(facts.hidden_size),
         inner=int(getattr(facts, "intermediate_size", None) or 4 * facts.hidden_size),
@@ -284,6 +313,10 @@ def _built_shape(config: ModelConfig) -> Shape:
         vocabulary=output.shape[0],
         config=facts,
     )
+
+
+def _count(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def known_config(source: str, **changes: Any) -> Any:
@@ -317,40 +350,71 @@ class Workload:
     reuse: int
 
 
+def _longest_prompt(config: Config, shape: Shape, completion: int) -> int:
+    """Tokens: what the config allows, and the model's context leaves beside a completion."""
+    longest = config.data.prompt.max_tokens
+    context: int | None = getattr(shape.config, "max_position_embeddings", None)
+    if not context:
+        return max(1, longest)
+    return max(1, min(longest, context - completion))
+
+
 def workload(config: Config, shape: Shape, device: Device, prompt: int | None, completion: int | None) -> Workload:
     """The work of one process; ``prompt`` and ``completion``: tokens, None for the most that the config allows."""
-    rollout, train, model, algorithm = config.rollout, config.train, config.model, config.algorithm
-    c = completion or rollout.max_new_tokens
-    longest_prompt = config.data.prompt.max_tokens
-    context = getattr(shape.config, "max_position_embeddings", None) or longest_prompt + c
-    p = prompt or max(1, min(longest_prompt, context - c))
-    processes, group = train.devices * train.nodes, rollout.group_size
-    share = model.share_prompt and model.library_attention == "sdpa"
-    budget = train.microbatch_tokens or default_microbatch_tokens(
-        shape.config, ELEMENT_BYTES[model.dtype], device.kind, checkpoints=model.gradient_checkpointing
+    rollout = config.rollout
+    algorithm = config.algorithm
+    processes = config.train.devices * config.train.nodes
+    group = rollout.group_size
+    completion = completion or rollout.max_new_tokens
+    if prompt is None:
+        prompt = _longest_prompt(config, shape, completion)
+
+    # A micro-batch holds whole prompts with all their completions, or a part of the completions of one prompt.
+    budget = config.train.microbatch_tokens or default_microbatch_tokens(
+        shape.config,
+        ELEMENT_BYTES[config.model.dtype],
+        device.kind,
+        checkpoints=config.model.gradient_checkpointing,
     )
-    families = rollout.prompts_per_batch // algorithm.updates_per_batch
-    each = min(group, max(1, (budget - p) // c))  # completions of one prompt in a micro-batch
-    fit = max(1, budget // (p + each * c)) if each == group else 1
-    in_micro = min(fit, families)
-    pieces = -(-families // in_micro) if each == group else families * -(-group // each)
-    rows, update_micro = in_micro * each, -(-pieces // processes)
-    full = families / in_micro if each == group else pieces  # the last micro-batch may be smaller
-    part = min(1.0, max(1 / processes, update_micro / full))  # ranks take whole micro-batches
+    prompts = rollout.prompts_per_batch // algorithm.updates_per_batch
+    rows_of_a_prompt = min(group, max(1, (budget - prompt) // completion))
+    parts_of_a_group = -(-group // rows_of_a_prompt)
+    if rows_of_a_prompt == group:
+        fitting = max(1, budget // (prompt + group * completion))
+        micro_prompts = min(fitting, prompts)
+        micro_batches = -(-prompts // micro_prompts)
+        # The last micro-batch may be smaller than the others.
+        full_micro_batches = prompts / micro_prompts
+    else:
+        micro_prompts = 1
+        micro_batches = prompts * parts_of_a_group
+        full_micro_batches = micro_batches
+    micro_rows = micro_prompts * rows_of_a_prompt
+    # Ranks take whole micro-batches: the rank with the most of them has more than its share of the tokens.
+    update_micro = -(-micro_batches // processes)
+    share_of_update = min(1.0, max(1 / processes, update_micro / full_micro_batches))
+
+    # With shared prompts a prompt passes the body once for its completions in a micro-batch, else once for each.
+    if config.model.share_prompt and config.model.library_attention == "sdpa":
+        micro_tokens = micro_prompts * prompt + micro_rows * completion
+        line = prompts * (parts_of_a_group * prompt + group * completion)
+    else:
+        micro_tokens = micro_rows * (prompt + completion)
+        line = prompts * group * (prompt + completion)
+
     drawn = rollout.prompts_per_batch * group // processes
     wave = min(rollout.batch_sequences, drawn)
-    line = families * (-(-group // each) * p + group * c if share else group * (p + c))
     return Workload(
         processes=processes,
-        prompt=p,
-        completion=c,
-        micro_tokens=rows * (p + c) if not share else in_micro * p + rows * c,
-        micro_rows=rows,
-        update_line=math.ceil(line * part),
-        update_tokens=math.ceil(families * group * c * part),
+        prompt=prompt,
+        completion=completion,
+        micro_tokens=micro_tokens,
+        micro_rows=micro_rows,
+        update_line=math.ceil(line * share_of_update),
+        update_tokens=math.ceil(prompts * group * completion * share_of_update),
         update_micro=update_micro,
         drawn_rows=drawn,
-        drawn_tokens=drawn * c,
+        drawn_tokens=drawn * completion,
         wave_rows=wave,
         waves=-(-drawn // wave),
         reuse=algorithm.updates_per_batch * algorithm.epochs_per_batch,

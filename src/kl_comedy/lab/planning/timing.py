@@ -74,13 +74,17 @@ class Rates:
     def of(cls, device: Device, assumed: Assumed, *, bf16: bool, bf16_head: bool, ports: int | None = None) -> Rates:
         """``ports``: devices of a node whose weights are gathered over several nodes; None: within one node."""
         # The peaks of a data sheet times the share of them that real passes reach.
-        wide, narrow = device.fp32_flops * assumed.fp32_flops, device.bf16_flops * assumed.flops
+        wide = device.fp32_flops * assumed.fp32_flops
+        narrow = device.bf16_flops * assumed.flops
+        link = device.link
+        if ports is not None:
+            # Over nodes the slower of the two links bounds a gather.
+            link = min(link, NETWORK * ports)
         return cls(
             products=narrow if bf16 else wide,
             head=narrow if bf16_head else wide,
             memory=device.bandwidth * assumed.bandwidth,
-            # Over nodes the slower of the two links bounds a gather.
-            link=(device.link if ports is None else min(device.link, NETWORK * ports)) * assumed.link,
+            link=link * assumed.link,
             port=NETWORK * assumed.link,
             hides=device.kind == "cuda",
         )
@@ -103,7 +107,8 @@ HASH = 1 / 1.5e9
 """SHA-256 of a byte on one core with SHA instructions; trainer and engine compute it, one after the other."""
 TO_HOST = 1 / 3.4e9
 """Between a GPU and host memory, either way."""
-NCCL, IPC = 1 / 8.25e9, 1 / 40e9
+NCCL = 1 / 8.25e9
+IPC = 1 / 40e9
 TRANSPORT_COSTS: Mapping[str, TransportCost] = {
     "folder": TransportCost(
         publish=1 / 1.6e9,
@@ -145,7 +150,8 @@ class Drawing:
 
 def drawing_parts(shape: Shape, rates: Rates, work: Drawing) -> dict[str, float]:
     """Seconds of a batch, by part."""
-    tokens, head = work.rows * work.completion, shape.vocabulary * shape.hidden
+    tokens = work.rows * work.completion
+    head = shape.vocabulary * shape.hidden
     read = shape.parameters * work.weight_bytes / rates.memory
     # A prompt's cache is read once for its rows; a completion's grows from nothing, so half of it on average.
     context = work.prompt / work.shared + work.completion / 2
@@ -186,24 +192,35 @@ class Learning:
 
     @property
     def shards(self) -> int:
-        return self.ranks // self.copies if self.sharded else 1
+        """Ranks that have a part of one copy of the policy."""
+        if not self.sharded:
+            return 1
+        return self.ranks // self.copies
 
 
 def learning_parts(shape: Shape, rates: Rates, work: Learning) -> dict[str, float]:
     """Seconds of an update, by part."""
-    # A backward pass computes the gradients of inputs and weights; with LoRA the frozen weights have none.
-    forward, backward = work.ahead + 1 + work.recompute, 1 if work.lora else 2
+    # Products with each weight: those of the forward passes, of which checkpointing repeats one in the backward.
+    forward = work.ahead + 1
+    if work.recompute:
+        forward += 1
+    # The gradients of inputs and of weights; with LoRA the frozen weights have none.
+    backward = 2
+    if work.lora:
+        backward = 1
     # Scores and weighted values: two products of [heads, head_dim] with every token of the context.
     attention = 4 * shape.layers * shape.heads * shape.head_dim * work.context
     body = work.line * (2 * shape.body * (forward + backward) + attention * (forward + 2)) / rates.products
     head = work.tokens * 2 * shape.vocabulary * shape.hidden * work.head_products / rates.head
     exchange = exchange_s(shape, rates, work)
+    if work.sharded and rates.hides:
+        # FSDP gathers the next layer while this one computes; only what is longer than that is waited for.
+        exchange = max(0.0, exchange - body - head)
     trained = shape.trainable * work.element_bytes / work.shards
     return {
         "body": body,
         "head": head,
-        # FSDP gathers the next layer while this one computes; only what is longer than that is waited for.
-        "exchange": max(0.0, exchange - body - head) if work.sharded and rates.hides else exchange,
+        "exchange": exchange,
         "optimizer": OPTIMIZER_PASSES * trained / rates.memory,
     }
 
