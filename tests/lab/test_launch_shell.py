@@ -61,6 +61,16 @@ def test_an_arm_of_a_case_is_chosen_by_its_pattern():
     assert kinds == ["skipped", "branch", "skipped"]
 
 
+def test_conditions_after_the_arm_that_is_taken_are_not_run():
+    script = "X=1\nif check --a; then run 1\nelif check --b; then run 2\nfi\n"
+    assert [words for words, _ in commands_of(script)] == [["check", "--a"], ["run", "1"], ["run", "2"]]
+
+
+def test_conditions_of_arms_that_are_not_taken_are_run_up_to_the_taken_one():
+    script = "if false; then run 1\nelif check --b; then run 2\nelif check --c; then run 3\nfi\n"
+    assert [words for words, _ in commands_of(script)] == [["run", "1"], ["check", "--b"], ["run", "2"], ["run", "3"]]
+
+
 def test_what_a_branch_that_is_not_taken_assigns_is_forgotten():
     assert commands_of("X=1\nif false; then X=2; fi\nrun $X")[-1] == (["run", "1"], "certain")
 

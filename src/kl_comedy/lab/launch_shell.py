@@ -504,25 +504,35 @@ class Interpreter:
         taken = self._taken(statement)
         before = self.origin
         for number, (condition, body) in enumerate(statement.arms):
-            words = " ".join(self.as_written(token) for token in condition)[:60]
-            reason = f"if {words}" if statement.subject is None else f"case {words}"
-            if not condition:
-                reason = "else"
-            if statement.subject is None:
+            # A shell comes to a condition only if those before it are false.
+            is_reached = taken < 0 or number <= taken
+            if statement.subject is None and is_reached:
                 self._run_condition(condition)
+            reason = self._reason(statement, condition)
             if number == taken:
                 self.origin = Origin("branch", reason).within(before)
                 self.run(body)
             else:
-                # A copy, so that its assignments are forgotten.
-                kept = {name: replace(variable) for name, variable in self.variables.items()}
                 self.origin = Origin("skipped", reason)
-                self.run(body)
-                for name, variable in self.variables.items():
-                    if name in kept and variable.used:
-                        kept[name].used = True
-                self.variables = kept
+                self._run_and_forget(body)
             self.origin = before
+
+    def _reason(self, statement: Branches, condition: Sequence[Token]) -> str:
+        """The condition of an arm in the words of the script."""
+        if not condition:
+            return "else"
+        keyword = "if" if statement.subject is None else "case"
+        words = " ".join(self.as_written(token) for token in condition)
+        return f"{keyword} {words[:60]}"
+
+    def _run_and_forget(self, body: Sequence[Statement]) -> None:
+        """Run an arm that does not act: its commands are read, its assignments are forgotten."""
+        before = {name: replace(variable) for name, variable in self.variables.items()}
+        self.run(body)
+        for name, variable in self.variables.items():
+            if name in before and variable.used:
+                before[name].used = True
+        self.variables = before
 
     def _run_condition(self, condition: Sequence[Token]) -> None:
         """The commands of a condition: ``if "$@"; then`` starts what a function gets. A test starts nothing."""

@@ -325,34 +325,55 @@ def command_words(words: Sequence[Word], parsed: Parsed, depth: int = 0) -> None
     waiting = list(reversed(words))
     while waiting:
         word = waiting.pop()
-        text = word.text
-        key, equals, value = text.partition("=")
-        if _is_nested_command(text) and depth < MAX_NESTED_COMMANDS:
-            shell(text, parsed, depth + 1)
-        elif text.startswith("--") and len(text) > 2:
-            value_word = Word(value, word.origin)
-            takes_next = not equals and bool(waiting) and not waiting[-1].text.startswith("--")
-            if takes_next:
-                value_word = waiting.pop()
-                if _is_nested_command(value_word.text) and depth < MAX_NESTED_COMMANDS:
-                    shell(value_word.text, parsed, depth + 1)
-            is_lone = not equals and not takes_next
-            _take_named_files(key, value_word, parsed)
-            origin = value_word.origin.within(word.origin)
-            parsed.add(Setting(key, None if is_lone else value_word.text, _is_known(value_word.text), origin))
-        elif equals and OVERRIDE.fullmatch(key):
-            if key == "config" and Path(value).suffix in (".yaml", ".yml"):
-                parsed.configs.append(Word(value, word.origin))
-            parsed.add(Setting(key, value, _is_known(value), word.origin))
+        if _is_nested_command(word.text) and depth < MAX_NESTED_COMMANDS:
+            shell(word.text, parsed, depth + 1)
+        elif word.text.startswith("--") and len(word.text) > 2:
+            _take_option(word, waiting, parsed, depth)
+        elif _is_override(word.text):
+            _take_override(word, parsed)
         else:
-            parsed.words.append(text)
-            if before == "-m":
-                parsed.started.append(text)
-            else:
-                _add_started(text, parsed)
-            if before:
-                parsed.words.append(f"{before} {text}")
-            before = text.rsplit("/", 1)[-1]
+            _take_plain_word(word.text, before, parsed)
+            before = word.text.rsplit("/", 1)[-1]
+
+
+def _take_option(word: Word, waiting: list[Word], parsed: Parsed, depth: int) -> None:
+    """``--key=value``, or ``--key`` with the next of the ``waiting`` words, which is then taken from them."""
+    key, equals, text = word.text.partition("=")
+    value = Word(text, word.origin)
+    # Two options in a row: the first is a switch.
+    takes_next = not equals and bool(waiting) and not waiting[-1].text.startswith("--")
+    if takes_next:
+        value = waiting.pop()
+        if _is_nested_command(value.text) and depth < MAX_NESTED_COMMANDS:
+            shell(value.text, parsed, depth + 1)
+    _take_named_files(key, value, parsed)
+    is_lone = not equals and not takes_next
+    origin = value.origin.within(word.origin)
+    parsed.add(Setting(key, None if is_lone else value.text, _is_known(value.text), origin))
+
+
+def _is_override(text: str) -> bool:
+    """Whether a word is ``key=value``, also Hydra's ``+key=value``."""
+    key, equals, _ = text.partition("=")
+    return bool(equals) and OVERRIDE.fullmatch(key) is not None
+
+
+def _take_override(word: Word, parsed: Parsed) -> None:
+    key, _, value = word.text.partition("=")
+    if key == "config" and Path(value).suffix in (".yaml", ".yml"):
+        parsed.configs.append(Word(value, word.origin))
+    parsed.add(Setting(key, value, _is_known(value), word.origin))
+
+
+def _take_plain_word(text: str, before: str, parsed: Parsed) -> None:
+    """A word that sets nothing, and with the word ``before`` it a pair, as ``swift sft``."""
+    parsed.words.append(text)
+    if before:
+        parsed.words.append(f"{before} {text}")
+    if before == "-m":
+        parsed.started.append(text)
+    else:
+        _add_started(text, parsed)
 
 
 def _take_named_files(key: str, value: Word, parsed: Parsed) -> None:
@@ -483,11 +504,7 @@ class _Module:
         if isinstance(node, ast.Import):
             self.parsed.imports += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            self.parsed.imports += [node.module or "", *(alias.name for alias in node.names)]
-            self.parsed.imports += [f"{node.module}:{alias.name}" for alias in node.names]
-            is_foreign = (node.module or "").partition(".")[0] not in sys.stdlib_module_names
-            if node.module and is_foreign and any(TRAINING.fullmatch(alias.name) for alias in node.names):
-                self.parsed.own_modules.append(node.module)
+            self._collect_import(node)
         elif isinstance(node, ast.Assign) and len(node.targets) == 1:
             self._collect_assignment(node.targets[0], node.value)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
@@ -495,11 +512,25 @@ class _Module:
         elif isinstance(node, ast.Call):
             self._collect_option(node)
         elif isinstance(node, ast.ClassDef):
-            for item in node.body:
-                if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.value is not None:
-                    self.defaults[item.target.id] = _default_of_field(item.value)
-                elif isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name):
-                    self.defaults[item.targets[0].id] = item.value
+            self._collect_fields(node)
+
+    def _collect_import(self, node: ast.ImportFrom) -> None:
+        """``from module import name``: the module, the name, and both as ``module:name``."""
+        module = node.module or ""
+        names = [alias.name for alias in node.names]
+        self.parsed.imports += [module, *names]
+        self.parsed.imports += [f"{module}:{name}" for name in names]
+        is_foreign = module.partition(".")[0] not in sys.stdlib_module_names
+        if module and is_foreign and any(TRAINING.fullmatch(name) for name in names):
+            self.parsed.own_modules.append(module)
+
+    def _collect_fields(self, node: ast.ClassDef) -> None:
+        """The defaults of a class's fields, as of a dataclass."""
+        for item in node.body:
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.value is not None:
+                self.defaults[item.target.id] = _default_of_field(item.value)
+            elif isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name):
+                self.defaults[item.targets[0].id] = item.value
 
     def _collect_assignment(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Name):
@@ -546,21 +577,28 @@ class _Module:
             self._hydra_config(call)
             return
         for keyword in call.keywords:
-            if keyword.arg is not None:
+            if keyword.arg is None:
+                self._options(keyword.value, origin, name)
+            else:
                 self._set(keyword.arg, keyword.value, origin, name)
-                continue
-            options = self._dictionary(keyword.value)
-            if options is None:
-                self.parsed.unread.append(Unread(f"{name}(**{ast.unparse(keyword.value)[:60]})", name))
-                continue
-            for key, value in options:
-                self._set(key, value, origin, name)
         if name.endswith(("ArgumentParser", "TrlParser")) or name in COMMAND_LINE_PARSERS:
-            # HfArgumentParser((ScriptArguments, GRPOConfig)): the command line fills them.
-            for argument in ast.walk(call):
-                if isinstance(argument, ast.Name) and argument.id.endswith(("Config", "Arguments")):
-                    self.parsed.calls.append(argument.id)
-                    self.parsed.unread.append(Unread(f"{argument.id} of the command line ({name})", argument.id))
+            self._filled_by_command_line(call, name)
+
+    def _options(self, node: ast.expr, origin: Origin, scope: str) -> None:
+        """``**options`` of a call."""
+        options = self._dictionary(node)
+        if options is None:
+            self.parsed.unread.append(Unread(f"{scope}(**{ast.unparse(node)[:60]})", scope))
+            return
+        for key, value in options:
+            self._set(key, value, origin, scope)
+
+    def _filled_by_command_line(self, call: ast.Call, parser: str) -> None:
+        """``HfArgumentParser((ScriptArguments, GRPOConfig))``: the command line fills these classes."""
+        for argument in ast.walk(call):
+            if isinstance(argument, ast.Name) and argument.id.endswith(("Config", "Arguments")):
+                self.parsed.calls.append(argument.id)
+                self.parsed.unread.append(Unread(f"{argument.id} of the command line ({parser})", argument.id))
 
     def _hydra_config(self, call: ast.Call) -> None:
         """``@hydra.main(config_name="ppo_trainer")``: all settings of the program stand in that config."""
