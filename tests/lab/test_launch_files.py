@@ -513,7 +513,10 @@ def test_every_flag_is_found_at_its_own_path_in_a_shell_script(tmp_path, name, f
     for flag in SYSTEMS[name].flags:
         line = form.format(flag=flag.where, value=value_of(flag))
         launch = read_launch_file(write(tmp_path, "a.sh", line), system=name)
-        assert launch.given == {flag.name: flag.parse(value_of(flag), "")}, line
+        # A flag that only an earlier release reads so also gives what stands for that release.
+        of_a_release = {other for change in SYSTEMS[name].versions for other in change.before} - {flag.name}
+        given = {other: value for other, value in launch.given.items() if other not in of_a_release}
+        assert given == {flag.name: flag.parse(value_of(flag), "")}, line
 
 
 @pytest.mark.parametrize("name", SYSTEMS)

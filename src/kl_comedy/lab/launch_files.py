@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
+from kl_comedy.lab.launch_releases import Release, release_of
 from kl_comedy.lab.launch_syntax import Parsed, Setting, Unread, parse
 from kl_comedy.lab.peers import (
     SWITCH,
@@ -24,6 +25,7 @@ from kl_comedy.lab.peers import (
     Reading,
     System,
     Value,
+    VersionChange,
     conditions_hold,
     find_system,
     flag_key,
@@ -87,7 +89,9 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
         remarks += _unread_remarks(chosen, parsed)
         if not values.given:
             remarks += _started_remarks(chosen, parsed)
-        remarks += [*_foreign_key_remarks(chosen, parsed), *_version_remarks(chosen, values.given)]
+        remarks += _foreign_key_remarks(chosen, parsed)
+        # Last: what the remarks above say of a file that sets no flag is not about values of an earlier release.
+        remarks += values.take_release()
         return LaunchFile(system=chosen, given=values.given, remarks=tuple(dict.fromkeys(remarks)))
 
 
@@ -172,6 +176,36 @@ class _Values:
                 f"{written}: set in a branch that the file's own values do not take ({setting.origin.why}); "
                 f"{acting} is taken (or give {name}=...)"
             )
+
+    def take_release(self) -> list[str]:
+        """Give the flags that a file leaves to a default the values of the release for which it is; the remarks."""
+        keys = [setting.key for setting in _in_scope(self.system, self.parsed.settings)]
+        release = release_of(self.system, keys, self.parsed.words)
+        remarks = []
+        # In order: a later change may be about a flag that an earlier one gives.
+        for change in self.system.versions:
+            if self._matters(change) and not release.has(change):
+                remarks += self._take_change(change, release)
+        return remarks
+
+    def _matters(self, change: VersionChange) -> bool:
+        """Whether the file leaves to a default what the change is about."""
+        if change.flag in self.given or not all(name in self.given for name in change.given):
+            return False
+        flags = {flag.name: flag.default for flag in self.system.flags}
+        flags.update(self.given)
+        return conditions_hold(change.when, flags)
+
+    def _take_change(self, change: VersionChange, release: Release) -> list[str]:
+        if release.is_before(change) and release.last is not None:
+            self.given.update(change.before)
+            return [f"{release.last.text}, so the file is for a release before {change.since}. {change.says}"]
+        if change.only_if_told:
+            return []
+        if change.usually_before and release.first is None:
+            self.given.update(change.before)
+            return [f"taken as a file for a release before {change.since}, as most that leave this open. {change.says}"]
+        return [change.says]
 
 
 def _origin_notes(setting: Setting) -> list[str]:
@@ -269,17 +303,6 @@ def _bears_on(unread: Unread, classes: Sequence[re.Pattern[str]]) -> bool:
     if not unread.scope:
         return True
     return any(pattern.fullmatch(unread.scope) for pattern in classes)
-
-
-def _version_remarks(system: System, given: Mapping[str, Value]) -> Iterator[str]:
-    """What other releases do where the file leaves a flag to its default."""
-    flags = {flag.name: flag.default for flag in system.flags}
-    flags.update(given)
-    for change in system.versions:
-        if change.flag in given:
-            continue
-        if all(name in given for name in change.given) and conditions_hold(change.when, flags):
-            yield change.says
 
 
 # --- the system ---------------------------------------------------------------------------------------------------

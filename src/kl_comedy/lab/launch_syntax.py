@@ -20,6 +20,7 @@ import yaml
 
 from kl_comedy.errors import UserError, shown
 from kl_comedy.io import MAX_FILE_BYTES, MAX_KEY_PARTS, MAX_VALUES, check_yaml, read_text, yaml_errors
+from kl_comedy.lab.launch_releases import REQUIREMENT
 from kl_comedy.lab.launch_shell import CERTAIN, Interpreter, Origin, Word
 from kl_comedy.lab.peers import flag_key
 
@@ -354,8 +355,9 @@ def _take_option(word: Word, waiting: list[Word], parsed: Parsed, depth: int) ->
 
 def _is_override(text: str) -> bool:
     """Whether a word is ``key=value``, also Hydra's ``+key=value``."""
-    key, equals, _ = text.partition("=")
-    return bool(equals) and OVERRIDE.fullmatch(key) is not None
+    key, equals, value = text.partition("=")
+    # `trl==0.17.0` is a requirement of pip.
+    return bool(equals) and not value.startswith("=") and OVERRIDE.fullmatch(key) is not None
 
 
 def _take_override(word: Word, parsed: Parsed) -> None:
@@ -409,6 +411,9 @@ def _is_known(value: str) -> bool:
 # --- Python -------------------------------------------------------------------------------------------------------
 def python(text: str, parsed: Parsed) -> None:
     """Keyword arguments, dictionaries, attributes and defaults of options; ``--flags`` in strings."""
+    # `# dependencies = ["trl==0.17.0"]`, which uv reads.
+    for comment in re.findall(r"(?m)^#.*$", text):
+        parsed.words += [requirement[0] for requirement in REQUIREMENT.finditer(comment)]
     _Module(ast.parse(text), parsed).read()
 
 
@@ -477,6 +482,7 @@ class _Module:
             if id(node) in passed_over:
                 continue
             if isinstance(node, ast.JoinedStr | ast.Constant):
+                self._requirement(node)
                 self._command_text(node)
             elif isinstance(node, ast.List | ast.Tuple):
                 self._command_list(node)
@@ -756,6 +762,11 @@ class _Module:
         return self.parsed.count_written("".join(parts))
 
     # --- commands
+    def _requirement(self, node: ast.expr) -> None:
+        """``"trl==0.17.0"``: a version that the program asks for, as ``image.pip_install`` of a cluster."""
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and REQUIREMENT.fullmatch(node.value.strip()):
+            self.parsed.words.append(node.value.strip())
+
     def _command_text(self, node: ast.JoinedStr | ast.Constant) -> None:
         """A command that the program starts, or flags of one: ``subprocess.run(f"python ... --beta {beta}")``."""
         text = self.value(node)

@@ -224,13 +224,30 @@ class OtherRun:
 class VersionChange:
     """A default that differs between releases: what is said where a file leaves ``flag`` to it.
 
-    ``when`` are conditions as in a rule; ``given`` are flags that the file must set for the change to matter.
+    ``when`` are conditions as in a rule; ``given`` are flags that the file must set for the change to matter. ``since``
+    is the first release with the change, and ``before`` are the values of flags that stand for what earlier ones do.
+    ``usually_before``: a file that does not tell its release is mostly for an earlier one. ``only_if_told``: nothing is
+    said of such a file.
     """
 
     flag: str
     says: str
     when: Mapping[str, Any] = field(default_factory=dict)
     given: Sequence[str] = ()
+    since: str = ""
+    before: Mapping[str, Value] = field(default_factory=dict)
+    usually_before: bool = False
+    only_if_told: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Releases:
+    """By what a file tells its release: patterns of keys that end with a release (``until``), and of keys that one is
+    the first to have (``since``). ``package`` is the name whose version a file may pin."""
+
+    package: str = ""
+    until: tuple[tuple[str, Sequence[str]], ...] = ()
+    since: tuple[tuple[str, Sequence[str]], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +261,8 @@ class System:
     marks of a program that takes all settings from a config of its caller. ``over`` are the systems of
     which this is a fork or a patch, whose marks its files have too. ``rl_runs`` tell a run with these flags, and where
     none is there, ``other_runs`` one without. ``told_by`` are values of flags that a file gives by a class or a
-    command. ``classes`` are the patterns of the Python classes whose arguments are flags.
+    command. ``classes`` are the patterns of the Python classes whose arguments are flags. ``versions`` are defaults
+    that changed between ``releases``.
     """
 
     name: str
@@ -264,6 +282,7 @@ class System:
     told_by: Mapping[str, Mapping[str, Marks]] = field(default_factory=dict)
     classes: Sequence[str] = ()
     versions: Sequence[VersionChange] = ()
+    releases: Releases = field(default_factory=Releases)
 
     @classmethod
     def load(cls, name: str) -> System:
@@ -280,6 +299,10 @@ class System:
             told_by[flag_name] = {value: Marks(**marks) for value, marks in values.items()}
         data["told_by"] = told_by
         data["versions"] = tuple(VersionChange(**change) for change in data.get("versions", ()))
+        releases = data.get("releases", {})
+        for end in ("until", "since"):
+            releases[end] = tuple(releases.get(end, {}).items())
+        data["releases"] = Releases(**releases)
         flags = []
         for flag_name, facts in data.pop("flags").items():
             # Tuples: a flag is frozen, with all that it holds.
@@ -651,7 +674,8 @@ class _RuleInterpreter:
         if isinstance(wanted, dict):
             # Numbers are compared, so that a rule can say: where the coefficient is not 0.
             if "above" in wanted:
-                return bool(value > wanted["above"])
+                # A coefficient of none is that of the trainer.
+                return value is not None and bool(value > wanted["above"])
             return not self._holds(name, wanted["not"])
         if isinstance(wanted, list):
             return value in wanted
