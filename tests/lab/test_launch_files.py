@@ -272,7 +272,7 @@ def test_what_is_no_literal_is_reported_and_can_be_given(tmp_path):
 
 
 def test_what_is_no_literal_of_python_is_reported(tmp_path):
-    code = "from trl import GRPOConfig\nGRPOConfig(beta=float('nan') if x else 1, **more)\n"
+    code = "from trl import GRPOConfig\nGRPOConfig(beta=compute(x), **more)\n"
     assert "is not a literal" in read_launch_file(write(tmp_path, "a.py", code)).remarks[0]
 
 

@@ -30,6 +30,13 @@ def commands_of(script):
         ("start() { run --a $1; }\nstart 5", ["run", "--a", "5"]),
         ("A=1 run 'x y' # --b", ["run", "x y"]),
         ("run a \\\n  # --b \\\n  c", ["run", "a", "c"]),
+        (': "${X:=5}"\nrun $X', ["run", "5"]),
+        ("declare -A X=([a]=1 [b]=2)\nX[a]=3\nrun ${X[a]} ${X[b]}", ["run", "3", "2"]),
+        ("X=(1 2)\nI=1\nrun ${X[$I]} ${X[I]}", ["run", "2", "2"]),
+        ("X=$(compute a b)\nrun $X", ["run", "$(compute a b)"]),
+        ('X=1\nwhile [ $# -gt 0 ]; do case $1 in --x) X="$2";; esac; shift; done\nrun $X', ["run", "1"]),
+        ('X=1\nwhile getopts "x:" o; do X=$OPTARG; done\nrun $X', ["run", "1"]),
+        ('X=1\nif [ -n "$1" ]; then X=$1; fi\nif [ $# -gt 0 ]; then X=$1; fi\nrun $X', ["run", "1"]),
     ],
 )
 def test_a_command_gets_the_words_that_the_shell_would_give_it(script, words):
@@ -73,6 +80,11 @@ def test_conditions_of_arms_that_are_not_taken_are_run_up_to_the_taken_one():
 
 def test_what_a_branch_that_is_not_taken_assigns_is_forgotten():
     assert commands_of("X=1\nif false; then X=2; fi\nrun $X")[-1] == (["run", "1"], "certain")
+
+
+def test_a_function_of_the_script_has_arguments():
+    script = 'f() { if [ -n "$1" ]; then X=$1; fi; }\nX=1\nf 2\nrun $X'
+    assert commands_of(script)[-1] == (["run", "2"], "branch")
 
 
 def test_a_loop_runs_with_its_first_value():

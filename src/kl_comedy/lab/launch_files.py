@@ -41,6 +41,7 @@ CLEARLY_MORE = 2
 """How many times the marks of any other a system must have to be chosen: a path may name a second system."""
 KL_KEY = re.compile(r"(.*_)?kl(_.*)?|(.*_)?reg(ularizer|_coef|_weight)|beta", re.IGNORECASE)
 """The last part of keys that an author gives to a KL of his own."""
+SWEEP = re.compile(r"(choice\()?\s*(?P<first>[\d.eE+-]+)\s*(,\s*[\d.eE+-]+\s*)+\)?")
 MAX_NAMED = 3
 """Keys and programs that one message names."""
 CUSTOM = "custom"
@@ -79,7 +80,7 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
         remarks = list(values.remarks())
         takes_a_config = "hydra.main" in parsed.calls or any(_found(chosen.needs_config, parsed))
         # Who names the system wants its defaults.
-        if takes_a_config and not values.given and system is None:
+        if takes_a_config and not values.firm and system is None:
             raise UserError(
                 "cannot tell from this file: it takes all settings from a config that its caller names, which is not "
                 f"read; explain that config (--system {chosen.name} gives the defaults)"
@@ -105,6 +106,8 @@ class _Values:
     given: dict[str, Value] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
     skipped: dict[str, Setting] = field(default_factory=dict)
+    firm: set[str] = field(default_factory=set)
+    """Flags that are given outside of branches."""
     others: list[str] = field(default_factory=list)
 
     def read(self) -> None:
@@ -142,6 +145,8 @@ class _Values:
             return
         value = self._value(flag, setting)
         notes = []
+        if setting.text is not None and setting.text != _first_of_sweep(setting.text, flag):
+            notes.append(f"{_written(setting)}: the values of a sweep; the first is taken")
         if self.given.get(flag.name, value) != value:
             self.others.append(f"{setting.key}: given more than once; the last value is taken")
         if value == CUSTOM and setting.text != CUSTOM:
@@ -152,9 +157,11 @@ class _Values:
         # A later literal replaces what could not be read.
         self.notes[flag.name] = notes
         self.given[flag.name] = value
+        if setting.origin.kind != "branch":
+            self.firm.add(flag.name)
 
     def _value(self, flag: Flag, setting: Setting) -> Value:
-        text = _text_of_flag(setting, flag)
+        text = _first_of_sweep(_text_of_flag(setting, flag), flag)
         is_name = CUSTOM in flag.choices and text is not None and re.fullmatch(r"[A-Za-z]\w*", text.strip("\"'"))
         if (
             is_name
@@ -242,6 +249,14 @@ def _text_of_flag(setting: Setting, flag: Flag) -> str | None:
     return None
 
 
+def _first_of_sweep(text: str | None, flag: Flag) -> str | None:
+    """The first of several numbers, as Hydra sweeps over them: ``0.001,0.01`` or ``choice(0.001, 0.01)``."""
+    if text is None or flag.is_switch or flag.choices:
+        return text
+    numbers = SWEEP.fullmatch(text.strip("\"'"))
+    return numbers["first"] if numbers else text
+
+
 def _in_scope(system: System, settings: Sequence[Setting]) -> list[Setting]:
     """The settings of the system's own classes, where the file makes any; else all.
 
@@ -281,8 +296,13 @@ def _started_remarks(system: System, parsed: Parsed) -> Iterator[str]:
 
 def _foreign_key_remarks(system: System, parsed: Parsed) -> Iterator[str]:
     """Keys that look like those of a KL and are none of the system's flags: code of the author's own reads them."""
-    scopes = _in_scope(system, parsed.settings)
-    for text in _kl_keys(setting for setting in scopes if _flag_of(system, setting.key) is None):
+    foreign = []
+    for setting in _in_scope(system, parsed.settings):
+        # A variable of a job does nothing by itself.
+        is_variable = parsed.environment.get(setting.key.rpartition(".")[2]) == setting.text
+        if _flag_of(system, setting.key) is None and not is_variable:
+            foreign.append(setting)
+    for text in _kl_keys(foreign):
         yield (
             f"{text} is not a flag of {system.title} that explain knows: what code of the file's own does with it is "
             "not in this answer"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kl_comedy.errors import UserError, shown
@@ -26,7 +26,9 @@ MAX_STATEMENTS = 20_000
 MAX_CALLS = 10
 """Calls of one function that are followed: one that only logs is called everywhere."""
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=", re.ASCII)
+ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<index>\[[^]\s]*\])?(?P<plus>\+?)=", re.ASCII)
+MEMBER = re.compile(r"\[(?P<index>[^]]*)\]=(?P<text>.*)", re.DOTALL)
+"""A member of an array that is written with its index: ``[beta]=0.01``."""
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 PLAIN = re.compile(r"[^\s\\'\"$`;&|()<>]+")
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|([@*#?$!0-9]))", re.ASCII)
@@ -116,8 +118,11 @@ class Branches:
 
 @dataclass
 class Loop:
+    """``for`` with the items of its variable, or ``while`` with its condition."""
+
     variable: str
     items: list[Token]
+    condition: list[Token]
     body: list[Statement]
 
 
@@ -220,7 +225,13 @@ class Lexer:
         token.pieces.append(Piece("text", self.text[self.at + 1 : end], quoted=True))
         self.at = end + 1
 
-    def _double_quotes(self, token: Token) -> None:
+    def document_text(self) -> Token:
+        """The whole text as a here-document has it: variables are put in, quotes are characters."""
+        token = Token()
+        self._double_quotes(token, has_end=False)
+        return token
+
+    def _double_quotes(self, token: Token, *, has_end: bool = True) -> None:
         text = self.text
         token.pieces.append(Piece("text", "", quoted=True))
         while self.at < len(text):
@@ -230,10 +241,13 @@ class Lexer:
                 self.at = match.end()
                 continue
             character = text[self.at]
-            if character == '"':
+            if character == '"' and has_end:
                 self.at += 1
                 return
-            if character == "\\":
+            if character == '"':
+                token.pieces.append(Piece("text", '"', quoted=True))
+                self.at += 1
+            elif character == "\\":
                 escaped = text[self.at + 1 : self.at + 2]
                 kept = escaped if escaped in '"\\$`' else f"\\{escaped}"
                 token.pieces.append(Piece("text", kept, quoted=True))
@@ -425,18 +439,19 @@ class Parser:
         self.at += 1
         variable = ""
         items: list[Token] = []
+        condition: list[Token] = []
         if word in ("for", "select") and self.at < len(self.tokens):
             variable = self.tokens[self.at].plain
             self.at += 1
             has_items = self._keyword("in")
-            condition = self._condition("do")
+            header = self._condition("do")
             if has_items:
-                items = [token for token in condition if not token.operator]
+                items = [token for token in header if not token.operator]
         else:
-            self._condition("do")
+            condition = self._condition("do")
         body = self.block(("done",))
         self._keyword("done")
-        return Loop(variable, items, body)
+        return Loop(variable, items, condition, body)
 
     def _is_function(self) -> bool:
         following = [token.operator for token in self.tokens[self.at + 1 : self.at + 3]]
@@ -463,10 +478,14 @@ class Interpreter:
     def __init__(
         self,
         command: Callable[[list[Word]], None],
-        document: Callable[[list[Word], str], None],
+        document: Callable[[list[Word], Word], None],
         count: Callable[[str], str],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.variables: dict[str, Variable] = {}
+        for name, text in (environment or {}).items():
+            # Used: it is of the caller, who does not look for flags in it here.
+            self.variables[name] = Variable([Word(text)], used=True)
         self.functions: dict[str, list[Statement]] = {}
         self.called: dict[str, int] = {}
         self.command = command
@@ -580,6 +599,11 @@ class Interpreter:
         return holds != negated
 
     def _test(self, words: Sequence[str]) -> bool | None:
+        if "@" not in self.variables:
+            # A script that is started without arguments; a function of the file has its own.
+            words = ["0" if word == "$#" else word for word in words]
+            if len(words) == 2 and words[0] in ("-z", "-n") and re.fullmatch(r"\$[1-9@*]", words[1]):
+                return words[0] == "-z"
         if any("$" in word or "`" in word for word in words):
             return None
         if len(words) == 2 and words[0] in ("-z", "-n"):
@@ -605,6 +629,12 @@ class Interpreter:
     def _loop(self, statement: Loop) -> None:
         """The body once, with the first value of the variable."""
         before = self.origin
+        if self._is_of_arguments(statement.condition):
+            # `while [ $# -gt 0 ]; do case $1 in ...`: a script that is started without arguments does not enter it.
+            self.origin = Origin("skipped", "an argument of the script")
+            self._run_and_forget(statement.body)
+            self.origin = before
+            return
         values: list[Word] = []
         for token in statement.items:
             values += self.expand(token)
@@ -618,6 +648,13 @@ class Interpreter:
             self.variables.pop(statement.variable, None)
         self.run(statement.body)
         self.origin = before
+
+    def _is_of_arguments(self, condition: Sequence[Token]) -> bool:
+        """Whether the condition of a loop is that the script has arguments left. A function of the file has its own."""
+        if "@" in self.variables:
+            return False
+        words = [self.as_written(token) for token in condition]
+        return words[:1] == ["getopts"] or any(word in ("$#", "$1", "${1:-}", "${1-}") for word in words)
 
     # --- commands
     def _simple(self, tokens: Sequence[Token]) -> None:
@@ -679,12 +716,11 @@ class Interpreter:
     def _here_document(self, words: Sequence[Word], token: Token) -> None:
         assert token.document is not None
         text, expanded = token.document
-        if expanded:
-            text = self._substituted(text).text
+        document = self._inside(self._substituted(text) if expanded else Word(text))
         if words and words[0].text == "read":
-            self.variables[words[-1].text] = Variable([Word(text, self.origin)])
+            self.variables[words[-1].text] = Variable([document])
         else:
-            self.document(list(words), text)
+            self.document(list(words), document)
 
     def _assign(self, token: Token) -> bool:
         """Take an assignment; False for any other word."""
@@ -693,7 +729,10 @@ class Interpreter:
         match = ASSIGNMENT.match(token.pieces[0].text)
         if not match:
             return False
-        name, is_appended = match[1], bool(match[2])
+        if match["index"]:
+            self._assign_member(match, token)
+            return True
+        name, is_appended = match["name"], bool(match["plus"])
         is_array = token.array is not None
         if token.array is not None:
             words = [word for item in token.array for word in self.expand(item)]
@@ -714,8 +753,21 @@ class Interpreter:
             self.command([Word(":"), *self._split(words)])
         return True
 
+    def _assign_member(self, match: re.Match[str], token: Token) -> None:
+        """``options[beta]=0.01``."""
+        first = replace(token.pieces[0], text=token.pieces[0].text[match.end() :])
+        value = self._inside(self._field([first, *token.pieces[1:]])[0])
+        index = self._substituted(match["index"]).text
+        variable = self.variables.setdefault(match["name"], Variable([], is_array=True))
+        variable.words.append(replace(value, text=f"{index}={value.text}"))
+
     def _split(self, words: Sequence[Word]) -> list[Word]:
-        return [replace(word, text=part) for word in words for part in word.text.split()]
+        parts = []
+        for word in words:
+            # What a command prints is not known; its own words are not those of the list.
+            texts = [word.text] if "$(" in word.text or "`" in word.text else word.text.split()
+            parts += [replace(word, text=text) for text in texts]
+        return parts
 
     # --- expansion
     def expand(self, token: Token) -> list[Word]:
@@ -792,7 +844,11 @@ class Interpreter:
             return self._member(match["name"], match["index"]) or unknown
         default = re.match(r":?([-=+?])(.*)", rest, re.DOTALL)
         if default is not None:
-            return self._default(value, default[1], default[2], unknown)
+            words = self._default(value, default[1], default[2], unknown)
+            if default[1] == "=" and not value:
+                # `: "${BETA:=0.04}"` gives the variable its default.
+                self.variables[match["name"]] = Variable(words, used=True)
+            return words
         if rest and value:
             return self._changed(value, rest) or unknown
         return value or unknown
@@ -816,12 +872,25 @@ class Interpreter:
         return []
 
     def _member(self, name: str, index: str) -> list[Word]:
+        """``${options[beta]}``; the first member where the index is not known, as of a job of an array of jobs."""
         variable = self.variables.get(name)
-        number = index[1:-1].strip()
-        if variable is None or not number.isdigit() or len(number) > 6 or int(number) >= len(variable.words):
+        if variable is None or not variable.words:
             return []
         variable.used = True
-        return [variable.words[int(number)]]
+        key = self._substituted(index[1:-1].strip("\"' ")).text
+        named = [MEMBER.fullmatch(word.text) for word in variable.words]
+        for match, word in reversed(list(zip(named, variable.words, strict=True))):
+            if match is not None and match["index"].strip("\"'") == key:
+                return [replace(word, text=match["text"])]
+        if key in self.variables:
+            # In an index, a variable may stand without its dollar.
+            key = self._glue(self.variables[key].words).text
+        if key.isdigit() and len(key) <= 6 and not any(named):
+            return variable.words[int(key) : int(key) + 1]
+        if "$" not in key and not re.search(r"[a-z]", key):
+            return []
+        texts = [match["text"] if match else word.text for match, word in zip(named, variable.words, strict=True)]
+        return [Word(texts[0], Origin("loop", f"one of {', '.join(texts[:6])}"))]
 
     def _value(self, name: str) -> list[Word]:
         variable = self.variables.get(name)
@@ -843,13 +912,14 @@ class Interpreter:
 
     def _substituted(self, text: str) -> Word:
         """A text with its variables put in."""
-        lexer = Lexer(text + '"')
-        token = Token()
-        lexer._double_quotes(token)
-        return self._as_one(token)
+        return self._as_one(Lexer(text).document_text())
 
     def as_written(self, token: Token) -> str:
         return token.operator or "".join(piece.text for piece in token.pieces)
+
+    def texts(self) -> dict[str, str]:
+        """The variables that are one word, by name."""
+        return {name: variable.words[0].text for name, variable in self.variables.items() if len(variable.words) == 1}
 
     def unused(self) -> Iterator[Variable]:
         """Variables that no command of the file got: another file does, or one that could not be followed."""

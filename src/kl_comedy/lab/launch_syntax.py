@@ -7,11 +7,12 @@ leaves to others (a base config, ``**options``) is in ``Parsed.unread``, so that
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,17 @@ CONFIGS = (
 CONFIG_NAMES = ("--config-name", "--config_name")
 """Those of them whose value is a config even without a suffix: Hydra adds it."""
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+MAKEFILE = re.compile(r"(GNU)?[Mm]akefile|.*\.mk|\.?justfile|.*\.just")
 STARTED = re.compile(r"[^\s;|&=()\"']+\.(py|sh|bash|slurm|sbatch)")
 """Words of a command, or their last parts, that are a program."""
 TRAINING = re.compile(r".*(train|run|launch|experiment|main|fit|learn).*", re.IGNORECASE)
 """Names that a program takes from a module of its own, which trains."""
+PROGRAM = re.compile(
+    r"(?m)(^|&& )\s*([A-Z_]+=\S+ )*(python3?|torchrun|accelerate|deepspeed|ray|srun|bash|uv|swift|trl) "
+)
+"""The start of a command in a list of them."""
+ENVIRONMENTS = ("env", "envs", "environment", "environ", "env_vars", "envvars", "environment_variables")
+"""Keys of the variables that a job gives its commands."""
 OVERRIDE = re.compile(r"[+~]*[\w./@-]+")
 ARRAY_END = re.compile(r"\[[@*]\]")
 
@@ -78,6 +86,8 @@ class Unread:
 
     what: str
     scope: str = ""
+    is_config: bool = False
+    """Whether a command names it as the config of the program that it starts."""
 
 
 @dataclass
@@ -101,18 +111,38 @@ class Parsed:
     """Modules from which a Python program imports a function that trains, by its name."""
     is_config: bool = False
     """Whether the file is YAML, JSON or TOML, and no program."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that a job or the script around a command gives it."""
+    written_files: list[str] = field(default_factory=list)
+    """Words of commands that write a here-document: the file is among them."""
+    origin: Origin = CERTAIN
+    """That of everything which is being read: a command inside a command has the origin of its word."""
     written: int = 0
 
     def add(self, setting: Setting) -> None:
         if setting.key.count(".") >= MAX_KEY_PARTS:
             raise UserError(f"the key {shown(setting.key)} has more than {MAX_KEY_PARTS} parts")
         key = flag_key(setting.key)
-        self.settings.append(Setting(key, setting.text, setting.literal, setting.origin, setting.scope))
+        origin = setting.origin
+        # The loop around a command bears on those of its words that are one of the loop's values.
+        if self.origin.kind != "loop" or str(setting.text) in re.split(r"[ ,]", self.origin.why):
+            origin = origin.within(self.origin)
+        self.settings.append(Setting(key, setting.text, setting.literal, origin, setting.scope))
         parts = key.split(".")
         for n in range(1, len(parts)):
             self.sections.add(".".join(parts[:n]))
         if len(self.settings) > MAX_VALUES:
             raise UserError(f"sets more than {MAX_VALUES:,} keys; a launch script or config is expected")
+
+    @contextlib.contextmanager
+    def within(self, origin: Origin) -> Iterator[None]:
+        """While this lasts, what is added has at most the certainty of ``origin``."""
+        before = self.origin
+        self.origin = origin.within(before)
+        try:
+            yield
+        finally:
+            self.origin = before
 
     def count_written(self, text: str) -> str:
         """``text``, the value of a variable at one place: lines such as ``a=$a$a`` double it each time."""
@@ -128,7 +158,9 @@ def parse(path: Path) -> Parsed:
     try:
         limit = MAX_NOTEBOOK_BYTES if path.suffix == ".ipynb" else MAX_FILE_BYTES
         text = read_text(path, limit=limit)
-        if path.suffix in (".yaml", ".yml", ".json"):
+        if MAKEFILE.fullmatch(path.name):
+            shell(_recipes_as_shell(text), parsed)
+        elif path.suffix in (".yaml", ".yml", ".json"):
             _yaml(text, parsed, path)
         else:
             reader_of(path.suffix)(text, parsed)
@@ -149,14 +181,17 @@ def _read_configs(parsed: Parsed, path: Path) -> None:
     Their settings come first: what the command says itself counts.
     """
     configs = list(dict.fromkeys(parsed.configs))
+    names_of_written = {Path(name).name for name in parsed.written_files}
     settings = parsed.settings
     parsed.settings = []
     for word in configs:
         if "accelerate" in word.text or "deepspeed" in word.text or "ds_config" in word.text:
             continue  # of the launcher, and not of the training
         found = _find_config(word.text, path)
+        if found is None and Path(word.text).name in names_of_written:
+            continue  # the script itself wrote it, and it was read there
         if found is None:
-            parsed.unread.append(Unread(f"the config {word.text[:100]}"))
+            parsed.unread.append(Unread(f"the config {word.text[:100]}", is_config=True))
         elif found != path and found.suffix == ".toml":
             toml(read_text(found), parsed)
         elif found != path:
@@ -191,12 +226,40 @@ def reader_of(suffix: str) -> Callable[[str, Parsed], None]:
 def _yaml(text: str, parsed: Parsed, path: Path | None = None, depth: int = 0) -> None:
     check_yaml(text)
     data = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    parsed.environment |= _environment_of(data)
     if isinstance(data, Mapping):
         # The base first: what the file itself says comes later, and counts.
         for name in _bases(data):
             _base(name, parsed, path, depth)
         data = {key: value for key, value in data.items() if key != "defaults"}
     _flatten(data, "", parsed)
+
+
+def _environment_of(data: Any) -> dict[str, str]:
+    """The variables that a job gives its commands: ``envs:`` of SkyPilot, ``env:`` of Kubernetes and of workflows."""
+    names: dict[str, str] = {}
+    if isinstance(data, list):
+        for item in data:
+            names |= _environment_of(item)
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            names |= _variables_of(value) if key in ENVIRONMENTS else _environment_of(value)
+    return names
+
+
+def _variables_of(data: Any) -> dict[str, str]:
+    """Names with texts, out of ``NAME: text``, ``{name: NAME, value: text}`` or ``NAME=text``."""
+    pairs: list[tuple[Any, Any]] = []
+    if isinstance(data, Mapping):
+        pairs += data.items()
+    elif isinstance(data, list):
+        for item in data:
+            if isinstance(item, Mapping) and "name" in item:
+                pairs.append((item["name"], item.get("value")))
+            elif isinstance(item, str) and "=" in item:
+                name, _, text = item.partition("=")
+                pairs.append((name, text))
+    return {str(name): plain_text(value)[0] for name, value in pairs if isinstance(value, str | int | float)}
 
 
 def _bases(data: Mapping[str, Any]) -> list[str]:
@@ -246,14 +309,19 @@ def _flatten(data: Any, key: str, parsed: Parsed, origin: Origin = CERTAIN, scop
     elif _is_list_of_arguments(data):
         command_words([Word(str(item), origin) for item in data], parsed)
     elif _is_list_of_commands(data):
-        for item in data:
-            shell(item, parsed)
+        # One script: what a line exports, the next ones have.
+        shell("\n".join(data), parsed)
     elif key:
         text, literal = plain_text(data)
         if isinstance(data, str) and _holds_a_command(data):
             # `run: |` of SkyPilot, `command:` of a cluster's job.
             shell(data, parsed)
-        parsed.add(Setting(key, text, literal and "${" not in text, origin, scope))
+        parsed.add(Setting(key, text, literal and _is_literal(text), origin, scope))
+
+
+def _is_literal(text: str) -> bool:
+    """Whether a value is its own text: no variable of OmegaConf, and none of a template."""
+    return "${" not in text and "{{" not in text
 
 
 def _holds_a_command(text: str) -> bool:
@@ -268,7 +336,7 @@ def _is_list_of_commands(data: Any) -> bool:
     """Whether a list has whole commands, as ``arguments:`` of a cluster's job."""
     if not isinstance(data, list) or not all(isinstance(item, str) for item in data):
         return False
-    return any(" --" in item for item in data)
+    return any(" --" in item or PROGRAM.search(item) for item in data)
 
 
 def _is_list_of_arguments(data: Any) -> bool:
@@ -294,20 +362,25 @@ def shell(text: str, parsed: Parsed, depth: int = 0) -> None:
     def command(words: list[Word]) -> None:
         command_words(words, parsed, depth)
 
-    def document(words: list[Word], content: str) -> None:
+    def document(words: list[Word], content: Word) -> None:
         """A file that the script writes, or the program that it starts with it."""
         suffix = ""
         for word in words:
             suffix = Path(word.text).suffix or suffix
+            parsed.written_files.append(word.text)
         if words and words[0].text.startswith("python"):
             suffix = ".py"
+        names = parsed.environment
+        parsed.environment = names | interpreter.texts()
         try:
-            reader_of(suffix)(content, parsed)
+            with parsed.within(content.origin):
+                reader_of(suffix)(content.text, parsed)
         except (UserError, ValueError, SyntaxError):
             # A template of another language; the script itself can still be read.
             parsed.unread.append(Unread("a here-document"))
+        parsed.environment = names
 
-    interpreter = Interpreter(command, document, parsed.count_written)
+    interpreter = Interpreter(command, document, parsed.count_written, parsed.environment)
     interpreter.script(text)
     settings = parsed.settings
     # Arrays and texts of flags that no command here gets: a script that sources this one does. They come first, so that
@@ -320,6 +393,23 @@ def shell(text: str, parsed: Parsed, depth: int = 0) -> None:
     parsed.settings += settings
 
 
+def _recipes_as_shell(text: str) -> str:
+    """A makefile as a script: its variables are assigned, and the lines of all its recipes follow in order.
+
+    A shell has ``${NAME}`` for ``$(NAME)`` of make and ``{{name}}`` of just, and ``$NAME`` for make's ``$$NAME``.
+    """
+    lines = []
+    for line in re.sub(r"\\\r?\n", " ", text).splitlines():
+        assignment = re.fullmatch(r"(?:export\s+)?(\w+)\s*(?:[:?]?=|:::?=)\s*(.*)", line)
+        if assignment:
+            value = assignment[2].strip("\"'")
+            lines.append(f'{assignment[1]}="{value}"')
+        elif line.startswith(("\t", " ")):
+            lines.append(line.strip().lstrip("@-+"))
+    script = re.sub(r"\$\((\w+)\)|\{\{\s*(\w+)\s*\}\}", r"${\1\2}", "\n".join(lines))
+    return script.replace("$$", "$")
+
+
 def command_words(words: Sequence[Word], parsed: Parsed, depth: int = 0) -> None:
     """The settings among the words of one command; the others are by what its system is told."""
     before = ""
@@ -327,7 +417,7 @@ def command_words(words: Sequence[Word], parsed: Parsed, depth: int = 0) -> None
     while waiting:
         word = waiting.pop()
         if _is_nested_command(word.text) and depth < MAX_NESTED_COMMANDS:
-            shell(word.text, parsed, depth + 1)
+            _take_nested_command(word, parsed, depth)
         elif word.text.startswith("--") and len(word.text) > 2:
             _take_option(word, waiting, parsed, depth)
         elif _is_override(word.text):
@@ -335,6 +425,11 @@ def command_words(words: Sequence[Word], parsed: Parsed, depth: int = 0) -> None
         else:
             _take_plain_word(word.text, before, parsed)
             before = word.text.rsplit("/", 1)[-1]
+
+
+def _take_nested_command(word: Word, parsed: Parsed, depth: int) -> None:
+    with parsed.within(word.origin):
+        shell(word.text, parsed, depth + 1)
 
 
 def _take_option(word: Word, waiting: list[Word], parsed: Parsed, depth: int) -> None:
@@ -346,7 +441,7 @@ def _take_option(word: Word, waiting: list[Word], parsed: Parsed, depth: int) ->
     if takes_next:
         value = waiting.pop()
         if _is_nested_command(value.text) and depth < MAX_NESTED_COMMANDS:
-            shell(value.text, parsed, depth + 1)
+            _take_nested_command(value, parsed, depth)
     _take_named_files(key, value, parsed)
     is_lone = not equals and not takes_next
     origin = value.origin.within(word.origin)
@@ -386,7 +481,9 @@ def _take_named_files(key: str, value: Word, parsed: Parsed) -> None:
     elif MODULE_KEY.fullmatch(key) and MODULE.fullmatch(value.text):
         parsed.words.append(value.text)
     is_config = key in CONFIG_NAMES or (key in CONFIGS and Path(value.text).suffix in CONFIG_SUFFIXES)
-    if is_config and value.text:
+    # `accelerate launch --config_file` names the launcher's own.
+    is_of_launcher = key in ("--config_file", "--config-file") and "accelerate launch" in parsed.words
+    if is_config and value.text and not is_of_launcher:
         parsed.configs.append(value)
 
 
@@ -405,7 +502,7 @@ def _is_nested_command(text: str) -> bool:
 
 def _is_known(value: str) -> bool:
     """Whether a word of a shell command is its own value: no variable that is not assigned here, no command."""
-    return "$" not in value and "`" not in value
+    return "$" not in value and "`" not in value and "{{" not in value
 
 
 # --- Python -------------------------------------------------------------------------------------------------------
@@ -453,6 +550,13 @@ def notebook(text: str, parsed: Parsed) -> None:
 
 
 UNKNOWN = object()
+CONVERSIONS = ("float", "int", "str", "bool")
+OPTION_MAKERS = ("add_argument", "option", "Option")
+"""Calls that declare an option: of argparse, click and typer."""
+CONFIG_MAKERS = ("create", "merge", "DictConfig", "ConfigDict", "from_dict", "update")
+"""Calls whose dictionaries are configs: of OmegaConf and ml_collections."""
+CONFIG_NAME = re.compile(r"(.*_)?(cfg|config|conf|args|arguments|hparams)", re.IGNORECASE)
+"""Names of objects whose attributes and items are settings."""
 COMMAND_LINE_PARSERS = ("load_expr_config", "parse_cli_args", "entrypoint", "nested_entrypoint")
 """Functions that fill a config class from the command line: of AReaL and of chz."""
 
@@ -470,11 +574,24 @@ class _Module:
         """``options["beta"] = 0.04``, by the name of the dictionary."""
         self.defaults: dict[str, ast.expr] = {}
         """Defaults of ``add_argument`` and of the fields of classes, by name."""
+        self.loops: dict[str, list[ast.expr]] = {}
+        """The values that the variable of a loop takes."""
+        self.calls: dict[str, list[ast.Call]] = {}
+        """By the name of the function."""
+        self.arguments: dict[tuple[str, str], list[ast.expr]] = {}
+        """What the functions of the file get, by function and parameter: of their calls, else the default."""
+        self.defaulted: set[tuple[str, str]] = set()
+        """Those of them that no call of the file gives."""
+        self.function = ""
+        """The function whose body is being read."""
         self.depth = 0
 
     def read(self) -> None:
         for node in self.nodes:
             self._collect(node)
+        for node in self.nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._collect_arguments(node)
         for statement in self.tree.body:
             self._visit(statement, CERTAIN)
         passed_over = self._no_commands()
@@ -499,7 +616,7 @@ class _Module:
                 inner = list(node.values)
             elif isinstance(node, ast.keyword) and node.arg in ("help", "description", "epilog", "metadata"):
                 inner = [node.value]
-            elif isinstance(node, ast.Call) and name_of(node.func) == "add_argument":
+            elif isinstance(node, ast.Call) and name_of(node.func) in OPTION_MAKERS:
                 inner = list(node.args)
             for part in inner:
                 passed_over |= {id(nested) for nested in ast.walk(part)}
@@ -515,8 +632,15 @@ class _Module:
             self._collect_assignment(node.targets[0], node.value)
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._collect_assignment(node.target, node.value)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            self._collect_update(node.target.id, node.value)
+        elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
+            self._collect_loop(node.target, node.iter)
         elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                self.calls.setdefault(node.func.id, []).append(node)
             self._collect_option(node)
+            self._collect_update_call(node)
         elif isinstance(node, ast.ClassDef):
             self._collect_fields(node)
 
@@ -547,16 +671,96 @@ class _Module:
                 self.updates.setdefault(target.value.id, []).append((key, value))
 
     def _collect_option(self, call: ast.Call) -> None:
-        """``parser.add_argument("--beta", default=0.04)``."""
-        if name_of(call.func) != "add_argument" or not call.args:
+        """``parser.add_argument("--beta", default=0.04)``, also of click, and absl's ``DEFINE_float("beta", 0.04)``."""
+        maker = name_of(call.func)
+        if maker.startswith("DEFINE_") and len(call.args) >= 2:
+            name = self.value(call.args[0])
+            if isinstance(name, str):
+                self.defaults[name] = call.args[1]
+        if maker not in OPTION_MAKERS or not call.args:
             return
-        name = self.value(call.args[-1])
-        for keyword in call.keywords:
-            if keyword.arg == "default" and isinstance(name, str):
-                self.defaults[flag_key(name)] = keyword.value
+        names = [self.value(argument) for argument in call.args]
+        long_names = [name for name in names if isinstance(name, str) and name.startswith("--")]
+        name = long_names[0] if long_names else names[-1]
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        if "dest" in keywords:
+            name = self.value(keywords["dest"])
+        default = keywords.get("default")
+        action = self.value(keywords["action"]) if "action" in keywords else None
+        if default is None and action in ("store_true", "store_false"):
+            default = ast.Constant(action == "store_false")
+        if isinstance(name, str) and default is not None:
+            # `--kl/--no-kl` of click.
+            self.defaults[flag_key(name.partition("/")[0])] = default
+
+    def _collect_update_call(self, call: ast.Call) -> None:
+        """``options.update(beta=0.04)``."""
+        if (
+            isinstance(call.func, ast.Attribute)
+            and call.func.attr == "update"
+            and isinstance(call.func.value, ast.Name)
+        ):
+            name = call.func.value.id
+            for argument in call.args:
+                self._collect_update(name, argument)
+            for keyword in call.keywords:
+                if keyword.arg is not None:
+                    self.updates.setdefault(name, []).append((keyword.arg, keyword.value))
+
+    def _collect_update(self, name: str, node: ast.expr) -> None:
+        """``options |= {"beta": 0.04}``."""
+        if isinstance(node, ast.Dict):
+            self.updates.setdefault(name, []).extend(self._items(node) or [])
+
+    def _collect_loop(self, target: ast.expr, iterated: ast.expr) -> None:
+        """``for beta in (0.01, 0.1)``, and with several variables: of tuples, ``zip`` and ``product``."""
+        if isinstance(target, ast.Name):
+            self.loops[target.id] = self._members(iterated)
+        elif isinstance(target, ast.Tuple):
+            for number, part in enumerate(target.elts):
+                if not isinstance(part, ast.Name):
+                    continue
+                if isinstance(iterated, ast.Call) and name_of(iterated.func) in ("zip", "product"):
+                    sources = iterated.args[number : number + 1]
+                    self.loops[part.id] = [value for source in sources for value in self._members(source)]
+                else:
+                    rows = [self._members(row) for row in self._members(iterated)]
+                    self.loops[part.id] = [row[number] for row in rows if number < len(row)]
+
+    def _members(self, node: ast.expr) -> list[ast.expr]:
+        """The members of a list that is written in the file."""
+        if isinstance(node, ast.Name):
+            value = self.values.get(node.id)
+            return [] if value is None or isinstance(value, ast.Name) else self._members(value)
+        return list(node.elts) if isinstance(node, ast.List | ast.Tuple) else []
+
+    def _collect_arguments(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        """What calls in the file give the parameters of a function; their defaults where none gives any."""
+        parameters = [*function.args.posonlyargs, *function.args.args]
+        defaults = dict(zip([p.arg for p in parameters[::-1]], function.args.defaults[::-1], strict=False))
+        for parameter, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
+            if default is not None:
+                defaults[parameter.arg] = default
+        names = [parameter.arg for parameter in parameters]
+        for call in self.calls.get(function.name, []):
+            pairs = list(zip(names, call.args, strict=False))
+            pairs += [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg is not None]
+            for name, value in pairs:
+                self.arguments.setdefault((function.name, name), []).append(value)
+        for name, default in defaults.items():
+            if (function.name, name) not in self.arguments:
+                self.arguments[function.name, name] = [_default_of_field(default)]
+                self.defaulted.add((function.name, name))
 
     # --- what is set
     def _visit(self, node: ast.AST, origin: Origin) -> None:
+        outside = self.function
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            self.function = node.name
+        self._visit_node(node, origin)
+        self.function = outside
+
+    def _visit_node(self, node: ast.AST, origin: Origin) -> None:
         if isinstance(node, ast.If) and not _is_main(node.test):
             self._visit(node.test, origin)
             reason = f"if {ast.unparse(node.test)[:60]}"
@@ -577,8 +781,17 @@ class _Module:
         name = name_of(call.func)
         if name:
             self.parsed.calls.append(name)
-        if name == "add_argument":
+        if name in OPTION_MAKERS:
             return
+        if name == "setattr" and len(call.args) == 3:
+            key = self.value(call.args[1])
+            if isinstance(key, str):
+                self._set(key, call.args[2], origin, self._class_of(call.args[0]))
+        if name in CONFIG_MAKERS and "wandb" not in ast.unparse(call.func):
+            self._config_of_call(call, origin)
+        if name == "replace" and call.args:
+            # `dataclasses.replace(arguments, beta=0.04)`
+            name = self._class_of(call.args[0]) or name
         if ast.unparse(call.func) == "hydra.main":
             self._hydra_config(call)
             return
@@ -589,6 +802,21 @@ class _Module:
                 self._set(keyword.arg, keyword.value, origin, name)
         if name.endswith(("ArgumentParser", "TrlParser")) or name in COMMAND_LINE_PARSERS:
             self._filled_by_command_line(call, name)
+
+    def _class_of(self, node: ast.expr) -> str:
+        """The class of an object: ``GRPOConfig`` where the file has ``arguments = GRPOConfig(...)``."""
+        made_by = self.values.get(node.id) if isinstance(node, ast.Name) else None
+        return name_of(made_by.func) if isinstance(made_by, ast.Call) else ""
+
+    def _config_of_call(self, call: ast.Call, origin: Origin) -> None:
+        """``OmegaConf.create({...})``, and ``OmegaConf.update(config, "key", value)``."""
+        if len(call.args) == 3 and isinstance(self.value(call.args[1]), str):
+            self._set(self.value(call.args[1]), call.args[2], origin, "")
+            return
+        for argument in call.args:
+            if isinstance(argument, ast.Dict):
+                for key, value in self._dictionary(argument) or ():
+                    self._set(key, value, origin, "")
 
     def _options(self, node: ast.expr, origin: Origin, scope: str) -> None:
         """``**options`` of a call."""
@@ -620,14 +848,29 @@ class _Module:
             return
         if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
             # `arguments.beta = 0.04`: of the class that made `arguments`.
-            made_by = self.values.get(target.value.id)
-            scope = name_of(made_by.func) if isinstance(made_by, ast.Call) else ""
+            scope = self._class_of(target.value)
             if scope:
                 self._set(target.attr, node.value, origin, scope)
+        elif isinstance(target, ast.Attribute | ast.Subscript):
+            key = self._key_in_config(target)
+            if key:
+                self._set(key, node.value, origin, "")
         elif isinstance(node.value, ast.Dict) and isinstance(target, ast.Name):
             options = self._dictionary(node.value)
             for key, value in options or ():
                 self._set(key, value, origin, f"{target.id} = {{}}")
+
+    def _key_in_config(self, target: ast.expr) -> str:
+        """``actor.beta`` for ``config.actor.beta`` and ``config["actor"]["beta"]``; empty for any other place."""
+        parts: list[str] = []
+        while isinstance(target, ast.Attribute | ast.Subscript):
+            part = target.attr if isinstance(target, ast.Attribute) else self.value(target.slice)
+            if not isinstance(part, str):
+                return ""
+            parts.insert(0, part)
+            target = target.value
+        is_config = isinstance(target, ast.Name) and CONFIG_NAME.fullmatch(target.id)
+        return ".".join(parts) if is_config and len(parts) > 1 else ""
 
     def _class(self, node: ast.ClassDef, origin: Origin) -> None:
         """Fields with defaults: of the class that it extends, or of its own name."""
@@ -645,23 +888,64 @@ class _Module:
             for inner, value in options:
                 self._set(f"{key}.{inner}", value, origin, scope)
             return
+        if isinstance(node, ast.IfExp):
+            self._set_chosen(key, node, origin, scope)
+            return
         value = self.value(node)
         if value is UNKNOWN:
             self.parsed.add(Setting(key, ast.unparse(node)[:60], False, origin, scope))
             return
         text, literal = plain_text(value)
-        why = self._option_of(node)
-        if why:
-            origin = origin.within(Origin("default", why))
-        self.parsed.add(Setting(key, text, literal and "${" not in text, origin, scope))
+        self.parsed.add(Setting(key, text, literal and _is_literal(text), origin.within(self._origin_of(node)), scope))
 
-    def _option_of(self, node: ast.expr) -> str:
-        """Where a value is the default of an option, its name."""
+    def _set_chosen(self, key: str, node: ast.IfExp, origin: Origin, scope: str) -> None:
+        """``beta=0.0 if no_kl else 0.04``: the one that the file's own values choose, else the first."""
+        condition = self.value(node.test)
+        chosen = node.orelse if condition is not UNKNOWN and not condition else node.body
+        why = f"if {ast.unparse(node.test)[:60]}"
+        self._set(key, chosen, origin.within(Origin("branch", why)), scope)
+
+    def _origin_of(self, node: ast.expr) -> Origin:
+        """How sure it is that an expression has the value that the file gives it."""
+        if isinstance(node, ast.Name):
+            return self._origin_of_name(node.id)
         if isinstance(node, ast.Attribute) and node.attr in self.defaults:
-            return f"the default of {node.attr}, an option of the file"
+            return Origin("default", f"the default of {node.attr}, an option of the file")
         if isinstance(node, ast.Call) and name_of(node.func) in ("get", "getenv") and len(node.args) == 2:
-            return f"the default of {ast.unparse(node.args[0])[:40]}"
-        return ""
+            if self._environment(node.args[0]) is not None:
+                return CERTAIN
+            return Origin("default", f"the default of {ast.unparse(node.args[0])[:40]}")
+        if isinstance(node, ast.Call) and name_of(node.func) in CONVERSIONS and len(node.args) == 1:
+            return self._origin_of(node.args[0])
+        return CERTAIN
+
+    def _origin_of_name(self, name: str) -> Origin:
+        given = self.arguments.get((self.function, name), [])
+        values = self.loops.get(name, [])
+        texts = list(dict.fromkeys(ast.unparse(value) for value in given or values))
+        if self.values.get(name) is not None and not given:
+            return CERTAIN
+        if len(texts) > 1:
+            return Origin("loop", f"one of {', '.join(texts[:6])}"[:100])
+        if (self.function, name) in self.defaulted:
+            return Origin("default", f"the default of {name}, an argument of {self.function}")
+        if given:
+            return self._origin_of_argument(given[0])
+        if name in self.defaults:
+            return Origin("default", f"the default of {name}, an option of the file")
+        return CERTAIN
+
+    def _origin_of_argument(self, node: ast.expr) -> Origin:
+        """That of what a call gives: a name there is not one of the function that is called."""
+        function, self.function = self.function, ""
+        origin = CERTAIN if isinstance(node, ast.Name) else self._origin_of(node)
+        self.function = function
+        return origin
+
+    def _environment(self, node: ast.expr) -> str | None:
+        """The value of a variable that the script or the job around the program gives it."""
+        name = self.value(node)
+        return self.parsed.environment.get(name) if isinstance(name, str) else None
 
     def _dictionary(self, node: ast.expr) -> list[tuple[str, ast.expr]] | None:
         """The items of a dictionary that is written in the file; None for any other."""
@@ -709,32 +993,74 @@ class _Module:
         return value
 
     def _value(self, node: ast.expr) -> Any:
-        if isinstance(node, ast.Name):
-            value = self.values.get(node.id)
-            if value is None:
-                return UNKNOWN
-            return self.value(value)
-        if isinstance(node, ast.Attribute):
-            default = self.defaults.get(node.attr)
-            return UNKNOWN if default is None else self.value(default)
-        if isinstance(node, ast.Subscript):
-            return self._item(node)
-        if isinstance(node, ast.JoinedStr):
-            return self._joined(node)
-        if isinstance(node, ast.Call):
-            return self._converted(node)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            left, right = self.value(node.left), self.value(node.right)
-            if isinstance(left, str) and isinstance(right, str):
-                return self.parsed.count_written(left + right)
-            return UNKNOWN
+        for kind, value_of in (
+            (ast.Name, self._value_of_name),
+            (ast.Attribute, self._value_of_attribute),
+            (ast.Subscript, self._item),
+            (ast.JoinedStr, self._joined),
+            (ast.Call, self._converted),
+            (ast.BinOp, self._sum),
+            (ast.BoolOp, self._first_true),
+        ):
+            if isinstance(node, kind):
+                return value_of(node)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            value = self.value(node.operand)
+            return UNKNOWN if value is UNKNOWN else not value
         try:
             return ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError):
             return UNKNOWN
 
+    def _value_of_attribute(self, node: ast.Attribute) -> Any:
+        """``options.beta``: the default of an option or a field of that name."""
+        default = self.defaults.get(node.attr)
+        return UNKNOWN if default is None else self.value(default)
+
+    def _sum(self, node: ast.BinOp) -> Any:
+        """Two texts in a row."""
+        if isinstance(node.op, ast.Add):
+            left = self.value(node.left)
+            right = self.value(node.right)
+            if isinstance(left, str) and isinstance(right, str):
+                return self.parsed.count_written(left + right)
+        return UNKNOWN
+
+    def _value_of_name(self, node: ast.Name) -> Any:
+        """What a name stands for: an argument of the function, an assignment, a loop, or an option of click."""
+        name = node.id
+        given = self.arguments.get((self.function, name))
+        if given:
+            # The arguments of a call are not names of the function that it calls.
+            function, self.function = self.function, ""
+            value = self.value(given[0])
+            self.function = function
+            return value
+        assigned = self.values.get(name)
+        if assigned is not None:
+            return self.value(assigned)
+        if name in self.values:
+            return UNKNOWN
+        if self.loops.get(name):
+            return self.value(self.loops[name][0])
+        if name in self.defaults:
+            return self.value(self.defaults[name])
+        return UNKNOWN
+
+    def _first_true(self, node: ast.BoolOp) -> Any:
+        """``options.beta or 0.04``."""
+        operands = node.values if isinstance(node.op, ast.Or) else []
+        for operand in operands:
+            value = self.value(operand)
+            if value is not UNKNOWN and value:
+                return value
+        return UNKNOWN
+
     def _item(self, node: ast.Subscript) -> Any:
-        """``CONFIG["beta"]`` of a dictionary that the file writes."""
+        """``CONFIG["beta"]`` of a dictionary that the file writes, and ``os.environ["BETA"]``."""
+        if ast.unparse(node.value) == "os.environ":
+            text = self._environment(node.slice)
+            return UNKNOWN if text is None else text
         key = self.value(node.slice)
         for name, value in reversed(self._dictionary(node.value) or []):
             if name == key:
@@ -744,10 +1070,11 @@ class _Module:
     def _converted(self, call: ast.Call) -> Any:
         """``float("0.04")``, and ``os.environ.get("BETA", "0.04")`` with its default."""
         name = name_of(call.func)
-        if name in ("float", "int", "str", "bool") and len(call.args) == 1 and not call.keywords:
+        if name in CONVERSIONS and len(call.args) == 1 and not call.keywords:
             return self.value(call.args[0])
         if name in ("get", "getenv") and len(call.args) == 2:
-            return self.value(call.args[1])
+            text = self._environment(call.args[0])
+            return self.value(call.args[1]) if text is None else text
         return UNKNOWN
 
     def _joined(self, node: ast.JoinedStr) -> str:
@@ -807,6 +1134,8 @@ def _default_of_field(node: ast.expr) -> ast.expr:
         for keyword in node.keywords:
             if keyword.arg == "default":
                 return keyword.value
+        if name_of(node.func) in ("Option", "Argument", "Field") and node.args:
+            return node.args[0]
     return node
 
 
