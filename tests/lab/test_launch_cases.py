@@ -53,7 +53,6 @@ READ = [
         "axolotl_rl_beta.yaml", "axolotl", "loss (k3, ratio none, beta 0.04)", ("false by default in the pinned TRL",)
     ),
     Case("trl_kwargs_dict.py", "trl", "loss (k3, ratio token, beta 0.04)", ("since TRL 1.10.0",)),
-    Case("trl_kwargs_unknown.py", "trl", "none", ("GRPOConfig(**options) is not read", "since TRL 0.19.0")),
     Case(
         "trl_argparse.py", "trl", "loss (k3, ratio token, beta 0.02)", ("the default of beta, an option of the file",)
     ),
@@ -64,7 +63,6 @@ READ = [
     Case("trl_rloo.yaml", "trl", "none", ("nothing in the file names it; grpo is assumed",)),
     Case("trl_ppo.py", "trl", "reward (k3, ratio token, beta 0.05)", ("init_kl_coef = 0.2 by default",)),
     Case("trl_ppo_old.py", "trl", "reward (k1, ratio token, beta 0.15)"),
-    Case("open_r1_launch.sh", "trl", "none", ("the config recipes/small/grpo/config_demo.yaml is not read",)),
     Case("verl_flags_in_variable.sh", "verl", "reward (k1, ratio token, beta 0.01)"),
     Case("verl_kl_args_branch.sh", "verl", "loss (k2, ratio none, beta 0.005)", ("set in a branch", "else")),
     Case("verl_branches.sh", "verl", "loss (k3, ratio none, beta 0.001)", ("use_kl_in_reward=True: set in a branch",)),
@@ -92,7 +90,6 @@ READ = [
         "none",
         ("my_loss.reg_coef=0.02 is not a flag of verl", "my_loss.regularizer=kl is not a flag of verl"),
     ),
-    Case("verl_config_name.sh", "verl", "none", ("the config my_ppo is not read",)),
     Case(
         "prime_rl_trainer.toml",
         "prime-rl",
@@ -151,6 +148,12 @@ NOT_RECOGNISED = {
     "wrapper_named_like_nemo_rl.sh": "cannot tell from this file, as it starts ./examples/run_ppo.sh",
 }
 
+CONFIG_NOT_READ = {
+    "trl_kwargs_unknown.py": "GRPOConfig(**options)",
+    "open_r1_launch.sh": "the config recipes/small/grpo/config_demo.yaml",
+    "verl_config_name.sh": "the config my_ppo",
+}
+
 SETTINGS_ELSEWHERE = ("rllm_hydra.py", "areal_command_line.py", "roll_compose.py")
 """Programs of a known system that take every setting from a config of their caller."""
 
@@ -194,8 +197,27 @@ def test_a_program_that_takes_a_config_of_its_caller_has_no_answer_of_its_own(fi
     assert read_launch_file(CASES / file, system=system).given == {}
 
 
+@pytest.mark.parametrize("file", CONFIG_NOT_READ)
+def test_without_a_flag_and_without_the_config_that_may_hold_them_there_is_no_answer(file):
+    with pytest.raises(UserError, match="cannot tell from this file: it sets no flag of the KL") as error:
+        read_launch_file(CASES / file)
+    assert f"{CONFIG_NOT_READ[file]}, which may hold them, is not read" in str(error.value)
+    system = str(error.value).partition("--system ")[2].partition(" ")[0]
+    launch = read_launch_file(CASES / file, system=system)
+    assert launch.given == {}
+    assert any(f"{CONFIG_NOT_READ[file]} is not read" in remark for remark in launch.remarks)
+
+
+def test_a_config_of_the_system_itself_has_its_defaults(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml'\n"
+    )
+    assert read_launch_file(script).given == {}
+
+
 def test_every_file_of_the_cases_has_an_answer_here():
-    answered = {case.file for case in READ} | {*REFUSED, *NOT_RECOGNISED, *SETTINGS_ELSEWHERE}
+    answered = {case.file for case in READ} | {*REFUSED, *NOT_RECOGNISED, *SETTINGS_ELSEWHERE, *CONFIG_NOT_READ}
     assert {path.name for path in CASES.iterdir()} == answered
 
 

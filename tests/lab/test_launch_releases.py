@@ -127,6 +127,7 @@ VERL = "python -m verl.trainer.main_ppo algorithm.kl_ctrl.kl_coef=0.002 {}\n"
         ("actor_rollout_ref.actor.fsdp_config.grad_offload=False", True),
         ("algorithm.use_kl_in_reward=False", False),
         ("actor_rollout_ref.actor.use_kl_loss=True", None),
+        ("actor_rollout_ref.rollout.mode=async", None),
     ],
 )
 def test_a_verl_file_with_a_coefficient_and_no_switch_is_for_a_release_without_one(tmp_path, overrides, in_reward):

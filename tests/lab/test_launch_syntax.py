@@ -1,6 +1,7 @@
 """What a launch file sets, by its syntax: settings with their origin, and what it leaves to others."""
 
 import json
+import re
 
 import pytest
 
@@ -139,3 +140,20 @@ def test_a_config_of_the_launcher_or_that_the_script_writes_is_not_missing(tmp_p
         "cat > mine.yaml <<EOF\na: 1\nEOF\n"
     )
     assert [unread.what for unread in parse(path).unread] == ["the config other.yaml"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "uv run rl @ run.toml",
+        "uv run rl @run.toml",
+        "uv run trainer --trainer @ run.toml",
+        "axolotl train run.yaml",
+        "python t.py run.yaml",
+    ],
+)
+def test_a_config_without_an_option_of_its_own_is_not_missed(tmp_path, command):
+    path = tmp_path / "a.sh"
+    path.write_text(f"cp other.yaml copy.yaml\n{command} --b 1\n")
+    name = re.search(r"run\.[a-z]+", command)[0]
+    assert [unread.what for unread in parse(path).unread] == [f"the config {name}"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
@@ -80,11 +80,14 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
         remarks = list(values.remarks())
         takes_a_config = "hydra.main" in parsed.calls or any(_found(chosen.needs_config, parsed))
         # Who names the system wants its defaults.
-        if takes_a_config and not values.firm and system is None:
-            raise UserError(
-                "cannot tell from this file: it takes all settings from a config that its caller names, which is not "
-                f"read; explain that config (--system {chosen.name} gives the defaults)"
-            )
+        if not values.firm and system is None:
+            if takes_a_config:
+                raise UserError(
+                    "cannot tell from this file: it takes all settings from a config that its caller names, which is "
+                    f"not read; explain that config (--system {chosen.name} gives the defaults)"
+                )
+            if not values.named:
+                _refuse_unread_config(chosen, parsed)
         if not values.given and not remarks:
             remarks.append(f"no flag of the KL is set in the file: the answer is the defaults of {chosen.title}")
         remarks += _unread_remarks(chosen, parsed)
@@ -108,6 +111,8 @@ class _Values:
     skipped: dict[str, Setting] = field(default_factory=dict)
     firm: set[str] = field(default_factory=set)
     """Flags that are given outside of branches."""
+    named: set[str] = field(default_factory=set)
+    """Flags that the file sets, also where their value is not known."""
     others: list[str] = field(default_factory=list)
 
     def read(self) -> None:
@@ -137,6 +142,7 @@ class _Values:
         if is_none and not flag.nullable and CUSTOM not in flag.choices and "none" not in flag.choices:
             # `beta: null` in a config, `kl_coef: str | None = None` in a launcher: nothing is given.
             return
+        self.named.add(flag.name)
         if not _is_readable(setting, flag):
             taken = "the earlier value" if flag.name in self.given else "its default"
             self.notes[flag.name] = [
@@ -262,7 +268,7 @@ def _in_scope(system: System, settings: Sequence[Setting]) -> list[Setting]:
 
     A script that makes a TRL config also calls models and data sets, whose arguments have names such as ``beta``.
     """
-    classes = [re.compile(pattern) for pattern in system.classes]
+    classes = _classes_of(system)
     scopes = {setting.scope for setting in settings if setting.scope}
     of_the_system = {scope for scope in scopes if any(pattern.fullmatch(scope) for pattern in classes)}
     if not of_the_system:
@@ -270,12 +276,29 @@ def _in_scope(system: System, settings: Sequence[Setting]) -> list[Setting]:
     return [setting for setting in settings if not setting.scope or setting.scope in of_the_system]
 
 
+def _classes_of(system: System) -> list[re.Pattern[str]]:
+    return [re.compile(pattern) for pattern in system.classes]
+
+
 def _unread_remarks(system: System, parsed: Parsed) -> Iterator[str]:
     """Base configs, ``**options`` and here-documents: what they set is missing in the answer."""
-    classes = [re.compile(pattern) for pattern in system.classes]
     for unread in parsed.unread:
-        if _bears_on(unread, classes):
+        if _bears_on(unread, _classes_of(system)):
             yield f"{unread.what} is not read: what it sets is missing here, and defaults of {system.title} stand in"
+
+
+def _refuse_unread_config(system: System, parsed: Parsed) -> None:
+    """Raises :class:`UserError` where a config that is not read may hold all settings.
+
+    The system's own configs have its defaults.
+    """
+    for unread in parsed.unread:
+        is_own = any(re.search(rf"(^|[/ ]){config}(\.yaml)?$", unread.what) for config in system.own_configs)
+        if unread.may_hold_all and not is_own and _bears_on(unread, _classes_of(system)):
+            raise UserError(
+                f"cannot tell from this file: it sets no flag of the KL, and {unread.what}, which may hold them, is "
+                f"not read; explain that config (--system {system.name} gives the defaults)"
+            )
 
 
 def _started_remarks(system: System, parsed: Parsed) -> Iterator[str]:
@@ -399,7 +422,13 @@ def recognise(parsed: Parsed) -> System:
 
 
 def _count_hints(system: System, parsed: Parsed) -> int:
-    count = len(list(_found(system.hints, parsed)))
+    classes = _classes_of(system)
+    settings = []
+    for setting in parsed.settings:
+        # In Python, what a class of the author's own has is no option of a system.
+        if not setting.scope or any(pattern.fullmatch(setting.scope) for pattern in classes):
+            settings.append(setting)
+    count = len(list(_found(system.hints, replace(parsed, settings=settings))))
     if parsed.is_config:
         count += len(list(_found(system.config_hints, parsed)))
     return count

@@ -13,7 +13,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ CONFIGS = (
 CONFIG_NAMES = ("--config-name", "--config_name")
 """Those of them whose value is a config even without a suffix: Hydra adds it."""
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json", ".toml")
+TAKES_CONFIG = re.compile(r"@|.*\.(py|sh)|train|rlhf|grpo|rl|axolotl\.cli\.train")
+"""Words after which a config follows: ``rl @ run.toml``, ``axolotl train run.yaml``, ``train.py run.yaml``."""
 MAKEFILE = re.compile(r"(GNU)?[Mm]akefile|.*\.mk|\.?justfile|.*\.just")
 STARTED = re.compile(r"[^\s;|&=()\"']+\.(py|sh|bash|slurm|sbatch)")
 """Words of a command, or their last parts, that are a program."""
@@ -86,8 +88,8 @@ class Unread:
 
     what: str
     scope: str = ""
-    is_config: bool = False
-    """Whether a command names it as the config of the program that it starts."""
+    may_hold_all: bool = False
+    """Whether it may hold all settings: a config that a command names, ``**options`` of a class."""
 
 
 @dataclass
@@ -191,7 +193,7 @@ def _read_configs(parsed: Parsed, path: Path) -> None:
         if found is None and Path(word.text).name in names_of_written:
             continue  # the script itself wrote it, and it was read there
         if found is None:
-            parsed.unread.append(Unread(f"the config {word.text[:100]}", is_config=True))
+            parsed.unread.append(Unread(f"the config {word.text[:100]}", may_hold_all=True))
         elif found != path and found.suffix == ".toml":
             toml(read_text(found), parsed)
         elif found != path:
@@ -423,7 +425,7 @@ def command_words(words: Sequence[Word], parsed: Parsed, depth: int = 0) -> None
         elif _is_override(word.text):
             _take_override(word, parsed)
         else:
-            _take_plain_word(word.text, before, parsed)
+            _take_plain_word(word, before, parsed)
             before = word.text.rsplit("/", 1)[-1]
 
 
@@ -442,6 +444,10 @@ def _take_option(word: Word, waiting: list[Word], parsed: Parsed, depth: int) ->
         value = waiting.pop()
         if _is_nested_command(value.text) and depth < MAX_NESTED_COMMANDS:
             _take_nested_command(value, parsed, depth)
+    if value.text == "@" and waiting:
+        # `--trainer @ train.toml` of prime-rl
+        value = waiting.pop()
+        parsed.configs.append(value)
     _take_named_files(key, value, parsed)
     is_lone = not equals and not takes_next
     origin = value.origin.within(word.origin)
@@ -462,9 +468,12 @@ def _take_override(word: Word, parsed: Parsed) -> None:
     parsed.add(Setting(key, value, _is_known(value), word.origin))
 
 
-def _take_plain_word(text: str, before: str, parsed: Parsed) -> None:
+def _take_plain_word(word: Word, before: str, parsed: Parsed) -> None:
     """A word that sets nothing, and with the word ``before`` it a pair, as ``swift sft``."""
+    text = word.text
     parsed.words.append(text)
+    if text.endswith(CONFIG_SUFFIXES) and (text.startswith("@") or TAKES_CONFIG.fullmatch(before)):
+        parsed.configs.append(replace(word, text=text.lstrip("@")))
     if before:
         parsed.words.append(f"{before} {text}")
     if before == "-m":
@@ -822,7 +831,8 @@ class _Module:
         """``**options`` of a call."""
         options = self._dictionary(node)
         if options is None:
-            self.parsed.unread.append(Unread(f"{scope}(**{ast.unparse(node)[:60]})", scope))
+            what = f"{scope}(**{ast.unparse(node)[:60]})"
+            self.parsed.unread.append(Unread(what, scope, may_hold_all=True))
             return
         for key, value in options:
             self._set(key, value, origin, scope)

@@ -258,7 +258,8 @@ class System:
 
     For launch scripts and configs: ``marks`` belong to this system alone, ``hints`` to few, and ``config_hints`` to few
     in a config that stands alone, since programs of many kinds have arguments of the same names. ``needs_config`` are
-    marks of a program that takes all settings from a config of its caller. ``over`` are the systems of
+    marks of a program that takes all settings from a config of its caller, and ``own_configs`` patterns of configs of
+    the system itself, which have its defaults. ``over`` are the systems of
     which this is a fork or a patch, whose marks its files have too. ``rl_runs`` tell a run with these flags, and where
     none is there, ``other_runs`` one without. ``told_by`` are values of flags that a file gives by a class or a
     command. ``classes`` are the patterns of the Python classes whose arguments are flags. ``versions`` are defaults
@@ -276,6 +277,7 @@ class System:
     hints: Marks = field(default_factory=Marks)
     config_hints: Marks = field(default_factory=Marks)
     needs_config: Marks = field(default_factory=Marks)
+    own_configs: Sequence[str] = ()
     over: Sequence[str] = ()
     rl_runs: Marks = field(default_factory=Marks)
     other_runs: Sequence[OtherRun] = ()
