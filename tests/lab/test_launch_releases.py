@@ -66,7 +66,9 @@ GRPO = "from trl import GRPOConfig\nargs = GRPOConfig(num_generations=8{})\n"
     [
         (", beta=0.04, max_prompt_length=512", {"beta": 0.04, "use_bias_correction_kl": False}),
         (", vllm_device='cuda:1'", {"beta": 0.04, "use_bias_correction_kl": False}),
-        (", max_prompt_length=512", {}),
+        (", max_prompt_length=512", {"beta": 0.04, "use_bias_correction_kl": False}),
+        (", max_prompt_length=512, vllm_mode='colocate'", {}),
+        ("", {}),
         (", beta=0.04, entropy_target=1", {"beta": 0.04}),
         (", beta=0.0, max_prompt_length=512", {"beta": 0.0}),
         (
@@ -74,7 +76,7 @@ GRPO = "from trl import GRPOConfig\nargs = GRPOConfig(num_generations=8{})\n"
             {"beta": 0.04, "use_bias_correction_kl": True},
         ),
     ],
-    ids=["before 1.10", "before 0.19", "open", "since 1.8", "no KL", "given"],
+    ids=["before 1.10", "before 0.19", "old", "old, but not before 0.18", "open", "since 1.8", "no KL", "given"],
 )
 def test_a_file_for_an_earlier_release_has_the_defaults_of_that(tmp_path, options, given):
     assert explained(tmp_path, "a.py", GRPO.format(options)).given == given

@@ -63,6 +63,16 @@ def test_a_condition_is_decided_where_its_sides_are_known_and_else_its_first_bra
     assert second == (["run", "second"], "skipped" if taken else "branch")
 
 
+@pytest.mark.parametrize(
+    ("condition", "kinds"),
+    [("-f x", ["branch", "skipped"]), ("a = b", ["branch", "skipped"]), ("a = a", ["skipped", "branch"])],
+    ids=["unknown", "false", "true"],
+)
+def test_a_value_of_an_arm_whose_condition_is_not_known_decides_nothing(condition, kinds):
+    script = f'if [ {condition} ]; then R=""; else R=0; fi\nif [ "$R" = "0" ]; then run 1; else run 2; fi\n'
+    assert [kind for words, kind in commands_of(script) if words[0] == "run"] == kinds
+
+
 def test_an_arm_of_a_case_is_chosen_by_its_pattern():
     kinds = [kind for _, kind in commands_of("X=b\ncase $X in\n a) run 1 ;;\n b|c) run 2 ;;\n *) run 3 ;;\nesac\n")]
     assert kinds == ["skipped", "branch", "skipped"]

@@ -57,6 +57,12 @@ def test_a_notebook_is_read_cell_by_cell(tmp_path):
     assert found == {"a": "1", "b": "2", "c": "3", "d": "4"}
 
 
+def test_a_command_of_a_notebook_goes_on_in_the_next_lines(tmp_path):
+    source = "if True:\n    !python t.py --a 1 \\\n      --b 2\n    x = Config(c=3)\n"
+    notebook = {"cells": [{"cell_type": "code", "source": source}]}
+    assert settings_of(tmp_path, "a.ipynb", json.dumps(notebook)) == {"a": "1", "b": "2", "c": "3"}
+
+
 def test_flags_of_an_array_that_no_command_gets_come_before_those_of_commands(tmp_path):
     path = tmp_path / "a.sh"
     path.write_text("python t.py --a 1\nMORE=(--a 2 --b 3)\n")

@@ -215,7 +215,8 @@ class _Values:
             return [f"{release.last.text}, so the file is for a release before {change.since}. {change.says}"]
         if change.only_if_told:
             return []
-        if change.usually_before and release.first is None:
+        is_old = change.before_if_old and release.last is not None
+        if (change.usually_before or is_old) and release.first is None:
             self.given.update(change.before)
             return [f"taken as a file for a release before {change.since}, as most that leave this open. {change.says}"]
         return [change.says]

@@ -493,6 +493,10 @@ class Interpreter:
         self.count = count
         self.origin = CERTAIN
         self.depth = 0
+        self.guesses = 0
+        """Arms around the statement that are taken though their conditions are not known."""
+        self.guessed: set[str] = set()
+        """Variables that such an arm assigns."""
         self.statements = 0
 
     def script(self, text: str) -> None:
@@ -520,7 +524,7 @@ class Interpreter:
     # --- control flow
     def _branches(self, statement: Branches) -> None:
         """One arm acts; the others are read for what they would set."""
-        taken = self._taken(statement)
+        taken, is_known = self._taken(statement)
         before = self.origin
         for number, (condition, body) in enumerate(statement.arms):
             # A shell comes to a condition only if those before it are false.
@@ -530,7 +534,9 @@ class Interpreter:
             reason = self._reason(statement, condition)
             if number == taken:
                 self.origin = Origin("branch", reason).within(before)
+                self.guesses += not is_known
                 self.run(body)
+                self.guesses -= not is_known
             else:
                 self.origin = Origin("skipped", reason)
                 self._run_and_forget(body)
@@ -564,25 +570,32 @@ class Interpreter:
             elif token.plain != "!":
                 command.append(token)
 
-    def _taken(self, statement: Branches) -> int:
-        """The arm that acts: the first whose condition holds or is not known; -1 for none."""
+    def _taken(self, statement: Branches) -> tuple[int, bool]:
+        """The arm that acts, the first whose condition is not false, and whether that is known; -1 for none."""
         for number, (condition, _) in enumerate(statement.arms):
             if statement.subject is not None:
                 holds = self._fits(statement.subject, condition)
             else:
                 holds = True if not condition else self._holds(condition)
             if holds is not False:
-                return number
-        return -1
+                return number, holds is not None
+        return -1, True
+
+    def _is_guessed(self, tokens: Sequence[Token]) -> bool:
+        """Whether a variable has its value from an arm whose condition is not known."""
+        written = " ".join(piece.text for token in tokens for piece in token.pieces if piece.kind == "variable")
+        return any(name in self.guessed for name in re.findall(r"[A-Za-z_]\w*", written))
 
     def _fits(self, subject: Token, patterns: Sequence[Token]) -> bool | None:
         value = self._joined(subject)
-        if "$" in value or "`" in value:
+        if self._is_guessed([subject]) or "$" in value or "`" in value:
             return None
         return any(fnmatch.fnmatchcase(value, self._joined(pattern)) for pattern in patterns)
 
     def _holds(self, condition: Sequence[Token]) -> bool | None:
         """Whether a test is true; None where that is not known from the file."""
+        if self._is_guessed(condition):
+            return None
         words = [token.operator or self._joined(token) for token in condition]
         if words and words[0] in ("[", "[[", "test"):
             words = [word for word in words[1:] if word not in ("]", "]]")]
@@ -748,6 +761,10 @@ class Interpreter:
             else:
                 words = [self._glue([*previous.words, *words])]
         self.variables[name] = Variable(words, is_array)
+        if self.guesses:
+            self.guessed.add(name)
+        elif self.origin.kind != "skipped":
+            self.guessed.discard(name)
         if self.origin.kind == "skipped":
             # What it would have set is read, though nothing will use the variable.
             self.command([Word(":"), *self._split(words)])

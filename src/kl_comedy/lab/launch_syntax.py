@@ -540,15 +540,7 @@ def notebook(text: str, parsed: Parsed) -> None:
             suffix = Path(first.split()[-1]).suffix
             reader_of(suffix)(rest, parsed)
             continue
-        kept = []
-        for line in source.splitlines():
-            if line.lstrip().startswith("!"):
-                shell(line.lstrip()[1:], parsed)
-            if line.lstrip().startswith(("!", "%")):
-                # Of the same indentation, as it may be all that a branch has.
-                line = line[: len(line) - len(line.lstrip())] + "pass"
-            kept.append(line)
-        cell_text = "\n".join(kept)
+        cell_text = _without_magics(source, parsed)
         try:
             ast.parse(cell_text)
         except SyntaxError:
@@ -559,6 +551,32 @@ def notebook(text: str, parsed: Parsed) -> None:
 
 
 UNKNOWN = object()
+
+
+def _without_magics(source: str, parsed: Parsed) -> str:
+    """The Python of a cell. ``!command`` is read as shell, with the lines that continue it, and left out."""
+    program = []
+    command: list[str] = []
+    for line in source.splitlines():
+        text = line.lstrip()
+        is_magic = text.startswith(("!", "%"))
+        if is_magic:
+            # Of the same indentation, as it may be all that a branch has.
+            program.append(line[: len(line) - len(text)] + "pass")
+        if is_magic and text.startswith("!"):
+            command = [text[1:]]
+        elif command:
+            command.append(line)
+        elif not is_magic:
+            program.append(line)
+        if command and not line.endswith("\\"):
+            shell("\n".join(command), parsed)
+            command = []
+    if command:
+        shell("\n".join(command), parsed)
+    return "\n".join(program)
+
+
 CONVERSIONS = ("float", "int", "str", "bool")
 OPTION_MAKERS = ("add_argument", "option", "Option")
 """Calls that declare an option: of argparse, click and typer."""

@@ -226,8 +226,8 @@ class VersionChange:
 
     ``when`` are conditions as in a rule; ``given`` are flags that the file must set for the change to matter. ``since``
     is the first release with the change, and ``before`` are the values of flags that stand for what earlier ones do.
-    ``usually_before``: a file that does not tell its release is mostly for an earlier one. ``only_if_told``: nothing is
-    said of such a file.
+    ``usually_before``: a file that does not tell its release is mostly for an earlier one; ``before_if_old``: one that
+    has an option which some later release dropped is. ``only_if_told``: nothing is said of files that do not tell.
     """
 
     flag: str
@@ -237,6 +237,7 @@ class VersionChange:
     since: str = ""
     before: Mapping[str, Value] = field(default_factory=dict)
     usually_before: bool = False
+    before_if_old: bool = False
     only_if_told: bool = False
 
 
