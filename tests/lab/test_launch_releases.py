@@ -130,6 +130,8 @@ VERL = "python -m verl.trainer.main_ppo algorithm.kl_ctrl.kl_coef=0.002 {}\n"
         ("algorithm.use_kl_in_reward=False", False),
         ("actor_rollout_ref.actor.use_kl_loss=True", None),
         ("actor_rollout_ref.rollout.mode=async", None),
+        ("trainer.val_before_train=False", None),
+        ("+trainer.val_before_train=False", True),
     ],
 )
 def test_a_verl_file_with_a_coefficient_and_no_switch_is_for_a_release_without_one(tmp_path, overrides, in_reward):

@@ -192,7 +192,9 @@ class _Values:
 
     def take_release(self) -> list[str]:
         """Give the flags that a file leaves to a default the values of the release for which it is; the remarks."""
-        keys = [setting.key for setting in _in_scope(self.system, self.parsed.settings)]
+        keys = []
+        for setting in _in_scope(self.system, self.parsed.settings):
+            keys.append(f"+{setting.key}" if setting.is_added else setting.key)
         release = release_of(self.system, keys, self.parsed.words)
         remarks = []
         # In order: a later change may be about a flag that an earlier one gives.

@@ -72,7 +72,8 @@ ARRAY_END = re.compile(r"\[[@*]\]")
 class Setting:
     """A key with its text: None for a lone ``--key``. ``literal``: whether the text is the value.
 
-    ``scope`` is the class or function of Python that gets it; empty elsewhere.
+    ``scope`` is the class or function of Python that gets it; empty elsewhere. ``is_added``: written as Hydra's
+    ``+key``, which is an error for a key that the config has.
     """
 
     key: str
@@ -80,6 +81,7 @@ class Setting:
     literal: bool = True
     origin: Origin = CERTAIN
     scope: str = ""
+    is_added: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ class Parsed:
         # The loop around a command bears on those of its words that are one of the loop's values.
         if self.origin.kind != "loop" or str(setting.text) in re.split(r"[ ,]", self.origin.why):
             origin = origin.within(self.origin)
-        self.settings.append(Setting(key, setting.text, setting.literal, origin, setting.scope))
+        is_added = setting.key.startswith("+") and not setting.key.startswith("++")
+        self.settings.append(Setting(key, setting.text, setting.literal, origin, setting.scope, is_added))
         parts = key.split(".")
         for n in range(1, len(parts)):
             self.sections.add(".".join(parts[:n]))
