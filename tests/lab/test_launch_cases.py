@@ -76,6 +76,10 @@ READ = [
     Case("skyrl_custom_estimator.sh", "skyrl", "loss (k2, ratio none, beta 0.001)", ("registered elsewhere",)),
     Case("open_instruct_estimator.sh", "open-instruct", "loss (k1, ratio token, beta 0.001)"),
     Case("openrlhf_heredoc.sh", "openrlhf", "reward (k1, ratio token, beta 0.02)"),
+    Case("open_instruct_ppo.sh", "open-instruct", "reward (k1, ratio token, beta 0.03)"),
+    Case("open_instruct_ppo2.sh", "open-instruct", "loss (k1, ratio none, beta 0.03)"),
+    Case("tinker_teacher.py", "tinker", "teacher, in the reward (k1, ratio token, beta 1)"),
+    Case("miles_launcher.py", "miles", "loss (k3, ratio none, beta 0.01)"),
     Case("tinker_launch.sh", "tinker", OUTSIDE),
     Case("miles_launch.sh", "miles", "loss (k3, ratio none, beta 0.001)"),
     Case("rlinf_fsdp.yaml", "rlinf", OUTSIDE),
@@ -111,6 +115,10 @@ READ = [
 ]
 
 REFUSED = {
+    "rllm_server.sh": "it is a server, a tool or an evaluation",
+    "rllm_evaluation.py": "it is a server, a tool or an evaluation",
+    "rllm_sft.sh": "it is supervised fine-tuning",
+    "areal_sft.yaml": "it is supervised fine-tuning",
     "nemo_rl_sft.yaml": "it is supervised fine-tuning",
     "swift_sft.sh": "it is supervised training",
     "swift_dpo.sh": "it is preference training",

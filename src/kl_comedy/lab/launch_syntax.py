@@ -1128,7 +1128,9 @@ class _Module:
     def _command_text(self, node: ast.JoinedStr | ast.Constant) -> None:
         """A command that the program starts, or flags of one: ``subprocess.run(f"python ... --beta {beta}")``."""
         text = self.value(node)
-        if not isinstance(text, str) or not re.search(r"(^|\s)(--[a-z]|[+~]*[a-z_]+(\.\w+)+=\S)", text):
+        if not isinstance(text, str):
+            return
+        if not PROGRAM.match(text) and not re.search(r"(^|\s)(--[a-z]|[+~]*[a-z_]+(\.\w+)+=\S)", text):
             return
         # A flag on its own is one of a list, which is read whole.
         if " " in text.strip() or "=" in text:
