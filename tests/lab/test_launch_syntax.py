@@ -115,6 +115,8 @@ def origin_of(folder, name, text, key="a"):
             ("1", "default", "the default of b, an option of the file"),
         ),
         ("add_argument('--off', action='store_true')\nConfig(a=0 if o.off else 1)\n", ("1", "branch", "if o.off")),
+        ("B = 1\nB = get('b', B)\nConfig(a=B)\n", ("1", "default", "the default of B, which the program may replace")),
+        ("B = 1\nB = 2\nConfig(a=B)\n", ("B", "certain", "")),
         ("Config(a=0 if unknown else 1)\n", ("0", "branch", "if unknown")),
     ],
 )

@@ -42,6 +42,7 @@ CLEARLY_MORE = 2
 KL_KEY = re.compile(r"(.*_)?kl(_.*)?|(.*_)?reg(ularizer|_coef|_weight)|beta", re.IGNORECASE)
 """The last part of keys that an author gives to a KL of his own."""
 SWEEP = re.compile(r"(choice\()?\s*(?P<first>[\d.eE+-]+)\s*(,\s*[\d.eE+-]+\s*)+\)?")
+SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 MAX_NAMED = 3
 """Keys and programs that one message names."""
 CUSTOM = "custom"
@@ -110,9 +111,9 @@ class _Values:
     notes: dict[str, list[str]] = field(default_factory=dict)
     skipped: dict[str, Setting] = field(default_factory=dict)
     firm: set[str] = field(default_factory=set)
-    """Flags that are given outside of branches."""
+    """Flags of the KL that are given outside of branches."""
     named: set[str] = field(default_factory=set)
-    """Flags that the file sets, also where their value is not known."""
+    """Flags of the KL that the file sets, also where their value is not known."""
     others: list[str] = field(default_factory=list)
 
     def read(self) -> None:
@@ -142,7 +143,8 @@ class _Values:
         if is_none and not flag.nullable and CUSTOM not in flag.choices and "none" not in flag.choices:
             # `beta: null` in a config, `kl_coef: str | None = None` in a launcher: nothing is given.
             return
-        self.named.add(flag.name)
+        if flag.is_of_kl:
+            self.named.add(flag.name)
         if not _is_readable(setting, flag):
             taken = "the earlier value" if flag.name in self.given else "its default"
             self.notes[flag.name] = [
@@ -163,7 +165,7 @@ class _Values:
         # A later literal replaces what could not be read.
         self.notes[flag.name] = notes
         self.given[flag.name] = value
-        if setting.origin.kind != "branch":
+        if flag.is_of_kl and setting.origin.kind != "branch":
             self.firm.add(flag.name)
 
     def _value(self, flag: Flag, setting: Setting) -> Value:
@@ -291,10 +293,16 @@ def _unread_remarks(system: System, parsed: Parsed) -> Iterator[str]:
 
 
 def _refuse_unread_config(system: System, parsed: Parsed) -> None:
-    """Raises :class:`UserError` where a config that is not read may hold all settings.
+    """Raises :class:`UserError` where a config, or a script that starts the training, is not read and may hold all.
 
     The system's own configs have its defaults.
     """
+    scripts = [program for program in parsed.started if program.endswith(SHELL_SUFFIXES)]
+    if scripts and len(scripts) == len(parsed.started):
+        raise UserError(
+            f"cannot tell from this file: it sets no flag of the KL, and {scripts[-1][:100]}, which it starts, is not "
+            f"read; explain that script (--system {system.name} gives the defaults)"
+        )
     for unread in parsed.unread:
         is_own = any(re.search(rf"(^|[/ ]){config}(\.yaml)?$", unread.what) for config in system.own_configs)
         if unread.may_hold_all and not is_own and _bears_on(unread, _classes_of(system)):

@@ -600,6 +600,8 @@ class _Module:
         self.nodes = list(ast.walk(tree))
         self.values: dict[str, ast.expr | None] = {}
         """The value of each name that is assigned once; None for a name that is assigned twice."""
+        self.overridden: set[str] = set()
+        """Names with a first value that the program may replace by one from elsewhere."""
         self.updates: dict[str, list[tuple[str, ast.expr]]] = {}
         """``options["beta"] = 0.04``, by the name of the dictionary."""
         self.defaults: dict[str, ast.expr] = {}
@@ -693,7 +695,10 @@ class _Module:
                 self.defaults[item.targets[0].id] = item.value
 
     def _collect_assignment(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Name):
+        if isinstance(target, ast.Name) and target.id in self.values and _mentions(value, target.id):
+            # `beta = float(config.get("beta", beta))`: the first value is the default.
+            self.overridden.add(target.id)
+        elif isinstance(target, ast.Name):
             self.values[target.id] = None if target.id in self.values else value
         elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
             key = self.value(target.slice)
@@ -955,6 +960,8 @@ class _Module:
         values = self.loops.get(name, [])
         texts = list(dict.fromkeys(ast.unparse(value) for value in given or values))
         if self.values.get(name) is not None and not given:
+            if name in self.overridden:
+                return Origin("default", f"the default of {name}, which the program may replace")
             return CERTAIN
         if len(texts) > 1:
             return Origin("loop", f"one of {', '.join(texts[:6])}"[:100])
@@ -1170,6 +1177,10 @@ def _default_of_field(node: ast.expr) -> ast.expr:
         if name_of(node.func) in ("Option", "Argument", "Field") and node.args:
             return node.args[0]
     return node
+
+
+def _mentions(node: ast.expr, name: str) -> bool:
+    return any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
 
 
 def _is_main(test: ast.expr) -> bool:

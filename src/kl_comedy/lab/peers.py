@@ -122,6 +122,11 @@ class Flag:
         return self.path or self.name
 
     @property
+    def is_of_kl(self) -> bool:
+        """Whether the flag says where the KL is or how much it counts, and not another part of the objective."""
+        return re.search(r"(^|[_.])(kl|beta|init_coef)([_.]|$)", f"{self.name}.{self.path}") is not None
+
+    @property
     def is_switch(self) -> bool:
         return isinstance(self.default, bool)
 
@@ -222,7 +227,8 @@ class OtherRun:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionChange:
-    """A default that differs between releases: what is said where a file leaves ``flag`` to it.
+    """A default that differs between releases: what is said where a file leaves ``flag`` to it. A ``flag`` that the
+    system does not have stands for what no flag sets.
 
     ``when`` are conditions as in a rule; ``given`` are flags that the file must set for the change to matter. ``since``
     is the first release with the change, and ``before`` are the values of flags that stand for what earlier ones do.
