@@ -3,7 +3,8 @@
 import pytest
 
 from kl_comedy.errors import UserError
-from kl_comedy.lab.launch_shell import MAX_UNCLOSED, Interpreter
+from kl_comedy.lab.launch_shell import Interpreter
+from kl_comedy.lab.launch_shell_syntax import MAX_UNCLOSED
 
 
 def commands_of(script):

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
 from kl_comedy.lab.launch_releases import Release, release_of
-from kl_comedy.lab.launch_syntax import Parsed, Setting, Unread, parse
+from kl_comedy.lab.launch_settings import Parsed, Setting, Unread
+from kl_comedy.lab.launch_syntax import parse
 from kl_comedy.lab.peers import (
     SWITCH,
     SYSTEMS,
