@@ -62,6 +62,8 @@ READ = [
     Case("trl_flags_in_variable.sh", "trl", "loss (k3, ratio token, beta 0.04)"),
     Case("trl_rloo.yaml", "trl", "none", ("nothing in the file names it; grpo is assumed",)),
     Case("trl_ppo.py", "trl", "reward (k3, ratio token, beta 0.05)", ("init_kl_coef = 0.2 by default",)),
+    Case("trl_rloo_old.py", "trl", "reward (k1, ratio sequence, beta 0.03)"),
+    Case("openrlhf_k3_switch.sh", "openrlhf", "loss (k3, ratio none, beta 0.002)"),
     Case("trl_ppo_old.py", "trl", "reward (k1, ratio token, beta 0.15)"),
     Case("verl_flags_in_variable.sh", "verl", "reward (k1, ratio token, beta 0.01)"),
     Case("verl_kl_args_branch.sh", "verl", "loss (k2, ratio none, beta 0.005)", ("set in a branch", "else")),
