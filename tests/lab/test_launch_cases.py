@@ -130,6 +130,7 @@ REFUSED = {
     "axolotl_dpo.yaml": "it is preference training",
     "axolotl_ebft.yaml": "it is energy-based fine-tuning",
     "trl_gold.py": "it is distillation",
+    "trl_own_distillation.py": "it is distillation with a loss of the file's own",
     "unsloth_sft.py": "it is supervised fine-tuning",
     "swift_which.sh": "it is supervised training",
     "molt_sft_arguments.sh": "it is supervised fine-tuning",
