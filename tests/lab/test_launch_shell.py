@@ -34,6 +34,12 @@ def commands_of(script):
         (': "${X:=5}"\nrun $X', ["run", "5"]),
         ("declare -A X=([a]=1 [b]=2)\nX[a]=3\nrun ${X[a]} ${X[b]}", ["run", "3", "2"]),
         ("X=(1 2)\nI=1\nrun ${X[$I]} ${X[I]}", ["run", "2", "2"]),
+        ("X=(a)\n[ 1 = 2 ] && X+=(b)\n[[ 1 == 1 ]] || X+=(c)\nrun ${X[@]}", ["run", "a"]),
+        (
+            "X=a.b.c\nrun ${X##*.} ${X#*.} ${X%.*} ${X%%.*} ${X/a/x} ${X//./-}",
+            ["run", "c", "b.c", "a.b", "a", "x.b.c", "a-b-c"],
+        ),
+        ("run a $([ 1 = 1 ] && echo '--b 2') $([ 1 = 2 ] && echo '--c')", ["run", "a", "--b", "2"]),
         ("X=$(compute a b)\nrun $X", ["run", "$(compute a b)"]),
         ('X=1\nwhile [ $# -gt 0 ]; do case $1 in --x) X="$2";; esac; shift; done\nrun $X', ["run", "1"]),
         ('X=1\nwhile getopts "x:" o; do X=$OPTARG; done\nrun $X', ["run", "1"]),
@@ -53,13 +59,40 @@ def test_a_command_gets_the_words_that_the_shell_would_give_it(script, words):
         ('[ -z "$X" ]', False),
         ("[ 3 -gt 2 ]", True),
         ("[ ! $X = on ]", False),
+        ('[ "$X" = on ] && [ 1 = 2 ]', False),
+        ('[[ "$X" == on && 1 -lt 2 ]]', True),
+        ('[[ "$X" == off || 1 -lt 2 ]]', True),
+        ("[ -f file ] && [ 1 = 2 ]", False),
+        ("[ -f file ] || [ 1 = 1 ]", True),
+        ("(( 3 > 2 ))", True),
+        ("(( N > 2 ))", False),
+        ("[[ $X =~ n ]]", True),
+        ("[[ $X =~ (n+)+$ ]]", True),
         ("[ -f file ]", True),
         ('[ "$1" = "on" ]', True),
     ],
-    ids=["equal", "unequal", "a pattern", "empty", "numbers", "not", "unknown: a file", "unknown: an argument"],
+    ids=[
+        "equal",
+        "unequal",
+        "a pattern",
+        "empty",
+        "numbers",
+        "not",
+        "false and",
+        "and",
+        "or",
+        "unknown and false",
+        "unknown or true",
+        "arithmetic",
+        "a variable",
+        "contains",
+        "unknown: a pattern",
+        "unknown: a file",
+        "unknown: an argument",
+    ],
 )
 def test_a_condition_is_decided_where_its_sides_are_known_and_else_its_first_branch_is_taken(condition, taken):
-    first, second = commands_of(f"X=on\nif {condition}; then\n  run first\nelse\n  run second\nfi\n")
+    first, second = commands_of(f"X=on\nN=1\nif {condition}; then\n  run first\nelse\n  run second\nfi\n")
     assert first == (["run", "first"], "branch" if taken else "skipped")
     assert second == (["run", "second"], "skipped" if taken else "branch")
 
@@ -72,6 +105,12 @@ def test_a_condition_is_decided_where_its_sides_are_known_and_else_its_first_bra
 def test_a_value_of_an_arm_whose_condition_is_not_known_decides_nothing(condition, kinds):
     script = f'if [ {condition} ]; then R=""; else R=0; fi\nif [ "$R" = "0" ]; then run 1; else run 2; fi\n'
     assert [kind for words, kind in commands_of(script) if words[0] == "run"] == kinds
+
+
+def test_what_follows_a_test_in_a_list_is_a_branch():
+    script = "[ -f x ] && run 1 && run 2 || run 3\n[ 1 = 1 ] || run 4\ncd x && run 5\n"
+    kinds = [kind for words, kind in commands_of(script) if words[0] == "run"]
+    assert kinds == ["branch", "branch", "skipped", "skipped", "certain"]
 
 
 def test_an_arm_of_a_case_is_chosen_by_its_pattern():

@@ -30,11 +30,16 @@ from kl_comedy.lab.launch_shell_syntax import (
 
 MAX_STATEMENTS = 20_000
 """Statements that are interpreted: functions that call each other could make any number."""
+MAX_CUT = 200
+"""Characters of a value from which a pattern is cut: each of its parts is compared."""
 MAX_CALLS = 10
 """Calls of one function that are followed: one that only logs is called everywhere."""
 
 MEMBER = re.compile(r"\[(?P<index>[^]]*)\]=(?P<text>.*)", re.DOTALL)
 """A member of an array that is written with its index: ``[beta]=0.01``."""
+PLAIN_PATTERN = re.compile(r"[\w-]+")
+"""A pattern that has no operators: another's are not run, as one may take for ever."""
+CONDITIONAL_ECHO = re.compile(r"\$\(\s*(\[.*?\]\]?)\s*&&\s*echo\s+[\"']?([^\"'`$|()]*)[\"']?\s*\)")
 NUMBER = re.compile(r"-?[0-9]{1,18}")
 BRACED = re.compile(r"(?P<length>#?)!?(?P<name>\w+|[@*#])(?P<index>\[[^]]*\])?(?P<rest>.*)", re.DOTALL | re.ASCII)
 DECLARATIONS = ("export", "local", "declare", "readonly", "typeset", "env", "set")
@@ -170,13 +175,18 @@ class Interpreter:
     def _run_condition(self, condition: Sequence[Token]) -> None:
         """The commands of a condition: ``if "$@"; then`` starts what a function gets. A test starts nothing."""
         command: list[Token] = []
+        in_test = [token.operator for token in condition[:2]] == ["(", "("]
         for token in [*condition, Token(operator=";")]:
-            if token.operator in ("&&", "||", "|", ";", "&"):
+            if token.plain in TESTS and not command:
+                in_test = token.plain == "[["
+                command.append(token)
+            elif token.operator in ("&&", "||", "|", ";", "&") and not in_test:
                 if command and command[0].plain not in TESTS:
                     self._simple(command)
                 command = []
-            elif token.plain != "!":
+            elif token.plain != "!" and not in_test:
                 command.append(token)
+            in_test = in_test and token.plain != "]]"
 
     def _taken(self, statement: Branches) -> tuple[int, bool]:
         """The arm that acts, the first whose condition is not false, and whether that is known; -1 for none."""
@@ -201,23 +211,53 @@ class Interpreter:
         return any(fnmatch.fnmatchcase(value, self._joined(pattern)) for pattern in patterns)
 
     def _holds(self, condition: Sequence[Token]) -> bool | None:
-        """Whether a test is true; None where that is not known from the file."""
+        """Whether tests are true, also several with ``&&`` and ``||``; None where that is not known from the file."""
         if self._is_guessed(condition):
             return None
         words = [token.operator or self._joined(token) for token in condition]
-        if words and words[0] in ("[", "[[", "test"):
-            words = [word for word in words[1:] if word not in ("]", "]]")]
-        elif words in (["true"], ["false"]):
-            return words == ["true"]
-        else:
-            return None
-        negated = bool(words) and words[0] == "!"
-        if negated:
+        if words[:2] == ["(", "("]:
+            return self._compares(words[2:-2])
+        holds: bool | None = None
+        operator = ""
+        clause: list[str] = []
+        is_inside = False
+        for word in [*words, "&&"]:
+            if word not in ("&&", "||"):
+                clause.append(word)
+                continue
+            result, is_inside = self._clause(clause, is_inside)
+            holds = _joined_results(holds, operator, result)
+            operator = word
+            clause = []
+        return holds
+
+    def _clause(self, words: Sequence[str], is_inside: bool) -> tuple[bool | None, bool]:
+        """Whether one test is true, and whether ``[[`` is still open after it."""
+        if list(words) in (["true"], ["false"]):
+            return words[0] == "true", False
+        is_open = is_inside or (bool(words) and words[0] in ("[", "[[", "test"))
+        if not is_open:
+            return None, False
+        is_closed = bool(words) and words[-1] in ("]", "]]")
+        words = [word for word in words if word not in ("[", "[[", "test", "]", "]]")]
+        is_negated = bool(words) and words[0] == "!"
+        if is_negated:
             words = words[1:]
         holds = self._test(words)
-        if holds is None:
+        if holds is not None and is_negated:
+            holds = not holds
+        return holds, not is_closed
+
+    def _compares(self, words: Sequence[str]) -> bool | None:
+        """``(( N > 1 ))``, where a variable may stand without its dollar."""
+        texts = []
+        for word in words:
+            variable = self.variables.get(word)
+            texts.append(self._glue(variable.words).text if variable is not None else word)
+        operators = {">": "-gt", "<": "-lt", "==": "-eq", "!=": "-ne"}
+        if len(texts) != 3 or texts[1] not in operators:
             return None
-        return holds != negated
+        return self._test([texts[0], operators[texts[1]], texts[2]])
 
     def _test(self, words: Sequence[str]) -> bool | None:
         if "@" not in self.variables:
@@ -232,6 +272,8 @@ class Interpreter:
         if len(words) != 3:
             return None
         left, operator, right = words
+        if operator == "=~" and PLAIN_PATTERN.fullmatch(right):
+            return right in left
         if operator in ("=", "==", "!="):
             return fnmatch.fnmatchcase(left, right) == (operator != "!=")
         if not (NUMBER.fullmatch(left) and NUMBER.fullmatch(right)):
@@ -396,12 +438,12 @@ class Interpreter:
 
     # --- expansion
     def expand(self, token: Token) -> list[Word]:
-        """The words that a token becomes: an unquoted variable is split at its spaces."""
+        """The words that a token becomes: an unquoted variable, or what a command prints, is split at its spaces."""
         words: list[Word] = []
         current: list[Word] = []
         for piece in token.pieces:
             parts = self._piece(piece)
-            if piece.kind != "variable" or (piece.quoted and not self._is_array(piece.text)):
+            if piece.kind == "text" or (piece.quoted and not self._is_array(piece.text)):
                 current.append(self._glue(parts))
                 continue
             split = parts if piece.quoted else self._split(parts)
@@ -449,11 +491,23 @@ class Interpreter:
             echoed = re.fullmatch(r"[`$(]+\s*echo\s+(?:-\w\s+)?[\"']?([^\"'`$|()]*)[\"']?\s*[)`]+", piece.text)
             if echoed:
                 return [Word(echoed[1].strip())]
+            conditional = CONDITIONAL_ECHO.fullmatch(piece.text)
+            if conditional:
+                return [self._conditional(conditional[1], conditional[2])]
             found_program = re.fullmatch(r"[`$(]+\s*(?:which|command -v)\s+([\w./-]+)\s*[)`]+", piece.text)
             if found_program:
                 return [Word(found_program[1])]
             return [Word(re.sub(r"\s+", " ", piece.text))]
         return self._variable(piece.text)
+
+    def _conditional(self, test: str, text: str) -> Word:
+        """``$([ "$KL" = 1 ] && echo "--use-kl-loss")``."""
+        holds = self._holds(Lexer(test).tokens())
+        if holds is False:
+            # What it would have set is read.
+            self.command([Word(":"), *self._split([Word(text, Origin("skipped", f"if {test[:60]}"))])])
+            return Word("")
+        return Word(text, CERTAIN if holds else Origin("branch", f"if {test[:60]}"))
 
     def _variable(self, written: str) -> list[Word]:
         """The value of ``$NAME`` or ``${NAME...}``; as it was written where the file does not say."""
@@ -489,12 +543,18 @@ class Interpreter:
         return unknown
 
     def _changed(self, value: Sequence[Word], rest: str) -> list[Word]:
-        """``${X,,}``, ``${X^^}``, ``${X%...}`` and the like: the case is changed; other forms are not known."""
+        """``${X,,}``, ``${X^^}``, ``${X##*kl}``, ``${X%.yaml}``, ``${X/a/b}``; other forms are not known."""
         if rest == ",,":
             return [replace(word, text=word.text.lower()) for word in value]
         if rest == "^^":
             return [replace(word, text=word.text.upper()) for word in value]
-        return []
+        words = []
+        for word in value:
+            text = _cut(word.text, rest) if len(word.text) <= MAX_CUT else None
+            if text is None:
+                return []
+            words.append(replace(word, text=text))
+        return words
 
     def _member(self, name: str, index: str) -> list[Word]:
         """``${options[beta]}``; the first member where the index is not known, as of a job of an array of jobs."""
@@ -551,3 +611,30 @@ class Interpreter:
         for variable in self.variables.values():
             if not variable.used:
                 yield variable
+
+
+def _joined_results(left: bool | None, operator: str, right: bool | None) -> bool | None:
+    """``left && right`` or ``left || right``, of which each may be unknown; ``right`` alone at the start."""
+    if not operator:
+        return right
+    decisive = operator == "||"
+    if left is decisive or right is decisive:
+        return decisive
+    return None if left is None or right is None else not decisive
+
+
+def _cut(text: str, rest: str) -> str | None:
+    """``text`` without the part that a pattern matches, or with a part replaced; None for another form."""
+    match = re.fullmatch(r"(##?|%%?)([^$`]+)|//?([^/$`*?]+)/([^$`]*)", rest)
+    if match is None:
+        return None
+    if match[3] is not None:
+        return text.replace(match[3], match[4], -1 if rest.startswith("//") else 1)
+    lengths = range(len(text) + 1)
+    if len(match[1]) == 2:
+        lengths = lengths[::-1]
+    for length in lengths:
+        part = text[:length] if match[1].startswith("#") else text[len(text) - length :]
+        if fnmatch.fnmatchcase(part, match[2]):
+            return text[length:] if match[1].startswith("#") else text[: len(text) - length]
+    return text

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from kl_comedy.errors import UserError, shown
 
@@ -19,6 +20,8 @@ MAX_UNCLOSED = 100
 """Brackets that nothing closes: each is looked for to the end of the file."""
 PLAIN = re.compile(r"[^\s\\'\"$`;&|()<>]+")
 VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|([@*#?$!0-9]))", re.ASCII)
+ENDS = ("&&", "||", ")", "(")
+"""Operators that end a command, but not inside ``[[ ]]``."""
 BLOCK_ENDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}"}
 ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<index>\[[^]\s]*\])?(?P<plus>\+?)=", re.ASCII)
 
@@ -278,6 +281,11 @@ def without_comments(text: str) -> str:
     return joined
 
 
+def _is_test(statement: Statement) -> TypeGuard[Simple]:
+    """Whether a statement is a test, which only decides what follows."""
+    return isinstance(statement, Simple) and bool(statement.tokens) and statement.tokens[0].plain in ("[", "[[", "test")
+
+
 # --- statements ---------------------------------------------------------------------------------------------------
 class Parser:
     """Tokens to statements. Text of another language is read as simple commands."""
@@ -301,9 +309,45 @@ class Parser:
                     continue
                 break
             else:
-                statements.append(self._statement())
+                statements.append(self._list())
         self.depth -= 1
         return statements
+
+    def _operator(self, *operators: str) -> str:
+        """The operator that stands here, if it is one of these: it is passed, with the line ends after it."""
+        if self.at >= len(self.tokens) or self.tokens[self.at].operator not in operators:
+            return ""
+        operator = self.tokens[self.at].operator
+        self.at += 1
+        while self.at < len(self.tokens) and self.tokens[self.at].operator == "\n":
+            self.at += 1
+        return operator
+
+    def _list(self) -> Statement:
+        """``[ test ] && command || other``; statements after any other command than a test run in every case."""
+        first = self._statement()
+        if not _is_test(first):
+            return first
+        condition = list(first.tokens)
+        while operator := self._operator("&&", "||"):
+            statement = self._statement()
+            if _is_test(statement):
+                condition += [Token(operator=operator), *statement.tokens]
+            elif operator == "||":
+                return Branches(None, [(condition, []), ([], [statement])])
+            else:
+                return Branches(None, self._arms_after(condition, statement))
+        return Simple(condition)
+
+    def _arms_after(self, condition: list[Token], statement: Statement) -> list[tuple[list[Token], list[Statement]]]:
+        """The commands that follow ``[ test ] &&``, and those after ``||``."""
+        body = [statement]
+        while self._operator("&&"):
+            body.append(self._statement())
+        arms: list[tuple[list[Token], list[Statement]]] = [(condition, body)]
+        if self._operator("||"):
+            arms.append(([], [self._statement()]))
+        return arms
 
     def _keyword(self, *words: str) -> bool:
         """Whether a keyword stands here; it is passed."""
@@ -313,6 +357,8 @@ class Parser:
         return False
 
     def _statement(self) -> Statement:
+        if self.at >= len(self.tokens):
+            return Simple([])
         word = self.tokens[self.at].plain
         if self.depth < MAX_DEPTH:
             if word == "if":
@@ -331,10 +377,17 @@ class Parser:
     def _command(self) -> list[Token]:
         """The tokens of a simple command."""
         start = self.at
+        is_test = self.tokens[start].plain == "[["
         while self.at < len(self.tokens):
-            if self.tokens[self.at].operator in ("\n", ";", ";;", "&", "&&", "||", "|", ")", "("):
+            token = self.tokens[self.at]
+            # `[[ a && b ]]` is one command.
+            if token.operator in ("\n", ";", ";;", "&", "|") or (
+                token.operator and not is_test and token.operator in ENDS
+            ):
                 break
             self.at += 1
+            if is_test and token.plain == "]]":
+                is_test = False
         if self.at == start:
             self.at += 1
         return [token for token in self.tokens[start : self.at] if token.operator not in (")", "(")]
