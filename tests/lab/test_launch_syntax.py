@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from kl_comedy.lab.launch_settings import Setting
 from kl_comedy.lab.launch_syntax import parse
 
 
@@ -35,6 +36,10 @@ def settings_of(folder, name, text):
         ("a.py", "c = OmegaConf.merge(base, OmegaConf.create({'a': {'b': 1}}))\n", {"a.b": "1"}),
         ("a.py", "OmegaConf.update(c, 'a.b', 1)\n", {"a.b": "1"}),
         ("a.py", "config.a.b = 1\ncfg['c']['d'] = 2\n", {"a.b": "1", "c.d": "2"}),
+        ("a.py", "C = {'x': {'a': 1}}\nConfig(**C['x'])\n", {"a": "1"}),
+        ("a.py", "run(['python', 't.py'] + more)\nflags = {'a': 1}\n", {"a": "1"}),
+        ("a.yml", "variables: {B: 2}\nscript:\n- pip install x\n- python t.py --a $B\n", {"a": "2"}),
+        ("a.yaml", "program: t.py\nparameters:\n  a: {value: 1}\n  b: {values: [2, 3]}\n", {"a": "1", "b": "2"}),
         ("a.py", "Config(a=args.b or 2)\n", {"a": "2"}),
         ("Makefile", "B ?= 2\ntrain:\n\t@python t.py --a $(B)\n", {"a": "2"}),
         ("justfile", 'b := "2"\ntrain:\n    python t.py --a {{b}}\n', {"a": "2"}),
@@ -79,6 +84,28 @@ def test_a_value_of_a_template_is_no_literal(tmp_path):
     path.write_text("a: '{{ inputs.a }}'\nb: ${c}\nrun: python t.py --d {{d}} --e 1\n")
     literal = {setting.key: setting.literal for setting in parse(path).settings}
     assert literal == {"a": False, "b": False, "d": False, "e": True, "run": False}
+
+
+def test_a_dictionary_that_gets_more_from_elsewhere_is_named(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text("o = dict(a=1)\no.update(more)\nConfig(**o)\n")
+    assert [unread.what for unread in parse(path).unread] == ["what the program adds to o"]
+
+
+def test_a_sweep_starts_its_program_with_each_value(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("program: t.py\nparameters:\n  b: {values: [2, 3]}\n")
+    assert parse(path).started == ["t.py"]
+    assert origin_of(tmp_path, "a.yaml", path.read_text(), "b") == ("2", "loop", "one of 2, 3")
+
+
+def test_a_config_that_a_cell_writes_is_read_there(tmp_path):
+    cells = ["%%writefile run.yaml\na: 1\n", "!python t.py --config run.yaml\n"]
+    path = tmp_path / "a.ipynb"
+    path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": source} for source in cells]}))
+    parsed = parse(path)
+    assert parsed.unread == []
+    assert parsed.settings[0] == Setting("a", "1")
 
 
 def origin_of(folder, name, text, key="a"):

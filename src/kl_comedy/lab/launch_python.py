@@ -45,6 +45,7 @@ def notebook(text: str, parsed: Parsed) -> None:
         first, _, rest = source.lstrip().partition("\n")
         if first.startswith("%%"):
             suffix = Path(first.split()[-1]).suffix
+            parsed.written_files.append(first.split()[-1])
             parsed.read(rest, suffix)
             continue
         cell_text = _without_magics(source, parsed)
@@ -106,6 +107,8 @@ class _Names:
         """Names with a first value that the program may replace by one from elsewhere."""
         self.updates: dict[str, list[tuple[str, ast.expr]]] = {}
         """``options["beta"] = 0.04``, by the name of the dictionary."""
+        self.unknown_updates: set[str] = set()
+        """Dictionaries that get items from elsewhere too."""
         self.defaults: dict[str, ast.expr] = {}
         """Defaults of ``add_argument`` and of the fields of classes, by name."""
         self.loops: dict[str, list[ast.expr]] = {}
@@ -201,8 +204,11 @@ class _Names:
 
     def _collect_update(self, name: str, node: ast.expr) -> None:
         """``options |= {"beta": 0.04}``."""
-        if isinstance(node, ast.Dict):
-            self.updates.setdefault(name, []).extend(self.items(node) or [])
+        items = self.items(node) if isinstance(node, ast.Dict) else None
+        if items is None:
+            self.unknown_updates.add(name)
+        else:
+            self.updates.setdefault(name, []).extend(items)
 
     def _collect_loop(self, target: ast.expr, iterated: ast.expr) -> None:
         """``for beta in (0.01, 0.1)``, and with several variables: of tuples, ``zip`` and ``product``."""
@@ -367,6 +373,13 @@ class _Names:
             if inner is None:
                 return None
             return [*inner, *self.updates.get(node.id, [])]
+        if isinstance(node, ast.Subscript):
+            # `CONFIG["grpo"]`
+            key = self.value(node.slice)
+            for name, value in reversed(self.dictionary(node.value) or []):
+                if name == key:
+                    return self.dictionary(value)
+            return None
         if isinstance(node, ast.Call) and name_of(node.func) == "dict" and not node.args:
             pairs: list[tuple[ast.expr | str | None, ast.expr]] = [(word.arg, word.value) for word in node.keywords]
         elif isinstance(node, ast.Dict):
@@ -559,6 +572,8 @@ class _Module:
             what = f"{scope}(**{ast.unparse(node)[:60]})"
             self.parsed.unread.append(Unread(what, scope, may_hold_all=True))
             return
+        if isinstance(node, ast.Name) and node.id in self.names.unknown_updates:
+            self.parsed.unread.append(Unread(f"what the program adds to {node.id}", scope))
         for key, value in options:
             self._set(key, value, origin, scope)
 
@@ -660,7 +675,7 @@ class _Module:
     def _command_list(self, node: ast.List | ast.Tuple) -> None:
         """``["python", "-m", "...", "--beta", "0.04"]``."""
         values = [self.names.value(item) for item in node.elts]
-        if not any(isinstance(value, str) and value.startswith("--") for value in values):
+        if not _is_command(values):
             return
         words = []
         for value in values:
@@ -691,6 +706,13 @@ def _default_of_field(node: ast.expr) -> ast.expr:
         if name_of(node.func) in ("Option", "Argument", "Field") and node.args:
             return node.args[0]
     return node
+
+
+def _is_command(values: Sequence[Any]) -> bool:
+    """Whether a list is a command with its arguments, or the start of one."""
+    if any(isinstance(value, str) and value.startswith("--") for value in values):
+        return True
+    return len(values) > 1 and isinstance(values[0], str) and PROGRAM.match(f"{values[0]} ") is not None
 
 
 def _mentions(node: ast.expr, name: str) -> bool:

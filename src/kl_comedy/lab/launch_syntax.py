@@ -33,7 +33,7 @@ MAX_NOTEBOOK_BYTES = 20_000_000
 MAX_BASES = 5
 """Base configs that name base configs."""
 MAKEFILE = re.compile(r"(GNU)?[Mm]akefile|.*\.mk|\.?justfile|.*\.just")
-ENVIRONMENTS = ("env", "envs", "environment", "environ", "env_vars", "envvars", "environment_variables")
+ENVIRONMENTS = ("env", "envs", "environment", "environ", "env_vars", "envvars", "environment_variables", "variables")
 """Keys of the variables that a job gives its commands."""
 
 
@@ -109,7 +109,26 @@ def _yaml(text: str, parsed: Parsed, path: Path | None = None, depth: int = 0) -
         for name in _bases(data):
             _base(name, parsed, path, depth)
         data = {key: value for key, value in data.items() if key != "defaults"}
+        _sweep(data, parsed)
     _flatten(data, "", parsed)
+
+
+def _sweep(data: Mapping[str, Any], parsed: Parsed) -> None:
+    """A sweep of Weights & Biases: a program, and its parameters with their values."""
+    parameters = data.get("parameters")
+    program = data.get("program")
+    if not isinstance(parameters, Mapping) or not isinstance(program, str):
+        return
+    command_words([Word(program)], parsed)
+    for key, parameter in parameters.items():
+        if not isinstance(parameter, Mapping):
+            continue
+        values = parameter.get("values", [parameter.get("value")])
+        if isinstance(values, list) and values:
+            text, literal = plain_text(values[0])
+            texts = ", ".join(plain_text(value)[0] for value in values[:6])
+            origin = Origin("loop", f"one of {texts}") if len(values) > 1 else CERTAIN
+            parsed.add(Setting(str(key), text, literal, origin))
 
 
 def _environment_of(data: Any) -> dict[str, str]:
