@@ -82,6 +82,15 @@ def test_a_file_for_an_earlier_release_has_the_defaults_of_that(tmp_path, option
     assert explained(tmp_path, "a.py", GRPO.format(options)).given == given
 
 
+def test_a_class_that_releases_drop_tells_them_too(tmp_path):
+    text = (
+        "from trl import AutoModelForCausalLMWithValueHead, PPOConfig, PPOTrainer\n"
+        "model = AutoModelForCausalLMWithValueHead.from_pretrained('small')\n"
+        "PPOTrainer(PPOConfig(batch_size=8), model)\n"
+    )
+    assert explained(tmp_path, "a.py", text).given == {"trainer": "ppo", "kl_coef": 0.2}
+
+
 def test_a_remark_says_by_what_the_release_is_told(tmp_path):
     launch = explained(tmp_path, "a.py", GRPO.format(", beta=0.04, max_prompt_length=512"))
     assert launch.remarks[-1].startswith(

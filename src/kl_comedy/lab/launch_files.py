@@ -198,6 +198,8 @@ class _Values:
         keys = []
         for setting in _in_scope(self.system, self.parsed.settings):
             keys.append(f"+{setting.key}" if setting.is_added else setting.key)
+        # Classes that a release dropped tell it as well as options do.
+        keys += self.parsed.imports
         release = release_of(self.system, keys, self.parsed.words)
         remarks = []
         # In order: a later change may be about a flag that an earlier one gives.

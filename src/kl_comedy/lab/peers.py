@@ -249,8 +249,8 @@ class VersionChange:
 
 @dataclass(frozen=True, kw_only=True)
 class Releases:
-    """By what a file tells its release: patterns of keys that end with a release (``until``), and of keys that one is
-    the first to have (``since``). ``package`` is the name whose version a file may pin."""
+    """By what a file tells its release: patterns of keys and classes that end with a release (``until``), and of those
+    that one is the first to have (``since``). ``package`` is the name whose version a file may pin."""
 
     package: str = ""
     until: tuple[tuple[str, Sequence[str]], ...] = ()
