@@ -453,6 +453,22 @@ def test_yaml_with_an_alias_and_a_long_text_is_read(tmp_path):
     assert launch.given == {"beta": 0.5}
 
 
+SLOW_BEFORE = {
+    "functions and their calls": ("a.py", "def f(a=1): 0\n" * 20_000 + "f(1)\n" * 50_000),
+    "a comment of one word": ("a.py", "#" + "a" * 900_000 + "\n"),
+    "lines without a command": ("a.py", "x = ['', '''" + "\n" * 300_000 + "''']\n"),
+    "arms that are not taken": ("a.sh", "".join(f"a{n}=1\n" for n in range(4000)) + "[ a = b ] && x=1\n" * 7000),
+    "here-documents": ("a.sh", "".join(f"a{n}=1\n" for n in range(9000)) + "python <<E\nE\n" * 9000),
+}
+
+
+@pytest.mark.parametrize(("file", "text"), SLOW_BEFORE.values(), ids=SLOW_BEFORE)
+def test_many_of_one_thing_take_time_by_their_number_and_not_by_its_square(tmp_path, file, text):
+    path = write(tmp_path, file, text)
+    with cpu_limit(10):
+        assert read_launch_file(path, system="verl").given == {}
+
+
 # --- the command's arguments --------------------------------------------------------------------------------------
 UNRECOGNIZED = "python train.py --use-kl-loss --kl-loss-coef 0.1\n"
 """Flags that several systems have, in a script that names none."""

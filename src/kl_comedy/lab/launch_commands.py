@@ -13,6 +13,8 @@ from kl_comedy.lab.launch_shell import Interpreter, Word
 
 MAX_NESTED_COMMANDS = 3
 """Commands in words of commands: ``srun bash -c "python ..."``."""
+MAX_DOCUMENTS = 100
+"""Here-documents that get the variables of the script: each gets a copy of all."""
 PROGRAMS = ("--module", "--entrypoint", "--entry-point", "--process_main")
 """Options whose value is the program that runs."""
 MODULE_KEY = re.compile(r".*(path|spec|module|function|func|fn|class|cls)")
@@ -36,7 +38,7 @@ TAKES_CONFIG = re.compile(r"@|.*\.(py|sh)|train|rlhf|grpo|rl|axolotl\.cli\.train
 STARTED = re.compile(r"[^\s;|&=()\"']+\.(py|sh|bash|slurm|sbatch)")
 """Words of a command, or their last parts, that are a program."""
 PROGRAM = re.compile(
-    r"(?m)(^|&& )\s*([A-Z_]+=\S+ )*(python3?|torchrun|accelerate|deepspeed|ray|srun|bash|uv|swift|trl) "
+    r"(?m)(^|&& )[ \t]*([A-Z_]+=\S+ )*(python3?|torchrun|accelerate|deepspeed|ray|srun|bash|uv|swift|trl) "
 )
 """The start of a command in a list of them."""
 OVERRIDE = re.compile(r"[+~]*[\w./@-]+")
@@ -57,8 +59,10 @@ def shell(text: str, parsed: Parsed, depth: int = 0) -> None:
             parsed.written_files.append(word.text)
         if words and words[0].text.startswith("python"):
             suffix = ".py"
+        parsed.documents += 1
         names = parsed.environment
-        parsed.environment = names | interpreter.texts()
+        if parsed.documents <= MAX_DOCUMENTS:
+            parsed.environment = names | interpreter.texts()
         try:
             with parsed.within(content.origin):
                 parsed.read(content.text, suffix)

@@ -73,23 +73,13 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
         # Named systems first: a file of a fork may have the marks of the original.
         chosen = find_system(system) if system else recognise(parsed)
         for override in overrides:
-            key, equals, override_text = override.partition("=")
-            if not equals or _flag_of(chosen, flag_key(key)) is None:
-                raise bad_value("override", override, [f"{flag.where}=VALUE" for flag in chosen.flags])
-            parsed.add(Setting(key, override_text))
+            _add_override(override, chosen, parsed)
         values = _Values(chosen, parsed)
         values.read()
-        remarks = list(values.remarks())
-        takes_a_config = "hydra.main" in parsed.calls or any(_found(chosen.needs_config, parsed))
         # Who names the system wants its defaults.
-        if not values.firm and system is None:
-            if takes_a_config:
-                raise UserError(
-                    "cannot tell from this file: it takes all settings from a config that its caller names, which is "
-                    f"not read; explain that config (--system {chosen.name} gives the defaults)"
-                )
-            if not values.named:
-                _refuse_unread_config(chosen, parsed)
+        if system is None:
+            _refuse_settings_elsewhere(values)
+        remarks = list(values.remarks())
         if not values.given and not remarks:
             remarks.append(f"no flag of the KL is set in the file: the answer is the defaults of {chosen.title}")
         remarks += _unread_remarks(chosen, parsed)
@@ -99,6 +89,44 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
         # Last: what the remarks above say of a file that sets no flag is not about values of an earlier release.
         remarks += values.take_release()
         return LaunchFile(system=chosen, given=values.given, remarks=tuple(dict.fromkeys(remarks)))
+
+
+def _add_override(override: str, system: System, parsed: Parsed) -> None:
+    """Take ``key=value`` of the command line. Raises :class:`UserError` for a key that is no flag."""
+    key, equals, text = override.partition("=")
+    if not equals or _flag_of(system, flag_key(key)) is None:
+        raise bad_value("override", override, [f"{flag.where}=VALUE" for flag in system.flags])
+    parsed.add(Setting(key, text))
+
+
+def _refuse_settings_elsewhere(values: _Values) -> None:
+    """Raises :class:`UserError` where a config, or a script that starts the training, is not read and may hold all.
+
+    The system's own configs have its defaults.
+    """
+    system = values.system
+    parsed = values.parsed
+    takes_a_config = "hydra.main" in parsed.calls or any(_found(system.needs_config, parsed))
+    if takes_a_config and not values.firm:
+        raise UserError(
+            "cannot tell from this file: it takes all settings from a config that its caller names, which is not "
+            f"read; explain that config (--system {system.name} gives the defaults)"
+        )
+    if values.named:
+        return
+    scripts = [program for program in parsed.started if program.endswith(SHELL_SUFFIXES)]
+    if scripts and len(scripts) == len(parsed.started):
+        raise UserError(
+            f"cannot tell from this file: it sets no flag of the KL, and {scripts[-1][:100]}, which it starts, is not "
+            f"read; explain that script (--system {system.name} gives the defaults)"
+        )
+    for unread in parsed.unread:
+        is_own = any(re.search(rf"(^|[/ ]){config}(\.yaml)?$", unread.what) for config in system.own_configs)
+        if unread.may_hold_all and not is_own and _bears_on(unread, _classes_of(system)):
+            raise UserError(
+                f"cannot tell from this file: it sets no flag of the KL, and {unread.what}, which may hold them, is "
+                f"not read; explain that config (--system {system.name} gives the defaults)"
+            )
 
 
 # --- the values of the flags --------------------------------------------------------------------------------------
@@ -293,26 +321,6 @@ def _unread_remarks(system: System, parsed: Parsed) -> Iterator[str]:
     for unread in parsed.unread:
         if _bears_on(unread, _classes_of(system)):
             yield f"{unread.what} is not read: what it sets is missing here, and defaults of {system.title} stand in"
-
-
-def _refuse_unread_config(system: System, parsed: Parsed) -> None:
-    """Raises :class:`UserError` where a config, or a script that starts the training, is not read and may hold all.
-
-    The system's own configs have its defaults.
-    """
-    scripts = [program for program in parsed.started if program.endswith(SHELL_SUFFIXES)]
-    if scripts and len(scripts) == len(parsed.started):
-        raise UserError(
-            f"cannot tell from this file: it sets no flag of the KL, and {scripts[-1][:100]}, which it starts, is not "
-            f"read; explain that script (--system {system.name} gives the defaults)"
-        )
-    for unread in parsed.unread:
-        is_own = any(re.search(rf"(^|[/ ]){config}(\.yaml)?$", unread.what) for config in system.own_configs)
-        if unread.may_hold_all and not is_own and _bears_on(unread, _classes_of(system)):
-            raise UserError(
-                f"cannot tell from this file: it sets no flag of the KL, and {unread.what}, which may hold them, is "
-                f"not read; explain that config (--system {system.name} gives the defaults)"
-            )
 
 
 def _started_remarks(system: System, parsed: Parsed) -> Iterator[str]:

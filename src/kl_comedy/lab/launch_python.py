@@ -240,7 +240,8 @@ class _Names:
             if default is not None:
                 defaults[parameter.arg] = default
         names = [parameter.arg for parameter in parameters]
-        for call in self.calls.get(function.name, []):
+        # Of several functions of one name the calls are those of the first: else the time grows with their product.
+        for call in self.calls.pop(function.name, []):
             pairs = list(zip(names, call.args, strict=False))
             pairs += [(keyword.arg, keyword.value) for keyword in call.keywords if keyword.arg is not None]
             for name, value in pairs:

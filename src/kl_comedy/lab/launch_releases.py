@@ -17,8 +17,10 @@ Numbers = tuple[int, ...]
 
 ANY = 9999
 """The number of the last patch of a release: ``0.17`` ends with all releases of 0.17."""
-REQUIREMENT = re.compile(r"(?P<package>[A-Za-z][\w-]*)(\[[\w,-]*\])?(?P<versions>\s*(==|<=|>=|~=|<|>)\s*v?\d[^;\s]*)")
-"""A package with versions, as ``trl[vllm]>=0.14,<0.16``."""
+REQUIREMENT = re.compile(
+    r"(?<![\w-])(?P<package>[A-Za-z][\w-]{0,60})(\[[\w,-]{0,60}\])?(?P<versions> ?(==|<=|>=|~=|<|>) ?v?\d[^;\s]*)"
+)
+"""A package with versions, as ``trl[vllm]>=0.14,<0.16``. Its parts are bounded: a long word is looked through once."""
 BOUND = re.compile(r"(==|<=|>=|~=|<|>)\s*v?(\d[\d.]*)")
 
 

@@ -73,6 +73,7 @@ class Parsed:
     """That of everything which is being read: a command inside a command has the origin of its word."""
     readers: Mapping[str, Reader] = field(default_factory=dict)
     """The readers of texts inside a file, by suffix; that of "" is for every other suffix."""
+    documents: int = 0
     written: int = 0
 
     def add(self, setting: Setting) -> None:

@@ -165,11 +165,9 @@ class Interpreter:
 
     def _run_and_forget(self, body: Sequence[Statement]) -> None:
         """Run an arm that does not act: its commands are read, its assignments are forgotten."""
-        before = {name: replace(variable) for name, variable in self.variables.items()}
+        # An assignment makes a new variable, so those of before need no copy of their own.
+        before = dict(self.variables)
         self.run(body)
-        for name, variable in self.variables.items():
-            if name in before and variable.used:
-                before[name].used = True
         self.variables = before
 
     def _run_condition(self, condition: Sequence[Token]) -> None:
@@ -425,8 +423,10 @@ class Interpreter:
         first = replace(token.pieces[0], text=token.pieces[0].text[match.end() :])
         value = self._inside(self._field([first, *token.pieces[1:]])[0])
         index = self._substituted(match["index"]).text
-        variable = self.variables.setdefault(match["name"], Variable([], is_array=True))
-        variable.words.append(replace(value, text=f"{index}={value.text}"))
+        member = replace(value, text=f"{index}={value.text}")
+        previous = self.variables.get(match["name"])
+        words = [] if previous is None else previous.words
+        self.variables[match["name"]] = Variable([*words, member], is_array=True)
 
     def _split(self, words: Sequence[Word]) -> list[Word]:
         parts = []
