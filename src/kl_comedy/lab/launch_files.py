@@ -92,7 +92,7 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
 
 
 def _add_override(override: str, system: System, parsed: Parsed) -> None:
-    """Take ``key=value`` of the command line. Raises :class:`UserError` for a key that is no flag."""
+    """Take ``key=value`` of the command line. Raises :class:`UserError` for an unknown key."""
     key, equals, text = override.partition("=")
     if not equals or _flag_of(system, flag_key(key)) is None:
         raise bad_value("override", override, [f"{flag.where}=VALUE" for flag in system.flags])
