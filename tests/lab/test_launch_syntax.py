@@ -189,6 +189,6 @@ def test_a_config_of_the_launcher_or_that_the_script_writes_is_not_missing(tmp_p
 )
 def test_a_config_without_an_option_of_its_own_is_not_missed(tmp_path, command):
     path = tmp_path / "a.sh"
-    path.write_text(f"cp other.yaml copy.yaml\n{command} --b 1\n")
+    path.write_text(f"cp other.yaml copy.yaml\npython prepare.py data.json\n{command} --b 1\n")
     name = re.search(r"run\.[a-z]+", command)[0]
     assert [unread.what for unread in parse(path).unread] == [f"the config {name}"]

@@ -161,7 +161,9 @@ def _take_plain_word(word: Word, before: str, parsed: Parsed) -> None:
     """A word that sets nothing, and with the word ``before`` it a pair, as ``swift sft``."""
     text = word.text
     parsed.words.append(text)
-    if text.endswith(CONFIG_SUFFIXES) and (text.startswith("@") or TAKES_CONFIG.fullmatch(before)):
+    # JSON without an option is data more often than a config.
+    is_config = text.endswith(CONFIG_SUFFIXES) and not text.endswith(".json")
+    if is_config and (text.startswith("@") or TAKES_CONFIG.fullmatch(before)):
         parsed.configs.append(replace(word, text=text.lstrip("@")))
     if before:
         parsed.words.append(f"{before} {text}")
