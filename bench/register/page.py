@@ -65,6 +65,9 @@ def generated(rows: Sequence[Row], by_hand: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         by_maker[row["made_by"]] = by_maker.get(row["made_by"], 0) + 1
     counts = ", ".join(f"{count} by {maker}" for maker, count in by_maker.items())
+    not_rebuilt = sum(bool(row["not_rebuilt"]) for row in rows)
+    if not_rebuilt:
+        counts += f"; {not_rebuilt} not rebuilt in the last run"
     lines = [f"{len(rows)} rows of {len(systems)} systems and papers: {counts}.", "", *table(rows), ""]
     lines += ["### Checked by hand", ""]
     lines += ["| row | independent enumeration | register |", "| --- | --- | --- |"]
@@ -90,7 +93,7 @@ def table(rows: Sequence[Row]) -> list[str]:
             holes_text(row),
             error_text(row),
             _plain(row["fix"]),
-            row["made_by"],
+            _plain(made_by_text(row)),
         ]
         if row["issue"]:
             # Not the fix itself as the link's text: its brackets would end it.
@@ -117,6 +120,15 @@ def objective(figures: Mapping[str, Any] | None) -> str:
     if figures["near"]:
         words += ", while no clamp acts"
     return words
+
+
+def made_by_text(row: Row) -> str:
+    """What made the row, and why it is an older result where its source was not run the last time."""
+    if not row["not_rebuilt"]:
+        return str(row["made_by"])
+    if not row["rebuilt"]:
+        return f"not rebuilt: {row['not_rebuilt']}"
+    return f"{row['made_by']}, not rebuilt since {row['rebuilt']}: {row['not_rebuilt']}"
 
 
 def error_text(row: Row) -> str:

@@ -69,6 +69,12 @@
     return parts.join(", ") || "no leak";
   };
 
+  const madeBy = (row) => {
+    if (!row.not_rebuilt) return row.made_by;
+    if (!row.rebuilt) return `not rebuilt: ${row.not_rebuilt}`;
+    return `${row.made_by}, not rebuilt since ${row.rebuilt}: ${row.not_rebuilt}`;
+  };
+
   const kindsOf = (row) => {
     const kinds = [];
     if (row.fresh) kinds.push(row.fresh.target === row.intended ? "right" : "other");
@@ -92,7 +98,6 @@
     fact("Source", row.source, true);
     fact("Called at", row.called_at, true);
     fact("SHA-256", row.sha256 && row.sha256.slice(0, 16), true);
-    const made = row.made_by === "not rebuilt" ? `not rebuilt: ${row.why}` : row.made_by;
     const kind = kindsOf(row).map((name) => KINDS[name]).join(", ");
     if (row.issue && row.fresh) {
       const link = make("a", { href: `../evidence/register/issues/${row.id}/` }, row.issue);
@@ -103,7 +108,7 @@
       { class: "kl-card", "data-id": row.id },
       make("h3", {}, row.system),
       make("p", { class: "kl-setting" }, make("code", {}, row.flags)),
-      make("p", {}, `${row.version}; ${made}${kind ? `; ${kind}` : ""}`),
+      make("p", {}, `${row.version}; ${madeBy(row)}${kind ? `; ${kind}` : ""}`),
       facts,
     );
   };
