@@ -52,10 +52,13 @@ class Candidate(NamedTuple):
 def read_candidates(text: str) -> list[Candidate]:
     """The candidates of the list's text, in its order."""
     candidates = []
-    repo, commit, owner = "", "", ""
+    repo = ""
+    commit = ""
+    owner = ""
     for line in text.splitlines():
+        # A line on a repository stands before the paths of its files.
         if line.startswith("# "):
-            repo, commit, owner = line[2:].split(" ")
+            repo, commit, owner = line.removeprefix("# ").split(" ")
         elif line:
             candidates.append(Candidate(repo, commit, owner, line))
     return candidates
@@ -71,7 +74,7 @@ def read_kinds(text: str) -> dict[tuple[str, str], str]:
 
 
 def rank(candidate: Candidate, seed: str) -> str:
-    """The text by which candidates are sorted."""
+    """The text by which candidates are sorted: in an order that the seed fixes, and nobody chose."""
     return hashlib.sha256((seed + candidate.repo + candidate.path).encode()).hexdigest()
 
 
@@ -84,7 +87,10 @@ def draw(
     cap: int = 6,
     users: float = 0.4,
 ) -> list[Candidate]:
-    """The first ``wanted`` candidates of the seed's order that the caps admit, without those passed over."""
+    """The first ``wanted`` candidates of the seed's order that the caps admit, without those passed over.
+
+    ``cap``: the most files of one repository. ``users``: the least share of files from users' repositories.
+    """
     most_of_systems = wanted - round(users * wanted)
     of_systems = 0
     per_repository: dict[str, int] = {}
@@ -94,6 +100,7 @@ def draw(
             break
         if kinds.get((candidate.repo, candidate.path)) == PASSED_OVER:
             continue
+        # One repository with hundreds of launch files would be most of the sample.
         if per_repository.get(candidate.repo, 0) == cap:
             continue
         if candidate.owner == "system" and of_systems == most_of_systems:
@@ -113,7 +120,9 @@ def main() -> None:
     parser.add_argument("--cap", type=int, default=6, help="the most files of one repository")
     parser.add_argument("--users", type=float, default=0.4, help="the least share of users' repositories")
     options = parser.parse_args()
-    kinds = read_kinds(LABELS.read_text()) if LABELS.exists() else {}
+    kinds = {}
+    if LABELS.exists():
+        kinds = read_kinds(LABELS.read_text())
     candidates = read_candidates(CANDIDATES.read_text())
     drawn = draw(candidates, kinds, options.seed, wanted=options.wanted, cap=options.cap, users=options.users)
     unlabelled = [candidate for candidate in drawn if (candidate.repo, candidate.path) not in kinds]

@@ -148,11 +148,12 @@ def verdicts(grader: Grader, rows: Sequence[Row]) -> list[float]:
     """The verdict of ``grader`` on every row. An error of the grader is no reward, as in training."""
     results = []
     for row in rows:
-        # sympy draws random numbers, and some graders print.
+        # sympy draws random numbers: the verdict on a row must not depend on the rows before it.
         from sympy.core.random import seed
 
         seed(0)
         try:
+            # Some graders print.
             with contextlib.redirect_stdout(io.StringIO()):
                 value = grader.grade(row)
         except Exception:
@@ -163,7 +164,10 @@ def verdicts(grader: Grader, rows: Sequence[Row]) -> list[float]:
 
 # --- the page ----------------------------------------------------------------------------------------------------
 def wilson(hits: int, size: int) -> tuple[float, float]:
-    """Wilson's score interval at 95 % of the share ``hits / size``."""
+    """Wilson's score interval at 95 % of the share ``hits / size``.
+
+    That of :mod:`kl_comedy.statistics` is for clusters of samples; these answers are independent.
+    """
     z = NormalDist().inv_cdf(0.975)
     share = hits / size
     middle = (share + z**2 / (2 * size)) / (1 + z**2 / size)
@@ -177,18 +181,25 @@ def agreement(values: Sequence[bool]) -> str:
     return f"{sum(values)}/{len(values)} ({low:.2f} to {high:.2f})"
 
 
+SUBSETS: dict[str, Callable[[Row], bool]] = {
+    "**all**": lambda row: True,
+    "without choices": lambda row: row["reward"] != "multiple_choice",
+    "with a box": lambda row: "\\boxed" in row["completion"],
+    "right answers": lambda row: row["value"] == 1.0,
+    "wrong answers": lambda row: row["value"] == 0.0,
+}
+"""Rows of the agreement table below those of the kinds, by label."""
+
+
 def agreement_table(rows: Sequence[Row], results: dict[str, list[float]]) -> list[str]:
     """A line per kind, and lines for all rows, for those with a box, for right and for wrong answers."""
-    groups: list[tuple[str, list[int]]] = []
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        groups.append((kind, [index for index, row in enumerate(rows) if row["kind"] == kind]))
-    groups.append(("**all**", list(range(len(rows)))))
-    groups.append(("without choices", [i for i, row in enumerate(rows) if row["reward"] != "multiple_choice"]))
-    groups.append(("with a box", [i for i, row in enumerate(rows) if "\\boxed" in row["completion"]]))
-    groups.append(("right answers", [i for i, row in enumerate(rows) if row["value"] == 1.0]))
-    groups.append(("wrong answers", [i for i, row in enumerate(rows) if row["value"] == 0.0]))
+    groups: dict[str, list[int]] = {}
+    for index, row in enumerate(rows):
+        groups.setdefault(row["kind"], []).append(index)
+    for label, is_member in SUBSETS.items():
+        groups[label] = [index for index, row in enumerate(rows) if is_member(row)]
     lines = [f"| kind | {' | '.join(results)} |", "| --- " * (len(results) + 1) + "|"]
-    for label, indices in groups:
+    for label, indices in groups.items():
         cells = []
         for values in results.values():
             cells.append(agreement([values[index] == rows[index]["value"] for index in indices]))
@@ -201,21 +212,30 @@ def code(text: str) -> str:
     return "`" + text.replace("\n", " ").replace("|", "\\|") + "`"
 
 
+def grade_in_words(row: Row) -> str:
+    """What a person said of the answer."""
+    if row["value"]:
+        return "right"
+    return "wrong"
+
+
 def disagreements(rows: Sequence[Row], results: dict[str, list[float]]) -> list[str]:
     """The rows on which the graders do not all agree with the grade, by kind, with who is wrong."""
     lines: list[str] = []
     kind = None
     for index, row in enumerate(rows):
-        wrong = [name for name, values in results.items() if values[index] != row["value"]]
-        if not wrong:
+        wrong_graders = [name for name, values in results.items() if values[index] != row["value"]]
+        if not wrong_graders:
             continue
+        # The rows of a kind stand together in the file.
         if row["kind"] != kind:
             kind = row["kind"]
             lines += ["", f"### {kind}", "", "| completion | gold | it is | why | graded otherwise by |"]
             lines.append("| --- " * 5 + "|")
-        verdict = "right" if row["value"] else "wrong"
-        who = "all" if len(wrong) == len(results) else ", ".join(wrong)
-        cells = [code(row["completion"]), code(row["answer"]), verdict, row["why"], who]
+        names = ", ".join(wrong_graders)
+        if len(wrong_graders) == len(results):
+            names = "all"
+        cells = [code(row["completion"]), code(row["answer"]), grade_in_words(row), row["why"], names]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -227,8 +247,8 @@ def own_disagreements(rows: Sequence[Row], values: Sequence[float]) -> list[str]
         if value == row["value"]:
             continue
         reason = DOCUMENTED.get(row.get("documented", ""), "nothing: a fault")
-        verdict = "right" if row["value"] else "wrong"
-        lines.append(f"| {code(row['completion'])} | {code(row['answer'])} | {verdict} | {value:g} | {reason} |")
+        cells = [code(row["completion"]), code(row["answer"]), grade_in_words(row), f"{value:g}", reason]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -281,7 +301,9 @@ def probed(probe: Probe) -> str:
     given = parse(probe.answer, parsing_timeout=None)
     verdict = verify(gold, given, timeout_seconds=None)
     parsed = " ".join(repr(given).split())
-    state = "as expected" if verdict == probe.expected else f"expected {probe.expected}"
+    state = f"expected {probe.expected}"
+    if verdict == probe.expected:
+        state = "as expected"
     return f"verify(parse({probe.gold!r}), parse({probe.answer!r}))\n# {verdict}, {state}; parsed: {parsed}"
 
 
@@ -336,8 +358,9 @@ def read_verdicts(file: Path, rows: Sequence[Row]) -> dict[str, list[float]]:
     """The verdicts of verdicts.csv. Raises :class:`SystemExit` where they are those of other rows."""
     with file.open(newline="", encoding="utf-8") as stream:
         lines = list(csv.DictReader(stream))
-    stored = [(line["completion"], line["answer"]) for line in lines]
-    if stored != [(row["completion"], row["answer"]) for row in rows]:
+    stored_answers = [(line["completion"], line["answer"]) for line in lines]
+    answers = [(row["completion"], row["answer"]) for row in rows]
+    if stored_answers != answers:
         raise SystemExit(f"{file} has the verdicts of other answers; run the command without --pages")
     names = [name for name in lines[0] if name not in FACTS]
     return {name: [float(line[name]) for line in lines] for name in names}

@@ -25,10 +25,12 @@ class Fault:
 
 
 def right(gold: str, answer: str) -> Probe:
+    """A right answer."""
     return Probe(gold=gold, answer=answer, expected=True)
 
 
 def wrong(gold: str, answer: str) -> Probe:
+    """A wrong answer."""
     return Probe(gold=gold, answer=answer, expected=False)
 
 

@@ -50,7 +50,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,7 @@ OUTCOMES = ("right", "right in a remark", "refused", "wrong")
 UNANSWERED = "right, as the file cannot tell"
 """Those of the right rl files of which the reader says that the KL does not stand in them."""
 FIELDS = ("placement", "estimator", "beta", "ratio")
+"""What an answer and a label are compared by (rule 1), beside the system."""
 ELSEWHERE = ("base config", "called script")
 NOT_A_TRAINING = "not a training"
 
@@ -91,13 +92,17 @@ NOT_HERE = re.compile(
 )
 """What a remark or an error says of a value that the file leaves to others."""
 VERSION_WORDS = re.compile(r"\b(since|before|up to|new in|older|earlier|later|until|by default in)\b")
+"""What a remark on another version of a system says (rule 2)."""
 ALL_ELSEWHERE = re.compile(r"\bstands? in\b|\bholds all\b|\bown (code|runner)\b|\bbase config\b|\bbecomes\b")
+"""What a label's ``unknown`` says of values that stand in another file."""
 CALLER = re.compile(r"\bcommand line\b|\bof the caller\b")
+"""What a label's ``unknown`` says where any option may come from the command line."""
 FIELD_WORDS = {
     "estimator": r"\bestimator\b",
     "beta": r"\b(beta|kl_coeff?)\b",
     "placement": r"\b(use_kl_loss|anchor|reference)\b",
 }
+"""Which words of a label's ``unknown`` name a field."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Verdict:
+    """Whether an answer is right: one of :data:`OUTCOMES`."""
+
     outcome: str
     faults: tuple[str, ...] = ()
     """What is wrong, or what only a remark says, in one line each."""
@@ -123,16 +130,17 @@ class Verdict:
 # --- the files ----------------------------------------------------------------------------------------------------
 def find_sources(folder: Path, labels: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
     """The bytes of the drawn files below ``folder``, by their sha256."""
-    wanted = {label["sha256"] for label in labels}
+    labelled = {label["sha256"] for label in labels}
     sources: dict[str, bytes] = {}
-    clones = []
+    clones: list[Path] = []
+    # Sorted, so that a clone comes before the files in it.
     for path in sorted(folder.rglob("*")):
-        if path.name == ".git" or ((path / "HEAD").is_file() and (path / "objects").is_dir()):
+        if _is_git_folder(path):
             clones.append(path)
         elif path.is_file() and not any(clone in path.parents for clone in clones):
             content = path.read_bytes()
             digest = hashlib.sha256(content).hexdigest()
-            if digest in wanted:
+            if digest in labelled:
                 sources[digest] = content
     for label in labels:
         for clone in clones:
@@ -142,6 +150,13 @@ def find_sources(folder: Path, labels: Sequence[Mapping[str, Any]]) -> dict[str,
             if hashlib.sha256(content).hexdigest() == label["sha256"]:
                 sources[label["sha256"]] = content
     return sources
+
+
+def _is_git_folder(path: Path) -> bool:
+    """Whether a path is the .git of a work tree, which may be a file, or a bare clone."""
+    if path.name == ".git":
+        return True
+    return (path / "HEAD").is_file() and (path / "objects").is_dir()
 
 
 def _from_clone(clone: Path, label: Mapping[str, Any]) -> bytes:
@@ -165,7 +180,8 @@ def explain_alone(name: str, content: bytes) -> Answer:
             message = str(error).replace(str(path), name)
             # The list of all systems would be most of every row.
             return Answer(error=re.sub(r"no system of .*? recognised", "no system recognised", message))
-        except Exception as error:  # a fault of the reader, which is what the score is about
+        except Exception as error:
+            # A fault of the reader, which is what the score is about.
             return Answer(error=f"{type(error).__name__}: {error}", is_traceback=True)
     return Answer(
         system=launch.system.name,
@@ -178,13 +194,20 @@ def explain_alone(name: str, content: bytes) -> Answer:
 
 def _term_row(term: Any) -> dict[str, Any]:
     """The fields of a term that a label has too."""
+    # A reward term at the current log-probs is differentiated, and counts as the loss (rule 1).
     is_differentiated = term.placement == "loss" or term.anchor != "behaviour"
+    place = "reward"
+    if is_differentiated and term.reference != "teacher":
+        place = "loss"
+    ratio = "some"
+    if term.correction == "none" and term.gradient == "natural":
+        ratio = "none"
     return {
-        "place": "loss" if is_differentiated and term.reference != "teacher" else "reward",
+        "place": place,
         "estimator": term.estimator,
         "beta": term.beta,
         "reference": term.reference,
-        "ratio": "none" if term.correction == "none" and term.gradient == "natural" else "some",
+        "ratio": ratio,
     }
 
 
@@ -218,20 +241,13 @@ def names_in(text: str, systems: Mapping[str, str]) -> set[str]:
 def _verdict_on_error(
     label: Mapping[str, Any], answer: Answer, expected: set[str], systems: Mapping[str, str]
 ) -> Verdict:
-    is_rl = label["kind"] == "rl"
+    """Rules 4 and 5. ``expected`` are the systems that the label names, of those that explain knows."""
+    # Without the file's name, which a message begins with.
     error = answer.error.partition(": ")[2] or answer.error
     if NAMES_A_KIND.search(error):
-        named = system_of_error(error, systems)
-        if is_rl:
-            if re.search("it is PPO", error) and label["algorithm"].startswith("ppo"):
-                return Verdict("refused", (error[:160],))
-            return Verdict("wrong", (f"taken for another kind of run: {error[:160]}",))
-        kind = label["note"] if label["kind"] == "other" else label["kind"]
-        if not re.search(KIND_WORDS[kind], error):
-            return Verdict("wrong", (f"taken for another kind of run than {kind}: {error[:160]}",))
-        if expected and named not in expected:
-            return Verdict("wrong", (f"system {named}, not {label['system']}",))
-        return Verdict("right")
+        if label["kind"] == "rl":
+            return _verdict_on_rl_taken_for_another_kind(label, error)
+        return _verdict_on_named_kind(label, error, expected, systems)
     if not expected:
         return Verdict("right")
     if NOT_HERE.search(error) and _is_all_open(label):
@@ -239,7 +255,29 @@ def _verdict_on_error(
     return Verdict("refused", (error[:160],))
 
 
+def _verdict_on_rl_taken_for_another_kind(label: Mapping[str, Any], error: str) -> Verdict:
+    if "it is PPO" in error and label["algorithm"].startswith("ppo"):
+        return Verdict("refused", (error[:160],))
+    return Verdict("wrong", (f"taken for another kind of run: {error[:160]}",))
+
+
+def _verdict_on_named_kind(
+    label: Mapping[str, Any], error: str, expected: set[str], systems: Mapping[str, str]
+) -> Verdict:
+    """Of a file of another kind than rl, where the error names a kind."""
+    kind = label["kind"]
+    if kind == "other":
+        kind = label["note"]
+    if not re.search(KIND_WORDS[kind], error):
+        return Verdict("wrong", (f"taken for another kind of run than {kind}: {error[:160]}",))
+    named_system = system_of_error(error, systems)
+    if expected and named_system not in expected:
+        return Verdict("wrong", (f"system {named_system}, not {label['system']}",))
+    return Verdict("right")
+
+
 def _verdict_on_another_kind(label: Mapping[str, Any], answer: Answer) -> Verdict:
+    """Rule 5, where there is an answer to a file of another kind than rl."""
     to_a_teacher = any(term["reference"] == "teacher" for term in answer.terms)
     if label["kind"] == "distillation" and to_a_teacher:
         return Verdict("right")
@@ -247,31 +285,34 @@ def _verdict_on_another_kind(label: Mapping[str, Any], answer: Answer) -> Verdic
 
 
 def _verdict_on_words(label: Mapping[str, Any], answer: Answer) -> Verdict:
+    """Rule 3."""
     if label["kl"] == "none":
         return Verdict("wrong", (f"placement: no KL expected, but: {answer.instead[:100]}",))
     text = " ".join((answer.instead, *answer.remarks))
-    estimators = all(_names_estimator(text, item["name"]) for item in label["estimators"])
-    betas = all(_has_number(text, item["value"]) for item in label["betas"])
-    if estimators and betas:
+    names_estimators = all(_names_estimator(text, item["name"]) for item in label["estimators"])
+    has_betas = all(_has_number(text, item["value"]) for item in label["betas"])
+    if names_estimators and has_betas:
         return Verdict("right")
     return Verdict("refused", (answer.instead[:160],))
 
 
 def _verdict_on_terms(label: Mapping[str, Any], answer: Answer) -> Verdict:
+    """Rules 1 and 2."""
     terms = [term for term in answer.terms if term["reference"] != "teacher" and term["beta"] != 0]
     differences = dict(_differences(label, terms))
-    unsaid = []
-    said = []
+    wrong = []
+    right_in_a_remark = []
     open_fields = fields_left_open(label)
     for name, difference in differences.items():
+        fault = f"{name}: {difference}"
         if _is_said(label, answer, name, name in open_fields):
-            said.append(f"{name}: {difference}")
+            right_in_a_remark.append(fault)
         else:
-            unsaid.append(f"{name}: {difference}")
-    if unsaid:
-        return Verdict("wrong", tuple(unsaid))
-    if said:
-        return Verdict("right in a remark", tuple(said))
+            wrong.append(fault)
+    if wrong:
+        return Verdict("wrong", tuple(wrong))
+    if right_in_a_remark:
+        return Verdict("right in a remark", tuple(right_in_a_remark))
     return Verdict("right")
 
 
@@ -284,22 +325,30 @@ def _differences(label: Mapping[str, Any], terms: Sequence[Mapping[str, Any]]) -
     if label["kl"] == "none":
         return
     estimators = {term["estimator"] for term in terms}
-    wanted_estimators = {_our_estimator(item["name"]) for item in label["estimators"]}
-    if estimators != wanted_estimators:
-        yield "estimator", f"{_joined(estimators)}, not {_joined(wanted_estimators)}"
+    expected_estimators = {_our_estimator(item["name"]) for item in label["estimators"]}
+    if estimators != expected_estimators:
+        yield "estimator", f"{_joined(estimators)}, not {_joined(expected_estimators)}"
     betas = sorted(float(term["beta"]) for term in terms)
-    wanted_betas = sorted(_our_betas(label))
-    if not _are_close(betas, wanted_betas):
-        yield "beta", f"{_joined(map(str, betas))}, not {_joined(map(str, wanted_betas))}"
-    has_ratio = any(term["place"] == "loss" and term["ratio"] != "none" for term in terms)
-    has_loss = any(term["place"] == "loss" for term in terms)
-    if has_loss and has_ratio != (label.get("correction") is not None):
-        yield "ratio", f"{'one' if has_ratio else 'none'}, not {label.get('correction') or 'none'}"
+    expected_betas = sorted(_our_betas(label))
+    if not _are_close(betas, expected_betas):
+        yield "beta", f"{_joined(map(str, betas))}, not {_joined(map(str, expected_betas))}"
+    terms_in_the_loss = [term for term in terms if term["place"] == "loss"]
+    has_ratio = any(term["ratio"] != "none" for term in terms_in_the_loss)
+    correction = label.get("correction")
+    if terms_in_the_loss and has_ratio != (correction is not None):
+        ratio = "one" if has_ratio else "none"
+        yield "ratio", f"{ratio}, not {correction or 'none'}"
 
 
 def label_places(label: Mapping[str, Any]) -> set[str]:
     """Where the label has the KL, in the words of :func:`_place_of_term`."""
-    places = {"none": set(), "both": {"loss", "reward"}, "advantage": {"reward"}}.get(label["kl"], {label["kl"]})
+    places = {label["kl"]}
+    if label["kl"] == "none":
+        places = set()
+    elif label["kl"] == "both":
+        places = {"loss", "reward"}
+    elif label["kl"] == "advantage":
+        places = {"reward"}
     if label.get("anchor") in ("sampler", "old policy"):
         return {f"sampler, in the {place}" for place in places}
     return places
@@ -311,24 +360,35 @@ def _place_of_term(term: Mapping[str, Any]) -> str:
     return str(term["place"])
 
 
+SQUARE = "squared log-ratio"
+"""A label's name of (log-ratio)^2 without the half of k2."""
+
+
 def _our_estimator(name: str) -> str:
-    return "k2" if name == "squared log-ratio" else name
+    if name == SQUARE:
+        return "k2"
+    return name
 
 
-def _our_betas(label: Mapping[str, Any]) -> Iterator[float]:
-    is_twice = any(item["name"] == "squared log-ratio" for item in label["estimators"])
-    for item in label["betas"]:
-        yield 2 * item["value"] if is_twice else item["value"]
+def _our_betas(label: Mapping[str, Any]) -> list[float]:
+    """The label's betas, twice as large for a square that lacks the half of k2."""
+    is_square = any(item["name"] == SQUARE for item in label["estimators"])
+    factor = 2 if is_square else 1
+    return [factor * item["value"] for item in label["betas"]]
 
 
-def _are_close(values: Sequence[float], wanted: Sequence[float]) -> bool:
-    if not values or not wanted:
-        return len(values) == len(wanted)
+def _are_close(betas: Sequence[float], expected: Sequence[float]) -> bool:
+    if not betas or not expected:
+        return len(betas) == len(expected)
     # NeMo-RL's one KL is two terms of ours, with the same beta.
-    values, wanted = sorted(set(values)), sorted(set(wanted))
-    if len(values) != len(wanted):
+    different = sorted(set(betas))
+    expected_different = sorted(set(expected))
+    if len(different) != len(expected_different):
         return False
-    return all(abs(value - other) <= 1e-6 * abs(other) for value, other in zip(values, wanted, strict=True))
+    for beta, expected_beta in zip(different, expected_different, strict=True):
+        if abs(beta - expected_beta) > 1e-6 * abs(expected_beta):
+            return False
+    return True
 
 
 # --- what the file leaves to others -------------------------------------------------------------------------------
@@ -340,10 +400,12 @@ def fields_left_open(label: Mapping[str, Any]) -> set[str]:
             return set(FIELDS)
         if ALL_ELSEWHERE.search(text):
             named = {name for name, words in FIELD_WORDS.items() if re.search(words, text)}
+            # A text that names no field says it of all.
             open_fields |= named or set(FIELDS)
-    for name, items in (("estimator", label.get("estimators", ())), ("beta", label.get("betas", ()))):
-        if any(item["from"] in ELSEWHERE for item in items):
-            open_fields.add(name)
+    if _stands_elsewhere(label.get("estimators", ())):
+        open_fields.add("estimator")
+    if _stands_elsewhere(label.get("betas", ())):
+        open_fields.add("beta")
     # A beta of 0 elsewhere would be no KL; an estimator elsewhere comes with its ratio.
     if "beta" in open_fields:
         open_fields.add("placement")
@@ -352,7 +414,13 @@ def fields_left_open(label: Mapping[str, Any]) -> set[str]:
     return open_fields
 
 
+def _stands_elsewhere(items: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the label has any of these values from another file."""
+    return any(item["from"] in ELSEWHERE for item in items)
+
+
 def _is_all_open(label: Mapping[str, Any]) -> bool:
+    """Whether the label leaves everything that explain would say to another file (rule 4)."""
     if label["kind"] == "rl":
         return fields_left_open(label) >= {"placement", "beta"}
     return any(ALL_ELSEWHERE.search(text) for text in label.get("unknown", ()))
@@ -362,12 +430,13 @@ def _is_said(label: Mapping[str, Any], answer: Answer, name: str, is_open: bool)
     """Whether a remark says what the label has where a field of the answer differs from it."""
     if is_open and any(NOT_HERE.search(remark) for remark in answer.remarks):
         return True
-    if name == "beta" and label["betas"]:
-        numbers_in_remarks = " ".join(answer.remarks)
-        of_the_file = [item["value"] for item in label["betas"] if item["from"] == "file"]
-        if of_the_file and all(_has_number(numbers_in_remarks, value) for value in of_the_file):
+    if name == "beta":
+        betas_in_the_file = [item["value"] for item in label["betas"] if item["from"] == "file"]
+        remarks = " ".join(answer.remarks)
+        if betas_in_the_file and all(_has_number(remarks, beta) for beta in betas_in_the_file):
             return True
-    return any(VERSION_WORDS.search(remark) and _says(label, answer, name, remark) for remark in answer.remarks)
+    remarks_on_versions = [remark for remark in answer.remarks if VERSION_WORDS.search(remark)]
+    return any(_says(label, answer, name, remark) for remark in remarks_on_versions)
 
 
 def _says(label: Mapping[str, Any], answer: Answer, name: str, remark: str) -> bool:
@@ -379,13 +448,18 @@ def _says(label: Mapping[str, Any], answer: Answer, name: str, remark: str) -> b
     if name == "estimator":
         return all(_names_estimator(remark, item["name"]) for item in label["estimators"])
     if name == "beta":
-        given = [value for value in answer.given.values() if isinstance(value, float)]
-        return all(_has_number(remark, item["value"]) or item["value"] in given for item in label["betas"])
+        numbers_of_the_answer = [value for value in answer.given.values() if isinstance(value, float)]
+        for item in label["betas"]:
+            if not _has_number(remark, item["value"]) and item["value"] not in numbers_of_the_answer:
+                return False
+        return True
     return re.search(r"\b(ratio|score)\b", remark) is not None
 
 
 def _names_estimator(text: str, name: str) -> bool:
-    words = {"squared log-ratio": r"\(log-ratio\)\^2|squared"}.get(name, rf"\b{re.escape(name)}\b")
+    words = rf"\b{re.escape(name)}\b"
+    if name == SQUARE:
+        words = r"\(log-ratio\)\^2|squared"
     return re.search(words, text) is not None
 
 
@@ -408,11 +482,14 @@ def system_of_error(error: str, systems: Mapping[str, str]) -> str:
 
 def row_of(label: Mapping[str, Any], answer: Answer, systems: Mapping[str, str]) -> dict[str, Any]:
     """The facts of one file that are stored: what was drawn, the verdict and the system that was recognised."""
-    result = asdict(verdict(label, answer, systems))
+    result = verdict(label, answer, systems)
     system = answer.system or system_of_error(answer.error, systems) or "none"
     if system == "none" and " or " in answer.error and "could be" in answer.error:
         system = "several"
-    expected = sorted(names_in(label["system"], systems)) if "system" in label else []
+    expected = []
+    # A file that is no training has no system.
+    if "system" in label:
+        expected = sorted(names_in(label["system"], systems))
     return {
         "repo": label["repo"],
         "path": label["path"],
@@ -421,13 +498,13 @@ def row_of(label: Mapping[str, Any], answer: Answer, systems: Mapping[str, str])
         "labelled": " or ".join(expected) or "none",
         "recognised": system,
         "is_answered": not answer.error,
-        "outcome": result["outcome"],
-        "faults": list(result["faults"]),
+        "outcome": result.outcome,
+        "faults": list(result.faults),
     }
 
 
 def score(sources: Mapping[str, bytes], labels: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of all labelled files; one that is not among the sources has the outcome "not found"."""
+    """The rows of all labelled files. Raises :class:`SystemExit` for one that is not among the sources."""
     from kl_comedy.lab.peers import SYSTEMS
 
     systems = {name: system.title for name, system in SYSTEMS.items()}
@@ -445,10 +522,10 @@ def counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]]:
     """The outcomes of rl files, of files of other kinds, and of those that are no training; :data:`UNANSWERED` too."""
     groups: dict[str, Counter[str]] = {"rl": Counter(), "other kinds": Counter(), NOT_A_TRAINING: Counter()}
     for row in rows:
-        name = row["kind"] if row["kind"] in groups else "other kinds"
-        groups[name][row["outcome"]] += 1
+        group = groups.get(row["kind"], groups["other kinds"])
+        group[row["outcome"]] += 1
         if row["kind"] == "rl" and row["outcome"] == "right" and not row["is_answered"]:
-            groups[name][UNANSWERED] += 1
+            group[UNANSWERED] += 1
     return groups
 
 
@@ -492,15 +569,17 @@ def _confusion(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             right[row["labelled"]] += 1
         else:
             pairs[(row["labelled"], row["recognised"])] += 1
-    labelled = sorted({*right, *(pair[0] for pair in pairs)})
+    others: dict[str, list[str]] = {name: [] for name in right}
+    for (labelled, recognised), count in sorted(pairs.items()):
+        others.setdefault(labelled, []).append(f"{recognised} {count}")
     lines = ["| labelled | recognised as labelled | recognised as another |", "|---|---|---|"]
-    for name in labelled:
-        others = [f"{system} {count}" for (first, system), count in sorted(pairs.items()) if first == name]
-        lines.append(f"| {name} | {right[name]} | {', '.join(others)} |")
+    for name in sorted(others):
+        lines.append(f"| {name} | {right[name]} | {', '.join(others[name])} |")
     return lines
 
 
 def _listed(rows: Sequence[Mapping[str, Any]], outcome: str) -> list[str]:
+    """A line for each file with this outcome, and what is wrong with its answer."""
     lines = []
     for row in rows:
         if row["outcome"] == outcome and row["kind"] != NOT_A_TRAINING:

@@ -6,25 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from browser import Browser, program
-from built_site import IS_INSTALLED, WITHOUT, served, whole_site
+from browser import WIDTHS
+from built_site import browser_test
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = (ROOT / "docs" / "javascripts" / "register.js").read_text("utf-8")
 ROWS = json.loads((ROOT / "results" / "register" / "register.json").read_text("utf-8"))
-WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
-
-in_a_browser = [
-    pytest.mark.slow,
-    pytest.mark.skipif(program() is None, reason="no browser is installed"),
-    pytest.mark.skipif(not IS_INSTALLED, reason=WITHOUT),
-]
-
-
-def browser_test(function):
-    for mark in in_a_browser:
-        function = mark(function)
-    return function
 
 
 def test_the_script_never_makes_html_of_data_and_asks_nobody():
@@ -46,30 +33,6 @@ def test_the_script_has_the_words_of_the_table():
     assert words == WORDS
 
 
-@pytest.fixture(scope="module")
-def site():
-    return whole_site()
-
-
-@pytest.fixture(scope="module")
-def address(site):
-    with served(site) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def tab():
-    browser = Browser()
-    yield browser
-    browser.close()
-
-
-def when(tab, value):
-    """The value of a JavaScript expression as soon as it is true, not 0 and not empty."""
-    look = f"() => {{ const value = {value}; value && value.length !== 0 ? done(value) : setTimeout(look, 50); }}"
-    return tab.evaluate(f"new Promise((done) => {{ const look = {look}; look(); }})")
-
-
 CARDS = "[...document.querySelectorAll('.kl-card')].map((card) => card.dataset.id)"
 ANSWER = "document.querySelector('.kl-answer').textContent"
 
@@ -88,7 +51,7 @@ def put(tab, root, label, value):
 @pytest.mark.parametrize("size", WIDTHS)
 def test_every_row_is_shown_and_search_and_filters_narrow_them(tab, address, size):
     tab.open(f"{address}/register/", *WIDTHS[size])
-    assert when(tab, CARDS) == [row["id"] for row in ROWS]
+    assert tab.wait_for(CARDS) == [row["id"] for row in ROWS]
     put(tab, "kl-register", "Search the rows", "chi-square")
     shown = tab.evaluate(CARDS)
     assert {"rlinf-fsdp", "rlhf-book-kl3"} <= set(shown)
@@ -109,7 +72,7 @@ def test_every_row_is_shown_and_search_and_filters_narrow_them(tab, address, siz
 @pytest.mark.parametrize("size", WIDTHS)
 def test_the_form_answers_for_a_system_and_its_flags(tab, address, size):
     tab.open(f"{address}/register/", *WIDTHS[size])
-    when(tab, ANSWER)
+    tab.wait_for(ANSWER)
     put(tab, "kl-which-flag", "System", "rlinf")
     put(tab, "kl-which-flag", "algorithm.kl_beta", "0.01")
     assert "chi-square divergence" in tab.evaluate(ANSWER)
@@ -124,7 +87,7 @@ def test_the_form_answers_for_a_system_and_its_flags(tab, address, size):
 @pytest.mark.parametrize("size", WIDTHS)
 def test_nothing_is_wider_than_the_screen(tab, address, size):
     tab.open(f"{address}/register/", *WIDTHS[size])
-    when(tab, CARDS)
+    tab.wait_for(CARDS)
     assert tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     wide = tab.evaluate(
         "[...document.querySelectorAll('#kl-register *, #kl-which-flag *')].filter((node) =>"
@@ -136,7 +99,7 @@ def test_nothing_is_wider_than_the_screen(tab, address, size):
 @browser_test
 def test_the_links_of_the_rows_lead_to_the_texts_of_issues(tab, address, site):
     tab.open(f"{address}/register/", *WIDTHS["desktop"])
-    when(tab, CARDS)
+    tab.wait_for(CARDS)
     links = tab.evaluate("[...document.querySelectorAll('.kl-card a')].map((link) => new URL(link.href).pathname)")
     assert len(links) == len([row for row in ROWS if row["issue"]])
     for link in links:
@@ -146,15 +109,15 @@ def test_the_links_of_the_rows_lead_to_the_texts_of_issues(tab, address, site):
 @browser_test
 def test_the_page_works_from_a_folder_without_a_server(tab, site):
     tab.open(f"file://{site}/register/index.html", *WIDTHS["desktop"])
-    assert when(tab, CARDS) == [row["id"] for row in ROWS]
-    assert when(tab, ANSWER)
+    assert tab.wait_for(CARDS) == [row["id"] for row in ROWS]
+    assert tab.wait_for(ANSWER)
 
 
 @browser_test
 def test_the_parts_of_the_page_keep_their_headings(tab, address):
     """A part whose id is that of a heading would be written into the heading."""
     tab.open(f"{address}/register/", *WIDTHS["desktop"])
-    when(tab, CARDS)
+    tab.wait_for(CARDS)
     headings = tab.evaluate(
         "[...document.querySelectorAll('article h2')].map((heading) => heading.firstChild.textContent)"
     )
@@ -166,5 +129,5 @@ def test_the_parts_of_the_page_keep_their_headings(tab, address):
 def test_it_asks_no_other_host(tab, address):
     tab.requests.clear()
     tab.open(f"{address}/register/", *WIDTHS["desktop"])
-    when(tab, CARDS)
+    tab.wait_for(CARDS)
     assert [request for request in tab.requests if not request.startswith((address, "data:"))] == []

@@ -5,15 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from browser import Browser, program
-from built_site import IS_INSTALLED, WITHOUT, served, whole_site
+from browser import WIDTHS
+from built_site import IN_A_BROWSER
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(program() is None, reason="no browser is installed"),
-    pytest.mark.skipif(not IS_INSTALLED, reason=WITHOUT),
-]
-WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+pytestmark = IN_A_BROWSER
 PAGES = [
     "",
     "decision/",
@@ -30,25 +25,6 @@ PAGES = [
 """One of each kind: the start, tables, commands, results, docstrings, a file of source."""
 
 
-@pytest.fixture(scope="module")
-def address():
-    with served(whole_site()) as url:
-        yield url
-
-
-@pytest.fixture(scope="module")
-def tab():
-    browser = Browser()
-    yield browser
-    browser.close()
-
-
-def when(tab, value):
-    """The value of a JavaScript expression as soon as it is true, not 0 and not empty."""
-    look = f"() => {{ const value = {value}; value && value.length !== 0 ? done(value) : setTimeout(look, 50); }}"
-    return tab.evaluate(f"new Promise((done) => {{ const look = {look}; look(); }})")
-
-
 WIDER_THAN_SCREEN = """
 (() => {
   const width = document.documentElement.clientWidth;
@@ -63,9 +39,8 @@ WIDER_THAN_SCREEN = """
 
 
 @pytest.mark.parametrize("size", WIDTHS)
-def test_no_page_scrolls_sideways(tab, address, size):
+def test_no_page_scrolls_sideways(tab, site, address, size):
     """Every page of the site; tables and code have scroll bars of their own."""
-    site = whole_site()
     wide = {}
     for file in sorted(site.rglob("index.html")):
         path = file.parent.relative_to(site).as_posix()
@@ -73,9 +48,9 @@ def test_no_page_scrolls_sideways(tab, address, size):
         if path.startswith("files/configs/") and "core" not in path:
             continue
         tab.open(f"{address}/{path}/".replace("/./", "/"), *WIDTHS[size])
-        found = tab.evaluate(WIDER_THAN_SCREEN)
-        if found:
-            wide[path] = found
+        too_wide = tab.evaluate(WIDER_THAN_SCREEN)
+        if too_wide:
+            wide[path] = too_wide
     assert wide == {}
 
 
@@ -123,13 +98,12 @@ def test_code_is_highlighted_and_can_be_copied(tab, address, page):
     assert tab.evaluate("document.querySelectorAll('article [class*=language-] pre > code span[class]').length") > 0
     # The script of the theme adds the buttons after the page is loaded.
     button = "document.querySelectorAll('article .md-clipboard, article [data-md-type=copy]').length"
-    assert when(tab, button) >= blocks
+    assert tab.wait_for(button) >= blocks
 
 
 def test_search_finds_a_field_of_a_kl_term(tab, address):
     tab.open(f"{address}/?q=weight_power", *WIDTHS["desktop"])
-    found = "[...document.querySelectorAll('.md-search-result__link')].map((link) => link.href)"
-    links = when(tab, found)
+    links = tab.wait_for("[...document.querySelectorAll('.md-search-result__link')].map((link) => link.href)")
     assert any("api/kl/" in link or "configuration/" in link for link in links), links
 
 

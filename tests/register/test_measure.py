@@ -37,9 +37,9 @@ def loss(expression):
     ],
 )
 def test_a_form_gets_the_name_of_what_it_optimizes(expression, target, coefficient):
-    found = verdict(loss(expression), FRESH, intended="token_reverse")
-    assert (found.target, found.near) == (target, False)
-    assert found.coefficient == (coefficient and pytest.approx(coefficient, rel=1e-4))
+    outcome = verdict(loss(expression), FRESH, intended="token_reverse")
+    assert (outcome.target, outcome.near) == (target, False)
+    assert outcome.coefficient == (coefficient and pytest.approx(coefficient, rel=1e-4))
 
 
 def test_noise_of_zero_mean_is_told_from_no_gradient_at_all():
@@ -50,8 +50,8 @@ def test_noise_of_zero_mean_is_told_from_no_gradient_at_all():
 
 
 def test_a_clamp_leaves_the_name_near_the_reference_alone():
-    found = verdict(loss("clamped_k3(logp, ref_logp)"), FRESH, intended="token_reverse")
-    assert (found.target, found.near) == ("token_forward", True)
+    outcome = verdict(loss("clamped_k3(logp, ref_logp)"), FRESH, intended="token_reverse")
+    assert (outcome.target, outcome.near) == ("token_forward", True)
 
 
 def test_the_error_is_that_of_the_intended_kl_and_staleness_shows():
@@ -79,20 +79,20 @@ def test_the_error_is_that_of_the_intended_kl_and_staleness_shows():
     ],
 )
 def test_masked_tokens_that_enter_a_loss_are_seen(expression, leaks, reached):
-    found = holes(loss(expression), intended="sequence_reverse")
-    assert (found.change > 0.05, found.reached) == (leaks, reached)
+    effect = holes(loss(expression), intended="sequence_reverse")
+    assert (effect.change > 0.05, effect.reached) == (leaks, reached)
 
 
 def test_a_masked_token_after_the_end_of_a_completion_does_not_count():
     """A completion of one token has padding behind it, whose log-probs are 0."""
-    seen = []
+    calls = []
 
     def call(given):
-        seen.append((given["mask"], given["old_logp"]))
+        calls.append((given["mask"], given["old_logp"]))
         return given["logp"] * 0
 
     holes(loss_of(call), intended="token_reverse")
-    for mask_BT, old_logp_BT in seen:
+    for mask_BT, old_logp_BT in calls:
         ended_B = mask_BT.sum(-1) == 1
         assert bool((old_logp_BT[ended_B][:, 1:] == 0).all())
 
@@ -108,8 +108,8 @@ def test_the_checks_by_hand_agree_with_what_the_rows_say():
 def test_the_swapped_form_is_half_a_chi_square_in_the_oracle_and_by_hand():
     """Two enumerations with nothing in common: the policies of the oracle, and four tokens in plain Python."""
     swapped = by_hand.swapped_arguments()
-    found = verdict(loss("k3(ref_logp, logp)"), FRESH, intended="token_reverse")
-    assert (found.target, found.coefficient) == ("token_chi_square", pytest.approx(0.5))
+    outcome = verdict(loss("k3(ref_logp, logp)"), FRESH, intended="token_reverse")
+    assert (outcome.target, outcome.coefficient) == ("token_chi_square", pytest.approx(0.5))
     assert swapped["from_named"] < 1e-6 < swapped["from_kl"]
 
 

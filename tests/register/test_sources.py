@@ -115,8 +115,8 @@ def test_a_clone_or_a_commit_that_is_not_there_is_named(folder):
 
 def test_the_newest_commit_of_a_clone_takes_the_place_of_the_pinned_one(folder):
     path, commit = folder
-    found, date = newest(path, "owner/name")
-    assert found == commit
+    newest_commit, date = newest(path, "owner/name")
+    assert newest_commit == commit
     assert len(date) == len("2026-11-26")
     row = {"repository": "owner/name", "commit": "0" * 40, "dated": "1999-01-01", "id": "a"}
     assert at_newest(row, path) == {"repository": "owner/name", "commit": commit, "dated": date, "id": "a"}

@@ -16,6 +16,8 @@ from typing import Any
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 WAIT_S = 120
+WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+"""Width and height of a window in CSS pixels."""
 
 
 def program() -> str | None:
@@ -82,6 +84,11 @@ class Browser:
         reply = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in reply, reply
         return reply["result"].get("value")
+
+    def wait_for(self, value: str) -> Any:
+        """The value of a JavaScript expression as soon as it is true, not 0 and not empty."""
+        look = f"() => {{ const value = {value}; value && value.length !== 0 ? done(value) : setTimeout(look, 50); }}"
+        return self.evaluate(f"new Promise((done) => {{ const look = {look}; look(); }})")
 
     def picture(self) -> bytes:
         return base64.b64decode(self.ask("Page.captureScreenshot", captureBeyondViewport=False)["data"])

@@ -13,9 +13,26 @@ import tempfile
 import threading
 from pathlib import Path
 
+import pytest
+
+from browser import program
+
 ROOT = Path(__file__).parents[2]
 IS_INSTALLED = all(importlib.util.find_spec(name) is not None for name in ("mkdocs", "mkdocstrings", "material"))
 WITHOUT = "mkdocs is not installed: pip install -e '.[docs]'"
+IN_A_BROWSER = [
+    pytest.mark.slow,
+    pytest.mark.skipif(program() is None, reason="no browser is installed"),
+    pytest.mark.skipif(not IS_INSTALLED, reason=WITHOUT),
+]
+"""The marks of a test that looks at the site in a browser."""
+
+
+def browser_test(function):
+    """A test with the marks :data:`IN_A_BROWSER`, in a module whose other tests need no browser."""
+    for mark in IN_A_BROWSER:
+        function = mark(function)
+    return function
 
 
 def build(folder, destination):
