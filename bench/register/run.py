@@ -34,7 +34,7 @@ COMMAND = "python bench/register/run.py --sources DIR"
 RELEASED = "released code"
 OURS = "re-implementation"
 NOT_REBUILT = "not rebuilt"
-TEXTS = ("fix", "issue", "known", "related", "called_at", "form", "form_fixed", "hand")
+TEXTS = ("fix", "issue", "because", "known", "related", "called_at", "form", "form_fixed", "hand")
 """Fields of a row on which no figure depends."""
 DIGITS = 4
 """Of stored figures: more would differ between machines."""
@@ -184,18 +184,20 @@ def _loss(expression: str, code: Any) -> Any:
 
 
 def _fixed(row: Mapping[str, Any], code: Any) -> dict[str, Any]:
-    """What the row's fix optimizes with fresh samples; nothing for a row without a fix that can be run."""
-    from register.measure import FRESH, holes, verdict
+    """What the row's fix optimizes; nothing for a row without a fix that can be run."""
+    from register.measure import FRESH, STALE, holes, verdict
 
     # A fix that calls the released functions cannot be run without them.
     lacks_code = code is None and "repository" in row
     if not row.get("fixed") or lacks_code:
-        return {"fixed_fresh": None, "fixed_holes": None}
+        return {"fixed_fresh": None, "fixed_stale": None, "fixed_holes": None}
     loss = _loss(row["fixed"], code)
-    outcome = verdict(loss, FRESH, intended=row["intended"])
+    fresh = verdict(loss, FRESH, intended=row["intended"])
+    stale = verdict(loss, STALE, intended=row["intended"])
     with_holes = holes(loss, intended=row["intended"])
     return {
-        "fixed_fresh": _rounded(dataclasses.asdict(outcome)),
+        "fixed_fresh": _rounded(dataclasses.asdict(fresh)),
+        "fixed_stale": _rounded(dataclasses.asdict(stale)),
         "fixed_holes": _rounded(dataclasses.asdict(with_holes)),
     }
 

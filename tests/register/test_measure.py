@@ -117,3 +117,12 @@ def test_every_formula_takes_tensors():
     logp = torch.log_softmax(torch.arange(6.0).reshape(2, 3), -1)
     for name in ("k1", "k2", "k3", "clamped_k3", "ratio"):
         assert HELPERS[name](logp, logp).shape == logp.shape
+
+
+def test_errors_of_groups_stand_beside_those_of_rows_without_groups():
+    """A loss that its group does not enter has one error, whatever the size of the groups."""
+    form = loss("k2(logp, ref_logp)")
+    alone = verdict(form, STALE, intended="token_reverse")
+    in_pairs = verdict(form, STALE, intended="token_reverse", group_size=2)
+    assert in_pairs.error == pytest.approx(alone.error)
+    assert in_pairs.cosine == pytest.approx(alone.cosine)
