@@ -170,7 +170,7 @@ class Holes:
     reached: bool
 
 
-def holes(loss: Loss, *, intended: str) -> Holes:
+def holes(loss: Loss, *, intended: str, group_size: int = 1) -> Holes:
     """Insert one masked token into every completion and compare the expected gradients of the others."""
     reached = False
 
@@ -192,8 +192,8 @@ def holes(loss: Loss, *, intended: str) -> Holes:
     for policy in instances(FRESH, 1):
         if not policy.shown:
             continue
-        clean_D = exact_moments(policy.instance, loss_without).gradient_D
-        holed_D = exact_moments(policy.instance, loss_with_hole).gradient_D
+        clean_D = exact_moments(policy.instance, loss_without, group_size=group_size).gradient_D
+        holed_D = exact_moments(policy.instance, loss_with_hole, group_size=group_size).gradient_D
         changes.append(float((holed_D - clean_D).norm()) / float(policy.targets[intended].norm()))
     change = _mean(changes)
     # Below the rounding of float32 nothing has changed.

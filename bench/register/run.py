@@ -89,7 +89,7 @@ def _from_wheel(row: Mapping[str, Any]) -> dict[str, Any]:
 
     system = adapter(wheel_of(row))
     case = next(case for case in system.cases if case.name == row["case"])
-    figures = _figures(case.loss, row, group_size=case.group_size, with_holes=case.placement == "loss")
+    figures = _figures(case.loss, row, group_size=case.group_size)
     provenance = case.loaded()
     return {
         "version": case.version,
@@ -202,10 +202,10 @@ def _fixed(row: Mapping[str, Any], code: Any) -> dict[str, Any]:
     }
 
 
-def _figures(loss: Any, row: Mapping[str, Any], *, group_size: int = 1, with_holes: bool = True) -> dict[str, Any]:
+def _figures(loss: Any, row: Mapping[str, Any], *, group_size: int = 1) -> dict[str, Any]:
     """What a loss optimizes with fresh and with stale samples, and what holes do to it.
 
-    A loss of groups is not tried with holes: there a completion's loss depends on those of its group.
+    A row with ``holes: false`` is not tried: its trainer gets completions without masked tokens.
     """
     from register.measure import FRESH, STALE, holes, verdict
 
@@ -214,8 +214,9 @@ def _figures(loss: Any, row: Mapping[str, Any], *, group_size: int = 1, with_hol
         outcome = verdict(loss, regime, intended=row["intended"], group_size=group_size)
         figures[name] = _rounded(dataclasses.asdict(outcome))
     figures["holes"] = None
-    if with_holes and group_size == 1:
-        figures["holes"] = _rounded(dataclasses.asdict(holes(loss, intended=row["intended"])))
+    if row.get("holes", True):
+        with_holes = holes(loss, intended=row["intended"], group_size=group_size)
+        figures["holes"] = _rounded(dataclasses.asdict(with_holes))
     return figures
 
 
