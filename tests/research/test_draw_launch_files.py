@@ -11,8 +11,13 @@ from research.scripts.draw_launch_files import (
     FRESH_SEED,
     FRESH_WANTED,
     LABELS,
+    NEW_CANDIDATES,
+    NEW_CAP,
+    NEW_COUNT,
     PASSED_OVER,
     SEED,
+    TEST_COUNT,
+    TEST_LABELS,
     THIRD_SEED,
     Candidate,
     draw,
@@ -44,6 +49,11 @@ def fresh_labels():
 @pytest.fixture(scope="module")
 def development_labels():
     return [json.loads(line) for line in DEVELOPMENT_LABELS.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def final_labels():
+    return [json.loads(line) for line in TEST_LABELS.read_text().splitlines()]
 
 
 def many(repo, owner, count):
@@ -100,8 +110,17 @@ def test_the_third_draw_starts_with_the_files_for_mending_the_reader(development
     assert [(file.repo, file.path, file.commit) for file in drawn] == labelled
 
 
-def test_the_labels_use_the_words_that_the_script_explains(labels, fresh_labels, development_labels):
-    for label in [*labels, *fresh_labels, *development_labels]:
+def test_the_files_behind_them_and_those_of_new_users_test_the_reader(candidates, final_labels):
+    behind = draw(unlabelled_candidates(), {}, THIRD_SEED)[DEVELOPMENT_COUNT : DEVELOPMENT_COUNT + TEST_COUNT]
+    new_candidates = read_candidates(NEW_CANDIDATES.read_text())
+    of_new_users = draw(new_candidates, {}, THIRD_SEED, wanted=NEW_COUNT, cap=NEW_CAP)
+    labelled = [(label["repo"], label["path"], label["commit"]) for label in final_labels]
+    assert [(file.repo, file.path, file.commit) for file in [*behind, *of_new_users]] == labelled
+    assert not {candidate.repo for candidate in candidates} & {candidate.repo for candidate in new_candidates}
+
+
+def test_the_labels_use_the_words_that_the_script_explains(labels, fresh_labels, development_labels, final_labels):
+    for label in [*labels, *fresh_labels, *development_labels, *final_labels]:
         assert label["kind"] in KINDS, label
         if label["kind"] != "rl":
             assert "kl" not in label, label
