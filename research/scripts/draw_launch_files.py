@@ -16,7 +16,7 @@ The third draw (``--third``) ranks by another seed the candidates that the first
 a file that is no training counts like any other. The first 60 files are in drawn_launch_files_3.jsonl: the reader was
 mended on them. The 72 that follow (62 launches of trainings) are in drawn_launch_files_4.jsonl and test it.
 
-So do the 56 files behind them in drawn_launch_files_4.jsonl (``--new-users``), which the same seed draws from other
+So do the 56 files of drawn_launch_files_5.jsonl (``--new-users``), which the same seed draws from other
 repositories (tests/lab/launch_file_candidates_2.txt), at most 3 of each. They are repositories of users that were
 found by their names (grpo, rlvr, openrlhf, rlhf, -R1) or by a search for launch scripts, and of which a snapshot could
 be had. In that list a candidate is a shell script, a config (YAML, TOML), a notebook or a Python script whose path has
@@ -57,6 +57,7 @@ DEVELOPMENT_LABELS = LAB / "drawn_launch_files_3.jsonl"
 DEVELOPMENT_COUNT = 60
 """So many files of the third draw are for mending the reader."""
 TEST_LABELS = LAB / "drawn_launch_files_4.jsonl"
+NEW_USERS_LABELS = LAB / "drawn_launch_files_5.jsonl"
 TEST_COUNT = 72
 """So many files of the third draw behind those are for testing it."""
 NEW_CANDIDATES = LAB / "launch_file_candidates_2.txt"
@@ -155,7 +156,7 @@ def main() -> None:
     parser.add_argument("--users", type=float, default=0.4, help="the least share of users' repositories")
     options = parser.parse_args()
     if options.new_users:
-        labelled_files = [TEST_LABELS]
+        labelled_files = [NEW_USERS_LABELS]
         candidates = read_candidates(NEW_CANDIDATES.read_text())
     elif options.third:
         labelled_files = [DEVELOPMENT_LABELS, TEST_LABELS]

@@ -14,6 +14,7 @@ from research.scripts.draw_launch_files import (
     NEW_CANDIDATES,
     NEW_CAP,
     NEW_COUNT,
+    NEW_USERS_LABELS,
     PASSED_OVER,
     SEED,
     TEST_COUNT,
@@ -53,7 +54,8 @@ def development_labels():
 
 @pytest.fixture(scope="module")
 def final_labels():
-    return [json.loads(line) for line in TEST_LABELS.read_text().splitlines()]
+    lines = [*TEST_LABELS.read_text().splitlines(), *NEW_USERS_LABELS.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
 
 
 def many(repo, owner, count):

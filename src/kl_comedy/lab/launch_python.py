@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +262,7 @@ class _Names:
         return value
 
     def _value(self, node: ast.expr) -> Any:
-        for kind, value_of in (
+        readers: tuple[tuple[type, Callable[[Any], Any]], ...] = (
             (ast.Name, self._value_of_name),
             (ast.Attribute, self._value_of_attribute),
             (ast.Subscript, self._item),
@@ -270,7 +270,8 @@ class _Names:
             (ast.Call, self._converted),
             (ast.BinOp, self._sum),
             (ast.BoolOp, self._first_true),
-        ):
+        )
+        for kind, value_of in readers:
             if isinstance(node, kind):
                 return value_of(node)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
