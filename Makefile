@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 KL := $(BIN)/kl-comedy
 
 .PHONY: setup setup-vllm quickstart test test-all test-vllm test-integrations lint docs site mutation smollm2 gsm8k chain-sum peers synthetic \
-	open-problem policy-corrections bench gpu clean verify-pins
+	open-problem policy-corrections register register-sources register-changes bench gpu clean verify-pins
 
 setup: $(STAMP)
 
@@ -103,6 +103,19 @@ chain-sum: smollm2
 peers: setup
 	$(BIN)/python bench/peers/fetch.py
 	$(BIN)/python bench/peers/run.py
+
+# The register of KL code (results/register): every row again from its released code, or what changed since. A row
+# whose source cannot be fetched keeps its stored result and says so. SOURCES: a folder of clones.
+SOURCES ?= bench/register/.sources
+register-sources: setup
+	-$(BIN)/python bench/peers/fetch.py
+	-$(BIN)/python bench/register/fetch.py $(SOURCES)
+
+register: register-sources
+	$(BIN)/python bench/register/run.py --sources $(SOURCES)
+
+register-changes: register-sources
+	$(BIN)/python bench/register/run.py --sources $(SOURCES) --changes
 
 synthetic: setup
 	$(BIN)/python -m research.studies synthetic all --out results/synthetic

@@ -89,6 +89,11 @@ def spread(value: Tensor, rows: Rows) -> Tensor:
     return value.reshape(1).expand(count) / count
 
 
+def in_the_sequence(mask_BT: Tensor) -> Tensor:
+    """What a model reads: true up to the last token of the mask, at masked tokens inside too."""
+    return mask_BT.flip(-1).long().cummax(-1).values.flip(-1).bool()
+
+
 def groups_of(rows: Rows, size: int) -> list[Rows]:
     """Each group of ``size`` adjacent rows as a separate batch, for code that normalizes over its batch."""
     pieces: dict[str, tuple[Tensor, ...]] = {}

@@ -81,6 +81,8 @@ def verdict(loss: Loss, regime: str, *, intended: str, group_size: int = 1) -> V
         results.append(_Result(policy=policy, moments=moments, targets=targets))
     near_results = [result for result in results if result.policy.near]
     shown = [result for result in results if result.policy.shown]
+    if group_size > 1:
+        shown = _on_shown_policies(loss, regime, group_size)
 
     target, coefficient = _named(results)
     near = False
@@ -90,10 +92,23 @@ def verdict(loss: Loss, regime: str, *, intended: str, group_size: int = 1) -> V
         near = target != NONE
     cosine = None
     if target != "zero":
-        cosine = _mean([result.moments.cosine(result.targets[intended]) for result in shown])
-    error = _mean([result.moments.relative_bias(result.targets[intended]) for result in shown])
+        cosine = _mean([result.moments.cosine(result.policy.targets[intended]) for result in shown])
+    error = _mean([result.moments.relative_bias(result.policy.targets[intended]) for result in shown])
     silent = all(_is_silent(result.moments) for result in results)
     return Verdict(target=target, coefficient=coefficient, near=near, error=error, cosine=cosine, silent=silent)
+
+
+def _on_shown_policies(loss: Loss, regime: str, group_size: int) -> list[_Result]:
+    """Groups on the policies of the rows without groups: their errors stand in one column and are compared.
+
+    The smaller policies on which groups are named are other policies, with errors of another size.
+    """
+    results = []
+    for policy in instances(regime, 1):
+        if policy.shown:
+            moments = exact_moments(policy.instance, loss, group_size=group_size)
+            results.append(_Result(policy=policy, moments=moments, targets=policy.targets))
+    return results
 
 
 def _is_silent(moments: Moments) -> bool:
@@ -155,7 +170,7 @@ class Holes:
     reached: bool
 
 
-def holes(loss: Loss, *, intended: str) -> Holes:
+def holes(loss: Loss, *, intended: str, group_size: int = 1) -> Holes:
     """Insert one masked token into every completion and compare the expected gradients of the others."""
     reached = False
 
@@ -177,8 +192,8 @@ def holes(loss: Loss, *, intended: str) -> Holes:
     for policy in instances(FRESH, 1):
         if not policy.shown:
             continue
-        clean_D = exact_moments(policy.instance, loss_without).gradient_D
-        holed_D = exact_moments(policy.instance, loss_with_hole).gradient_D
+        clean_D = exact_moments(policy.instance, loss_without, group_size=group_size).gradient_D
+        holed_D = exact_moments(policy.instance, loss_with_hole, group_size=group_size).gradient_D
         changes.append(float((holed_D - clean_D).norm()) / float(policy.targets[intended].norm()))
     change = _mean(changes)
     # Below the rounding of float32 nothing has changed.
@@ -188,7 +203,7 @@ def holes(loss: Loss, *, intended: str) -> Holes:
 
 
 def _summed(value: Tensor, mask_BT: Tensor) -> Tensor:
-    """A value for each token summed over the mask, as every trainer does; a value for each completion as it is."""
+    """A value for each token summed over the mask, however trainers average; a value for each completion as it is."""
     if value.dim() == 2:
         return torch.where(mask_BT, value, 0.0).sum(-1)
     return value

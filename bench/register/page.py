@@ -26,7 +26,43 @@ WORDS = {
 LARGEST_ROUNDING = 1e-3
 """Difference of a coefficient from 1 that the page does not show: some released code computes in float32."""
 SILENT = "nothing: no completion has a gradient"
-OWN_NAMES = ("plus_plus_returns", "with_returns", "top_k_parts", "loss_module", "unsloth_kl", "nemo_weight", "ratio")
+REASONS = {
+    "token_forward": (
+        "k3 is differentiated with its samples held fixed: a token adds (1 - ref/policy) times the gradient of its "
+        "log-prob. The mean of that under the policy is the gradient of the forward KL, though the mean of k3 itself "
+        "is the reverse KL."
+    ),
+    "token_chi_square": (
+        "The estimate is differentiated with its samples held fixed: a token adds (policy/ref - 1) times the gradient "
+        "of its log-prob. The mean of that under the policy is the gradient of half the chi-square."
+    ),
+    "token_policy_square": (
+        "The weight has the gradient of the log-prob, so that the sampling is differentiated too. What is optimized is "
+        "the mean of the estimate, half the squared log-ratio. Without that weight, half the squared log-ratio has the "
+        "gradient of the reverse KL."
+    ),
+    "token_total_variation": (
+        "The estimate is differentiated with its samples held fixed: a token adds the sign of its log-ratio times the "
+        "gradient of its log-prob. The mean of that under the policy is the gradient of twice the total variation."
+    ),
+    "zero": (
+        "The estimate is differentiated with its samples held fixed: a token adds the gradient of its log-prob, whose "
+        "mean under the policy is 0."
+    ),
+}
+"""Why a loss with samples of the policy itself optimizes what it does, for rows that do not say it themselves."""
+NOT_NAMED = "the gradient of no divergence tested (KL, chi-square, total variation, Jensen-Shannon and others)"
+"""Of an issue, whose reader does not know the table."""
+OWN_NAMES = (
+    "plus_plus_returns",
+    "with_returns",
+    "in_reward",
+    "top_k_parts",
+    "loss_module",
+    "unsloth_kl",
+    "nemo_weight",
+    "ratio",
+)
 """Names in a call that are this repository's."""
 BEGIN = "<!-- python research/scripts/stored_tables.py register -->"
 END = "<!-- end of the rows -->"
@@ -65,6 +101,9 @@ def generated(rows: Sequence[Row], by_hand: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         by_maker[row["made_by"]] = by_maker.get(row["made_by"], 0) + 1
     counts = ", ".join(f"{count} by {maker}" for maker, count in by_maker.items())
+    not_rebuilt = sum(bool(row["not_rebuilt"]) for row in rows)
+    if not_rebuilt:
+        counts += f"; {not_rebuilt} not rebuilt in the last run"
     lines = [f"{len(rows)} rows of {len(systems)} systems and papers: {counts}.", "", *table(rows), ""]
     lines += ["### Checked by hand", ""]
     lines += ["| row | independent enumeration | register |", "| --- | --- | --- |"]
@@ -90,7 +129,7 @@ def table(rows: Sequence[Row]) -> list[str]:
             holes_text(row),
             error_text(row),
             _plain(row["fix"]),
-            row["made_by"],
+            _plain(made_by_text(row)),
         ]
         if row["issue"]:
             # Not the fix itself as the link's text: its brackets would end it.
@@ -117,6 +156,15 @@ def objective(figures: Mapping[str, Any] | None) -> str:
     if figures["near"]:
         words += ", while no clamp acts"
     return words
+
+
+def made_by_text(row: Row) -> str:
+    """What made the row, and why it is an older result where its source was not run the last time."""
+    if not row["not_rebuilt"]:
+        return str(row["made_by"])
+    if not row["rebuilt"]:
+        return f"not rebuilt: {row['not_rebuilt']}"
+    return f"{row['made_by']}, not rebuilt since {row['rebuilt']}: {row['not_rebuilt']}"
 
 
 def error_text(row: Row) -> str:
@@ -174,6 +222,7 @@ def issue(row: Row) -> str:
         _code(row),
         f"**Expected.** The expected gradient of the loss is that of the {WORDS[row['intended']]}.",
         *_results(row),
+        *_why(row),
         *_call(row),
         *_fix(row),
     ]
@@ -185,7 +234,8 @@ def issue(row: Row) -> str:
         paragraphs.append(f"Reported before: <{row['known']}>")
     if row.get("related"):
         paragraphs.append(f"Perhaps related: <{row['related']}>")
-    paragraphs.append(f"**Rebuild.** `{row['command']}`")
+    paragraphs.append("If this is intended, a sentence in the documentation of the setting would help its users.")
+    paragraphs.append(f"**Rebuild.** In a checkout of kl_comedy, with clones and wheels fetched: `{row['command']}`")
     return "\n\n".join(paragraphs) + "\n"
 
 
@@ -205,15 +255,24 @@ def _results(row: Row) -> list[str]:
     stale = row["stale"]
     intended = WORDS[row["intended"]]
     results = [
-        f"- with fresh samples: {objective(fresh)}; {percent(fresh['error'])} from the gradient of the {intended}"
-        f"{_cosine(fresh)}",
-        f"- with stale samples: {objective(stale)}; {percent(stale['error'])}{_cosine(stale)}",
-        f"- with a masked token inside each completion, as a tool's reply: {holes_text(row)}",
+        f"- with samples of the policy itself: {objective(fresh)}; {percent(fresh['error'])} from the gradient of the "
+        f"{intended}{_cosine(fresh)}",
+        f"- with samples of an earlier policy: {objective(stale)}; {percent(stale['error'])} from it{_cosine(stale)}",
     ]
-    return [
-        "**Found.** The expected gradient, by enumeration of every completion of small policies in float64:",
-        "\n".join(results),
-    ]
+    if row.get("holes"):
+        results.append(f"- with a masked token inside each completion, as a tool's reply: {holes_text(row)}")
+    how = "**Found.** The expected gradient of the KL alone, by enumeration of small policies' completions in float64."
+    if "loss_module(" not in row["call"]:
+        how += " The losses of tokens are summed: how they are averaged over tokens and completions is left out."
+    return [how, "\n".join(results).replace(WORDS["none"], NOT_NAMED)]
+
+
+def _why(row: Row) -> list[str]:
+    """The reason, where one is known."""
+    reason = row["because"]
+    if not reason and not row["fresh"]["silent"]:
+        reason = REASONS.get(row["fresh"]["target"], "")
+    return [f"**Why.** {reason}"] if reason else []
 
 
 def _call(row: Row) -> list[str]:
@@ -234,7 +293,9 @@ def _fix(row: Row) -> list[str]:
     fixed = row.get("fixed_fresh")
     if not fixed:
         return paragraphs
-    effect = f"With it, and fresh samples: {objective(fixed)}, {percent(fixed['error'])} off"
+    stale = row["fixed_stale"]
+    effect = f"With it, {percent(fixed['error'])} from that gradient with samples of the policy itself"
+    effect += f", {percent(stale['error'])} with those of an earlier policy"
     if row.get("fixed_holes"):
         effect += f"; with a masked token: {holes_text({'holes': row['fixed_holes']})}"
     return [*paragraphs, f"{effect}."]

@@ -6,14 +6,16 @@ python bench/register/run.py --newest --changes --sources DIR
                                               the same with the newest commit of every clone in place of the pinned one
 python bench/register/run.py --only rlinf     the rows whose id begins so, to stdout; with --store, into the register
 
-DIR holds clones (DIR/OWNER/NAME). Wheels are those of bench/peers/fetch.py. A row without its source is made by our
-re-implementation, and marked so; one that has neither says 'not rebuilt'.
+DIR holds clones (DIR/OWNER/NAME). Wheels are those of bench/peers/fetch.py. A row whose source is not there keeps its
+stored result, and says 'not rebuilt' and since when. A new row without its source is made by our re-implementation, and
+marked so.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import json
 import math
 import subprocess
@@ -32,7 +34,7 @@ COMMAND = "python bench/register/run.py --sources DIR"
 RELEASED = "released code"
 OURS = "re-implementation"
 NOT_REBUILT = "not rebuilt"
-TEXTS = ("fix", "issue", "known", "related", "called_at", "form", "form_fixed", "hand")
+TEXTS = ("fix", "issue", "because", "known", "related", "called_at", "form", "form_fixed", "hand")
 """Fields of a row on which no figure depends."""
 DIGITS = 4
 """Of stored figures: more would differ between machines."""
@@ -60,19 +62,26 @@ def built(row: Mapping[str, Any], sources: Path | None) -> dict[str, Any]:
     """
     from register.sources import SourceMissing
 
-    stored = {"id": row["id"], "system": row["system"], "flags": row["flags"], "intended": row["intended"]}
-    stored |= {name: row.get(name, "") for name in ("call", "ours", "fixed", *TEXTS)}
+    entry = _entry(row)
     try:
         if "case" in row:
-            return stored | _from_wheel(row)
+            return entry | _from_wheel(row)
         if "repository" in row:
-            return stored | _from_source(row, sources)
-        return stored | _from_formula(row, "no release with this form in torch")
+            return entry | _from_source(row, sources)
+        return entry | _from_formula(row, "no release with this form in torch")
     except (SourceMissing, FileNotFoundError) as error:
-        version = _version(row)
+        entry["version"] = _version(row)
+        entry["not_rebuilt"] = str(error)
         if not row.get("ours"):
-            return stored | {"version": version, "made_by": NOT_REBUILT, "why": str(error)}
-        return stored | _from_formula(row, str(error)) | {"version": version}
+            return entry | {"made_by": NOT_REBUILT, "rebuilt": ""}
+        return _from_formula(row, str(error)) | entry
+
+
+def _entry(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a stored row has of its entry in rows.yaml. ``not_rebuilt``: why the source was not run this time."""
+    entry = {"id": row["id"], "system": row["system"], "flags": row["flags"], "intended": row["intended"]}
+    entry |= {name: row.get(name, "") for name in ("call", "ours", "fixed", *TEXTS)}
+    return entry | {"rebuilt": datetime.date.today().isoformat(), "not_rebuilt": ""}
 
 
 def _from_wheel(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +89,7 @@ def _from_wheel(row: Mapping[str, Any]) -> dict[str, Any]:
 
     system = adapter(wheel_of(row))
     case = next(case for case in system.cases if case.name == row["case"])
-    figures = _figures(case.loss, row, group_size=case.group_size, with_holes=case.placement == "loss")
+    figures = _figures(case.loss, row, group_size=case.group_size)
     provenance = case.loaded()
     return {
         "version": case.version,
@@ -175,26 +184,28 @@ def _loss(expression: str, code: Any) -> Any:
 
 
 def _fixed(row: Mapping[str, Any], code: Any) -> dict[str, Any]:
-    """What the row's fix optimizes with fresh samples; nothing for a row without a fix that can be run."""
-    from register.measure import FRESH, holes, verdict
+    """What the row's fix optimizes; nothing for a row without a fix that can be run."""
+    from register.measure import FRESH, STALE, holes, verdict
 
     # A fix that calls the released functions cannot be run without them.
     lacks_code = code is None and "repository" in row
     if not row.get("fixed") or lacks_code:
-        return {"fixed_fresh": None, "fixed_holes": None}
+        return {"fixed_fresh": None, "fixed_stale": None, "fixed_holes": None}
     loss = _loss(row["fixed"], code)
-    outcome = verdict(loss, FRESH, intended=row["intended"])
+    fresh = verdict(loss, FRESH, intended=row["intended"])
+    stale = verdict(loss, STALE, intended=row["intended"])
     with_holes = holes(loss, intended=row["intended"])
     return {
-        "fixed_fresh": _rounded(dataclasses.asdict(outcome)),
+        "fixed_fresh": _rounded(dataclasses.asdict(fresh)),
+        "fixed_stale": _rounded(dataclasses.asdict(stale)),
         "fixed_holes": _rounded(dataclasses.asdict(with_holes)),
     }
 
 
-def _figures(loss: Any, row: Mapping[str, Any], *, group_size: int = 1, with_holes: bool = True) -> dict[str, Any]:
+def _figures(loss: Any, row: Mapping[str, Any], *, group_size: int = 1) -> dict[str, Any]:
     """What a loss optimizes with fresh and with stale samples, and what holes do to it.
 
-    A loss of groups is not tried with holes: there a completion's loss depends on those of its group.
+    A row with ``holes: false`` is not tried: its trainer gets completions without masked tokens.
     """
     from register.measure import FRESH, STALE, holes, verdict
 
@@ -203,8 +214,9 @@ def _figures(loss: Any, row: Mapping[str, Any], *, group_size: int = 1, with_hol
         outcome = verdict(loss, regime, intended=row["intended"], group_size=group_size)
         figures[name] = _rounded(dataclasses.asdict(outcome))
     figures["holes"] = None
-    if with_holes and group_size == 1:
-        figures["holes"] = _rounded(dataclasses.asdict(holes(loss, intended=row["intended"])))
+    if row.get("holes", True):
+        with_holes = holes(loss, intended=row["intended"], group_size=group_size)
+        figures["holes"] = _rounded(dataclasses.asdict(with_holes))
     return figures
 
 
@@ -249,10 +261,15 @@ def run_rows(rows: Sequence[Mapping[str, Any]], sources: Path | None) -> list[di
             outcome.append(built(row, sources))
         except Exception as error:
             first_line = str(error).partition("\n")[0]
-            why = f"{type(error).__name__}: {first_line or 'no message'}"
-            described = {name: row.get(name, "") for name in ("id", "system", "flags", "intended", *TEXTS)}
-            outcome.append({**described, "version": str(row.get("version", "")), "made_by": NOT_REBUILT, "why": why})
+            outcome.append(failed(row, f"{type(error).__name__}: {first_line or 'no message'}"))
     return outcome
+
+
+def failed(row: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """A row whose code could not be run."""
+    # Not _version, which imports the adapter that may have failed.
+    version = _commit_of(row) or str(row.get("version", ""))
+    return {**_entry(row), "version": version, "made_by": NOT_REBUILT, "rebuilt": "", "not_rebuilt": why}
 
 
 def run_all(sources: Path | None, *, use_newest: bool = False) -> list[dict[str, Any]]:
@@ -271,20 +288,53 @@ def run_all(sources: Path | None, *, use_newest: bool = False) -> list[dict[str,
         # The stand-ins of one wheel would hide packages that another one needs.
         completed = subprocess.run(command, capture_output=True, text=True, check=False)
         json_lines = [line for line in completed.stdout.splitlines() if line.startswith("[{")]
-        if not json_lines:
-            raise SystemExit(f"{system or 'sources'}: {completed.stderr.strip().splitlines()[-1:]}")
-        for row in json.loads(json_lines[-1]):
+        if json_lines:
+            outcome = json.loads(json_lines[-1])
+        else:
+            # The other systems' rows are not lost with those of one that ends its process.
+            messages = completed.stderr.strip().splitlines() or [f"exit status {completed.returncode}"]
+            outcome = [failed(row, messages[-1]) for row in rows if row["id"] in ids]
+        for row in outcome:
             rebuilt[row["id"]] = row
-        print(f"{system or 'sources'}: {len(ids)} rows", file=sys.stderr, flush=True)
+        not_rebuilt = sum(bool(row["not_rebuilt"]) for row in outcome)
+        print(f"{system or 'sources'}: {len(ids)} rows, {not_rebuilt} not rebuilt", file=sys.stderr, flush=True)
     return [rebuilt[row["id"]] for row in rows]
+
+
+def stored_rows(out: Path) -> list[dict[str, Any]]:
+    """The rows of a register that has been written before; none where there is no register."""
+    file = out / "register.json"
+    if not file.is_file():
+        return []
+    rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return rows
+
+
+def keep_results(stored: Sequence[Mapping[str, Any]], rebuilt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rebuilt rows, where those that were not rebuilt keep the stored result, its version and its date.
+
+    A result of the released code is worth more than our formula run today. It is replaced by another run of the
+    released code alone.
+    """
+    before = {row["id"]: row for row in stored}
+    rows = []
+    for row in rebuilt:
+        old = before.get(row["id"], {})
+        is_better = old.get("made_by") == RELEASED or not row.get("fresh")
+        if old and row["not_rebuilt"] and is_better:
+            texts = {name: row.get(name, "") for name in TEXTS}
+            rows.append({**old, **texts, "not_rebuilt": row["not_rebuilt"]})
+        else:
+            rows.append(dict(row))
+    return rows
 
 
 def store_rows(out: Path, rebuilt: Sequence[Mapping[str, Any]]) -> None:
     """Put some rows into a register that has been written before; the order and the texts are those of rows.yaml."""
     from register.page import write_rows
 
-    stored = json.loads((out / "register.json").read_text(encoding="utf-8"))
-    by_id = {row["id"]: row for row in (*stored, *rebuilt)}
+    stored = stored_rows(out)
+    by_id = {row["id"]: row for row in (*stored, *keep_results(stored, rebuilt))}
     rows = []
     for row in rows_of():
         if row["id"] in by_id:
@@ -303,8 +353,11 @@ def changes(stored: Sequence[Mapping[str, Any]], rebuilt: Sequence[Mapping[str, 
         old = before.get(row_id)
         if old is None:
             continue
+        if row["not_rebuilt"]:
+            lines.append(f"{row_id}: not rebuilt since {old['rebuilt'] or 'it was written'} ({row['not_rebuilt']})")
+            continue
         if row["made_by"] != old["made_by"]:
-            lines.append(f"{row_id}: {row['made_by']}, was {old['made_by']} ({row.get('why', '')})")
+            lines.append(f"{row_id}: {row['made_by']}, was {old['made_by']}")
             continue
         for key in ("version", "sha256", "flags", "fix"):
             if row.get(key) != old.get(key):
@@ -348,7 +401,8 @@ def main(arguments: list[str]) -> int:
         return _print_changes(options)
     from register.page import write
 
-    write(options.out, run_all(options.sources))
+    stored = stored_rows(options.out)
+    write(options.out, keep_results(stored, run_all(options.sources)))
     return 0
 
 
@@ -383,10 +437,9 @@ def _run_some(options: argparse.Namespace) -> int:
 
 def _print_changes(options: argparse.Namespace) -> int:
     """Run every row, and print what differs from the stored ones."""
-    stored_file = options.out / "register.json"
-    if not stored_file.is_file():
+    stored = stored_rows(options.out)
+    if not stored:
         return _refused(f"--out: got {str(options.out)!r}; there is no register.json to compare with")
-    stored = json.loads(stored_file.read_text(encoding="utf-8"))
     lines = changes(stored, run_all(options.sources, use_newest=options.newest))
     print("\n".join(lines) or "nothing changed")
     return 0

@@ -46,7 +46,7 @@ class Source:
         command = ["git", "-C", str(git), "show", f"{self.commit}:{self.path}"]
         completed = subprocess.run(command, capture_output=True, text=True, check=False)
         if completed.returncode != 0:
-            raise SourceMissing(f"{self.repository} has no {self.path} at {self.commit[:7]} in {folder}")
+            raise SourceMissing(f"the clone of {self.repository} has no {self.path} at {self.commit[:7]}")
         return completed.stdout
 
 
@@ -56,7 +56,8 @@ def _git_folder(folder: Path, repository: str) -> Path:
     for candidate in (folder / repository, folder / joined / "repo", folder / joined):
         if candidate.is_dir():
             return candidate
-    raise SourceMissing(f"no clone of {repository} in {folder}")
+    # The message is stored beside the row, so that it names no folder of this machine.
+    raise SourceMissing(f"no clone of {repository}")
 
 
 def newest(folder: Path, repository: str) -> tuple[str, str]:

@@ -69,6 +69,12 @@
     return parts.join(", ") || "no leak";
   };
 
+  const madeBy = (row) => {
+    if (!row.not_rebuilt) return row.made_by;
+    if (!row.rebuilt) return `not rebuilt: ${row.not_rebuilt}`;
+    return `${row.made_by}, not rebuilt since ${row.rebuilt}: ${row.not_rebuilt}`;
+  };
+
   const kindsOf = (row) => {
     const kinds = [];
     if (row.fresh) kinds.push(row.fresh.target === row.intended ? "right" : "other");
@@ -76,24 +82,41 @@
     return kinds;
   };
 
-  const card = (row) => {
+  const errors = (fresh, stale) => `${percent(fresh.error)} fresh, ${percent(stale.error)} stale`;
+
+  // A list of names and texts; without a text there is no entry.
+  const factsOf = (entries) => {
     const facts = make("dl", {});
-    const fact = (name, text, isCode = false) => {
-      if (!text) return;
-      facts.append(make("div", {}, make("dt", {}, name), make("dd", {}, isCode ? make("code", {}, text) : text)));
-    };
-    fact("Fresh samples", objective(row.fresh));
-    fact("Stale samples", objective(row.stale));
-    fact("With holes", holes(row.holes));
-    if (row.fresh) fact("Error, fresh / stale", `${percent(row.fresh.error)} / ${percent(row.stale.error)}`);
-    fact("Fix", row.fix);
-    if (row.fixed_fresh) fact("With the fix, fresh", objective(row.fixed_fresh));
-    fact("Function", row.function, true);
-    fact("Source", row.source, true);
-    fact("Called at", row.called_at, true);
-    fact("SHA-256", row.sha256 && row.sha256.slice(0, 16), true);
-    const made = row.made_by === "not rebuilt" ? `not rebuilt: ${row.why}` : row.made_by;
-    const kind = kindsOf(row).map((name) => KINDS[name]).join(", ");
+    for (const [name, text] of entries) {
+      if (text) facts.append(make("div", {}, make("dt", {}, name), make("dd", {}, text)));
+    }
+    return facts;
+  };
+
+  const code = (text) => (text ? make("code", {}, text) : "");
+
+  // The first seven digits of a commit, as git writes it.
+  const shortSource = (source) => (source || "").replace(/@([0-9a-f]{7})[0-9a-f]{33}:/, "@$1:");
+
+  const card = (row) => {
+    const isMeasured = Boolean(row.fresh);
+    const withTheFix = row.fixed_fresh && `${objective(row.fixed_fresh)}; ${errors(row.fixed_fresh, row.fixed_stale)}`;
+    const facts = factsOf([
+      ["Fresh samples", objective(row.fresh)],
+      ["Stale samples", objective(row.stale)],
+      ["Error", isMeasured && errors(row.fresh, row.stale)],
+      ["With holes", holes(row.holes)],
+      ["Fix", row.fix],
+      ["With the fix", withTheFix],
+    ]);
+    const provenance = factsOf([
+      ["Function", code(row.function)],
+      ["Source", code(shortSource(row.source))],
+      ["Called at", code(row.called_at)],
+      ["SHA-256", code((row.sha256 || "").slice(0, 16))],
+    ]);
+    const chips = make("p", { class: "kl-chips" });
+    for (const kind of kindsOf(row)) chips.append(make("span", { class: `kl-chip kl-${kind}` }, KINDS[kind]));
     if (row.issue && row.fresh) {
       const link = make("a", { href: `../evidence/register/issues/${row.id}/` }, row.issue);
       facts.append(make("div", {}, make("dt", {}, "Text of an issue"), make("dd", {}, link)));
@@ -103,8 +126,9 @@
       { class: "kl-card", "data-id": row.id },
       make("h3", {}, row.system),
       make("p", { class: "kl-setting" }, make("code", {}, row.flags)),
-      make("p", {}, `${row.version}; ${made}${kind ? `; ${kind}` : ""}`),
+      chips,
       facts,
+      make("details", {}, make("summary", {}, `${row.version}; ${madeBy(row)}`), provenance),
     );
   };
 
@@ -117,7 +141,8 @@
     const kind = select([["", "every verdict"], ...Object.entries(KINDS)], "Verdict");
     const count = make("p", { role: "status", class: "kl-count" });
     const list = make("div", { class: "kl-cards" });
-    const cards = rows.map((row) => [row, JSON.stringify(row).toLowerCase() + objective(row.fresh), card(row)]);
+    const wordsOf = (row) => [objective(row.fresh), objective(row.stale), holes(row.holes), madeBy(row)].join(" ");
+    const cards = rows.map((row) => [row, (JSON.stringify(row) + wordsOf(row)).toLowerCase(), card(row)]);
     const update = () => {
       const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
       const shown = cards.filter(
@@ -141,7 +166,7 @@
     const names = Object.keys(data.systems);
     const system = select(names.map((name) => [name, data.systems[name].title]), "System");
     const version = make("select", { "aria-label": "Version" });
-    const source = make("p", { class: "kl-count" });
+    const source = make("p", { class: "kl-source" });
     const flags = make("div", { class: "kl-controls" });
     const answer = make("div", { class: "kl-answer", role: "status" });
     let controls = [];
@@ -153,13 +178,21 @@
       chosen.flags.forEach((flag, number) => {
         place = place * flag.options.length + controls[number].selectedIndex;
       });
-      const lines = data.answers[chosen.answers[place]].map((number) => data.lines[number]);
+      const numbers = data.answers[chosen.answers[place]];
+      // A control without a choice has the place of another answer.
+      const isOpen = controls.some((control) => control.selectedIndex < 0);
+      if (isOpen || !numbers) {
+        answer.replaceChildren(make("p", {}, "No answer was computed for this choice."));
+        return;
+      }
+      const lines = numbers.map((number) => data.lines[number]);
       const items = lines.map((line) => {
         const colon = line.indexOf(": ");
         return make("p", {}, make("strong", {}, line.slice(0, colon).replace("_", "-")), line.slice(colon));
       });
       const isOlder = version.selectedIndex > 0;
       const changes = chosen.changes.map((text) => make("p", {}, make("strong", {}, "other versions"), `: ${text}`));
+      if (isOlder) changes.push(make("p", {}, `The answer of ${chosen.version}:`));
       answer.replaceChildren(...(isOlder ? changes : []), ...items);
     };
 

@@ -1,10 +1,11 @@
 """Agreement of answer graders with hand-graded answers: writes results/graded/README.md, verdicts.csv and issues.md.
 
 python bench/peers/fetch.py trl verl tensordict pyvers codetiming torchdata pylatexenc
-python research/scripts/graded_answers.py [--pages]
+python research/scripts/graded_answers.py [--pages | --new]
 
-``--pages``: the pages alone, from the verdicts in verdicts.csv. Every grader gets the same completion and gold. The
-peers' graders are the functions of their released wheels.
+``--pages``: the pages alone, from the verdicts in verdicts.csv and verdicts_new.csv. ``--new``: the verdicts on the new
+answers (tests/fixtures/graded_answers_new.jsonl) are computed, those on the others are read. Every grader gets the same
+completion and gold. The peers' graders are the functions of their released wheels.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import io
 import json
 import logging
 import math
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -36,7 +38,10 @@ from kl_comedy.registry import REWARDS  # noqa: E402
 from kl_comedy.rewards.mathematics import wrapped  # noqa: E402
 
 ANSWERS = ROOT / "tests" / "fixtures" / "graded_answers_wide.jsonl"
+NEW_ANSWERS = ROOT / "tests" / "fixtures" / "graded_answers_new.jsonl"
 TARGET = ROOT / "results" / "graded"
+SECONDS = 10
+"""CPU time for one verdict; math-verify alone would take hours for thirty pairs of braces."""
 LETTERS = ("A", "B", "C", "D", "E")
 OURS = "kl_comedy"
 MATH_VERIFY = "math-verify"
@@ -144,8 +149,27 @@ def math_verify_alone(row: Row) -> float:
     return float(verify(gold, given, timeout_seconds=None))
 
 
+class OverTime(BaseException):
+    """The time for a verdict is over. Graders catch every Exception."""
+
+
+def end_verdict(signal_number: int, frame: Any) -> None:
+    raise OverTime
+
+
+@contextlib.contextmanager
+def time_limit() -> Iterator[None]:
+    """Raise :class:`OverTime` after :data:`SECONDS` of CPU time."""
+    signal.signal(signal.SIGVTALRM, end_verdict)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
 def verdicts(grader: Grader, rows: Sequence[Row]) -> list[float]:
-    """The verdict of ``grader`` on every row. An error of the grader is no reward, as in training."""
+    """The verdict of ``grader`` on every row. An error or a time limit is no reward, as in training."""
     results = []
     for row in rows:
         # sympy draws random numbers: the verdict on a row must not depend on the rows before it.
@@ -154,9 +178,9 @@ def verdicts(grader: Grader, rows: Sequence[Row]) -> list[float]:
         seed(0)
         try:
             # Some graders print.
-            with contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stdout(io.StringIO()), time_limit():
                 value = grader.grade(row)
-        except Exception:
+        except (Exception, OverTime):
             value = 0.0
         results.append(value)
     return results
@@ -208,7 +232,9 @@ def agreement_table(rows: Sequence[Row], results: dict[str, list[float]]) -> lis
 
 
 def code(text: str) -> str:
-    """``text`` as code in a cell of a table."""
+    """``text`` as code in a cell of a table, cut after 200 characters."""
+    if len(text) > 200:
+        text = f"{text[:60]}... ({len(text):,} characters)"
     return "`" + text.replace("\n", " ").replace("|", "\\|") + "`"
 
 
@@ -252,8 +278,28 @@ def own_disagreements(rows: Sequence[Row], values: Sequence[float]) -> list[str]
     return lines
 
 
-def page(rows: Sequence[Row], used: Sequence[Grader], results: dict[str, list[float]]) -> str:
-    """results/graded/README.md."""
+def new_answers(rows: Sequence[Row], results: dict[str, list[float]]) -> list[str]:
+    """The section of the answers that were written after the rules."""
+    first = [float(row["first"]) for row in rows]
+    return [
+        "## New answers",
+        "",
+        f"{len(rows)} further answers (`tests/fixtures/graded_answers_new.jsonl`) of kinds that the others do not "
+        "have, hostile ones among them, with grades by construction. They were written before ours had read them; "
+        "`kl_comedy, first` is that reading, and shows what to expect of new answers. Then our rules were extended in "
+        f"view of them. A verdict may take {SECONDS} seconds of CPU time.",
+        "",
+        *agreement_table(rows, {f"{OURS}, first": first, **results}),
+        "",
+        "What ours still grades otherwise:",
+        "",
+        *own_disagreements(rows, results[OURS]),
+        "",
+    ]
+
+
+def page(rows: Sequence[Row], used: Sequence[Grader], results: dict[str, list[float]], new: Sequence[str]) -> str:
+    """results/graded/README.md. ``new``: the section of the new answers."""
     parts = [
         "# Graded answers",
         "",
@@ -283,6 +329,7 @@ def page(rows: Sequence[Row], used: Sequence[Grader], results: dict[str, list[fl
         "",
         *own_disagreements(rows, results[OURS]),
         "",
+        *new,
         "## Disagreements",
         "",
         "The grade is right in each row; the last column names the graders that give another one.",
@@ -366,20 +413,30 @@ def read_verdicts(file: Path, rows: Sequence[Row]) -> dict[str, list[float]]:
     return {name: [float(line[name]) for line in lines] for name in names}
 
 
+def rows_and_verdicts(
+    answers: Path, name: str, used: Sequence[Grader], *, is_stored: bool
+) -> tuple[list[Row], dict[str, list[float]]]:
+    """The rows of a corpus and every grader's verdicts on them: the stored ones, or new ones, which are stored."""
+    rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    file = TARGET / name
+    if is_stored:
+        return rows, read_verdicts(file, rows)
+    results = {grader.name: verdicts(grader, rows) for grader in used}
+    write_verdicts(file, rows, results)
+    return rows, results
+
+
 def main(arguments: Sequence[str]) -> int:
     logging.disable(logging.WARNING)
-    rows = [json.loads(line) for line in ANSWERS.read_text(encoding="utf-8").splitlines()]
     used = graders()
     TARGET.mkdir(parents=True, exist_ok=True)
-    file = TARGET / "verdicts.csv"
-    if "--pages" in arguments:
-        results = read_verdicts(file, rows)
-    else:
-        results = {grader.name: verdicts(grader, rows) for grader in used}
-        write_verdicts(file, rows, results)
-    (TARGET / "README.md").write_text(with_unchecked_comments(page(rows, used, results)), encoding="utf-8")
+    reads_pages = "--pages" in arguments
+    rows, results = rows_and_verdicts(ANSWERS, "verdicts.csv", used, is_stored=reads_pages or "--new" in arguments)
+    new_rows, new_results = rows_and_verdicts(NEW_ANSWERS, "verdicts_new.csv", used, is_stored=reads_pages)
+    text = page(rows, used, results, new_answers(new_rows, new_results))
+    (TARGET / "README.md").write_text(with_unchecked_comments(text), encoding="utf-8")
     (TARGET / "issues.md").write_text(issues(), encoding="utf-8")
-    print("\n".join(agreement_table(rows, results)))
+    print("\n".join(agreement_table([*rows, *new_rows], {name: results[name] + new_results[name] for name in results})))
     return 0
 
 

@@ -37,6 +37,8 @@ def wrong(gold: str, answer: str) -> Probe:
 DOCUMENTED = {
     "units": "units are not compared",
     "unsolved": "an inequality that is still to be solved is not an answer",
+    "grouping": "a comma or a point separates thousands only where no other reading is left",
+    "binomial": "`\\binom` is a binomial coefficient",
     "rounding": "decimals are compared after rounding to `float_rounding` places",
 }
 """Choices of kl_comedy that explain a verdict, by the word that a row names in ``documented``."""

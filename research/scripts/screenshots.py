@@ -1,10 +1,12 @@
 """Take pictures of pages in Chromium at the width of a desktop and of a phone.
 
     python research/scripts/screenshots.py OUT NAME=PAGE [NAME=PAGE ...] [--wait 3] [--widths 1280,390] [--script JS]
+        [--choose "#PART LABEL=VALUE" ...] [--at SELECTOR] [--dark]
 
 PAGE is an HTML file, a folder of a site (which is served on this machine while the picture is taken), or an
 address. Writes OUT/NAME-WIDTH.png with at most 256 colours. ``--wait`` is for pages that load their
-content with scripts, such as MLflow's; ``--script`` then runs in the page.
+content with scripts, such as MLflow's; ``--script`` then runs in the page. ``--choose`` sets the control of a part of
+the page that has this label, ``--at`` scrolls to an element, ``--dark`` asks for dark colours.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +29,7 @@ from browser import Browser  # noqa: E402
 from built_site import served  # noqa: E402
 
 HEIGHT = 900
+HEADER = 70
 
 
 @contextlib.contextmanager
@@ -51,6 +55,22 @@ def save(picture: bytes, file: Path) -> None:
     image.save(file, optimize=True)
 
 
+def choose(browser: Browser, choice: str) -> None:
+    """Set the control that ``#PART LABEL=VALUE`` names, as a reader does."""
+    where, _, value = choice.partition("=")
+    part, _, label = where.partition(" ")
+    selector = json.dumps(f"{part} [aria-label='{label}']")
+    browser.evaluate(
+        f"(() => {{ const control = document.querySelector({selector}); control.value = {json.dumps(value)};"
+        " control.dispatchEvent(new Event('input', {bubbles: true})); })()"
+    )
+
+
+def scroll_to(browser: Browser, selector: str) -> None:
+    """Put an element at the top of the picture, below the header that stays there."""
+    browser.evaluate(f"document.querySelector({json.dumps(selector)}).scrollIntoView(); window.scrollBy(0, -{HEADER})")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -60,10 +80,16 @@ def main() -> None:
     parser.add_argument(
         "--script", default="", help="JavaScript that runs in the page half a second before its picture is taken"
     )
+    parser.add_argument("--choose", action="append", default=[], metavar="'#PART LABEL=VALUE'", help="repeatable")
+    parser.add_argument("--at", default="", metavar="SELECTOR", help="the element at the top of the picture")
+    parser.add_argument("--dark", action="store_true", help="as a reader who prefers dark colours sees it")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     widths = [int(width) for width in arguments.widths.split(",")]
     browser = Browser()
+    if arguments.dark:
+        dark = {"name": "prefers-color-scheme", "value": "dark"}
+        browser.ask("Emulation.setEmulatedMedia", features=[dark])
     try:
         for named in arguments.pages:
             name, _, page = named.partition("=")
@@ -73,6 +99,11 @@ def main() -> None:
                     browser.open("about:blank", width, HEIGHT)
                     browser.open(address, width, HEIGHT)
                     time.sleep(arguments.wait)
+                    for choice in arguments.choose:
+                        choose(browser, choice)
+                    if arguments.at:
+                        scroll_to(browser, arguments.at)
+                        time.sleep(0.5)
                     if arguments.script:
                         browser.evaluate(arguments.script)
                         time.sleep(0.5)

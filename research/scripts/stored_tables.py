@@ -152,6 +152,12 @@ def audit_cost() -> str:
     return page(data["command"], data["config"], data["measurements"])
 
 
+def answer_times() -> str:
+    from answer_times import page
+
+    return page(read_json("speed/answer_times.json"))
+
+
 def growth() -> str:
     from growth import table
 
@@ -343,6 +349,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "speed_one_thread": speed_one_thread,
     "speed_before_after": speed_before_after,
     "audit_cost": audit_cost,
+    "answer_times": answer_times,
     "growth": growth,
     "peers": peers,
     "register": register,

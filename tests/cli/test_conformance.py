@@ -1,5 +1,7 @@
 """kl-comedy conformance: functions by name, options, exit codes, and mistakes in one line."""
 
+import sys
+
 import pytest
 from typer.testing import CliRunner
 
@@ -17,6 +19,21 @@ class Losses:
     k2 = staticmethod(k2)
 
 number = 3
+
+def ends(logp):
+    raise SystemExit(0)
+"""
+WITH_NEIGHBOURS = """
+from __future__ import annotations
+from dataclasses import dataclass
+from neighbour_of_a_test import square
+
+@dataclass
+class Scale:
+    beta: float = 0.1
+
+def k2(logp, ref_logp, mask):
+    return Scale().beta * 0.5 * square(logp - ref_logp) * mask
 """
 ON = ("--regime", "on_policy")
 
@@ -24,9 +41,15 @@ ON = ("--regime", "on_policy")
 @pytest.fixture
 def losses(tmp_path, monkeypatch):
     (tmp_path / "own_losses_of_a_test.py").write_text(LOSSES)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "with_neighbours_of_a_test.py").write_text(WITH_NEIGHBOURS)
+    (folder / "neighbour_of_a_test.py").write_text("def square(x):\n    return x**2\n")
+    (tmp_path / "ends_at_import_of_a_test.py").write_text("raise SystemExit(0)\n")
     (tmp_path / "broken_losses_of_a_test.py").write_text("import no_such_package\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "with_neighbours_of_a_test", raising=False)
 
 
 def run(*arguments):
@@ -43,6 +66,12 @@ def run(*arguments):
 def test_a_function_is_found_in_a_module_and_in_a_file(losses, target):
     output = run(target, "--claims", "token_reverse", *ON)
     assert output.startswith("ok     on_policy: token_reverse, times 1")
+
+
+def test_a_file_is_read_as_python_runs_it(losses):
+    """With the modules beside it, and with dataclasses, whose module must be known by name."""
+    output = run("folder/with_neighbours_of_a_test.py:k2", "--claims", "token_reverse", "--beta", "0.1", *ON)
+    assert output.startswith("ok     on_policy: token_reverse, times 0.1")
 
 
 def test_without_claims_it_says_what_the_loss_optimizes(losses):
@@ -80,6 +109,11 @@ def test_options_arguments_and_result_are_named(losses):
         (("no_such_module:k2",), "TARGET: no_such_module cannot be imported: ModuleNotFoundError"),
         (("broken_losses_of_a_test:k2",), "TARGET: broken_losses_of_a_test cannot be imported: .*no_such_package"),
         (("nope.py:k2",), "TARGET: no such file: nope.py"),
+        (("./own_losses_of_a_test:k2",), "TARGET: got './own_.*'; allowed: module:function, path/file.py:function"),
+        ((":k2",), "TARGET: got ':k2'; allowed: module:function"),
+        (("own_losses_of_a_test:ends", "--claims", "zero"), "loss_fn: it raised SystemExit: 0"),
+        (("ends_at_import_of_a_test:k2",), "TARGET: ends_at_import_of_a_test cannot be imported: SystemExit: 0"),
+        (("own_losses_of_a_test:Losses",), "loss_fn: Losses is a class; give an instance"),
         (("own_losses_of_a_test:k3",), "TARGET: got 'k3'; allowed: .* did you mean 'k2'"),
         (("own_losses_of_a_test:number",), "TARGET: got 'number'; allowed: a function"),
         (("own_losses_of_a_test:k2", "--claims", "token_revers"), "claims: got 'token_revers'; .*'token_reverse'"),

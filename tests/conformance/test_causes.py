@@ -94,7 +94,86 @@ def top_k_without_a_tail(logp_full, ref_logp_full, mask):
     return (top.exp() * (top - ref_logp_full.gather(-1, index))).sum(-1) * mask
 
 
+def sum_to_go(value):
+    return value.flip(-1).cumsum(-1).flip(-1)
+
+
+def cost_with_a_gradient(logp, ref_logp, mask):
+    return (logp - ref_logp) * logp * mask
+
+
+def costs_to_go_with_a_gradient(logp, ref_logp, mask):
+    return sum_to_go((logp - ref_logp) * mask) * logp * mask
+
+
+def ratio_without_its_gradient(logp, ref_logp, behaviour_logp, mask):
+    return (logp - behaviour_logp).exp().detach() * k3(logp, ref_logp) * mask
+
+
+def ratio_on_k2_with_a_gradient(logp, ref_logp, behaviour_logp, mask):
+    return (logp - behaviour_logp).exp() * k2(logp, ref_logp) * mask
+
+
+def ratio_squared(logp, ref_logp, behaviour_logp, mask):
+    return (2 * (logp - behaviour_logp)).exp().detach() * k2(logp, ref_logp) * mask
+
+
+def ratio_upside_down(logp, ref_logp, behaviour_logp, mask):
+    return (behaviour_logp - logp).exp().detach() * k2(logp, ref_logp) * mask
+
+
+def ratio_upside_down_with_a_gradient(logp, ref_logp, behaviour_logp, mask):
+    return (behaviour_logp - logp).exp() * k3(logp, ref_logp) * mask
+
+
+def ratio_clipped(logp, ref_logp, behaviour_logp, mask):
+    return (logp - behaviour_logp).exp().detach().clamp(0.8, 1.2) * k2(logp, ref_logp) * mask
+
+
+def towards_the_sampler(logp, ref_logp, behaviour_logp, mask):
+    return (logp - behaviour_logp).exp().detach() * k2(logp, behaviour_logp) * mask
+
+
+def entropy_alone(logp_full, ref_logp_full, mask):
+    return (logp_full.exp() * logp_full).sum(-1) * mask
+
+
+def first_token_dropped(logp, ref_logp, mask):
+    return (k2(logp, ref_logp) * mask)[:, 1:].sum(-1)
+
+
+def last_token_dropped(logp, ref_logp, mask):
+    count = mask.cumsum(-1)
+    return k2(logp, ref_logp) * (mask & (count < count[:, -1:]))
+
+
+def probabilities_detached(logp_full, ref_logp_full, mask):
+    return (logp_full.exp().detach() * (logp_full - ref_logp_full)).sum(-1) * mask
+
+
+def value_clamped(logp, ref_logp, mask):
+    return k2(logp, ref_logp).clamp(max=10) * mask
+
+
+def log_ratio_clamped(logp, ref_logp, mask):
+    return 0.5 * (logp - ref_logp).clamp(-20, 20) ** 2 * mask
+
+
 CAUSES = [
+    (cost_with_a_gradient, ON, "a detach is missing"),
+    (ratio_without_its_gradient, OFF, "the ratio is detached"),
+    (ratio_on_k2_with_a_gradient, OFF, "the ratio on k2 has a gradient: detach"),
+    (ratio_squared, OFF, "each token's ratio is applied twice, or squared"),
+    (ratio_upside_down, OFF, "each token's ratio is upside down"),
+    (ratio_upside_down_with_a_gradient, OFF, "each token's ratio is upside down"),
+    (ratio_clipped, OFF, "the ratio is clipped: it is 0.8 to 1.2 and not 0.5"),
+    (towards_the_sampler, OFF, "the reference does not enter the gradient"),
+    (entropy_alone, ON, "the reference does not enter the gradient"),
+    (first_token_dropped, ON, "the first token of every completion has no gradient"),
+    (last_token_dropped, ON, "the last token of every completion has no gradient"),
+    (probabilities_detached, ON, "the probabilities of the sum over the vocabulary are detached"),
+    (value_clamped, ON, "clamped: a token has no gradient where logp - ref_logp is above 4.14 or below -4.31"),
+    (log_ratio_clamped, ON, "clamped: a token has no gradient where logp - ref_logp is above 19.9 or below -18.2"),
     (swapped_arguments, ON, "token_chi_square, times 0.5: .* policy against reference"),
     (swapped_arguments, ON, "logp and ref_logp are exchanged: in the other order it is token_forward"),
     (swapped_sign, ON, "wrong sign"),
@@ -182,6 +261,11 @@ def test_a_mistake_is_named_for_each_claim(loss, regime, claimed, cause):
     report = check(loss, claims={regime: claimed}, regimes=(regime,))
     assert not report.ok
     assert cause in report.findings[0].cause
+
+
+def test_a_detach_that_is_missing_on_costs_to_go_is_named():
+    report = check(costs_to_go_with_a_gradient, claims="sequence_reverse", regimes=("on_policy",))
+    assert "a detach is missing" in report.findings[0].cause
 
 
 def test_the_repaired_losses_have_no_cause():

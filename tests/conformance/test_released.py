@@ -1,16 +1,20 @@
 """The examples' workflow and hook, run on five released functions; and the trainers that the command knows by name."""
 
+import importlib
 import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
+from kl_comedy.conformance import check
 from kl_comedy.conformance.released import SYSTEMS, released
 from kl_comedy.errors import UserError
 
@@ -136,6 +140,46 @@ print(json.dumps(targets))
     assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
+class TrainerOfAnotherVersion:
+    """As older versions do, it takes two tensors from the method that newer ones take three from."""
+
+    def _compute_loss(self, model, inputs):
+        logp, _entropy = self._get_per_token_logps_and_entropies(model)
+        return (inputs["completion_mask"] * 0.5 * (logp - inputs["ref_per_token_logps"]) ** 2).sum()
+
+
+def modules_of_trl(trainer_class, *options):
+    """What ``released`` imports of TRL."""
+    config = SimpleNamespace(__dataclass_fields__=dict.fromkeys(options))
+    modules = {
+        "trl.trainer.grpo_trainer": SimpleNamespace(GRPOTrainer=trainer_class),
+        "trl.trainer.grpo_config": SimpleNamespace(GRPOConfig=config),
+    }
+    return modules.__getitem__
+
+
+def test_another_version_of_trl_is_called_as_it_needs_and_with_the_settings_that_it_has(monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda system: "0.29.0")
+    monkeypatch.setattr(importlib, "import_module", modules_of_trl(TrainerOfAnotherVersion))
+    _version, losses = released("trl")
+    assert [loss.settings for loss in losses] == ["importance_sampling_level=token"]
+    check(losses[0].loss, claims="token_reverse", regimes=("on_policy",)).assert_ok()
+
+    monkeypatch.setattr(importlib, "import_module", modules_of_trl(TrainerOfAnotherVersion, "use_bias_correction_kl"))
+    assert len(released("trl")[1]) == 3
+
+
+def test_a_version_of_trl_that_cannot_be_called_is_named_with_its_version(monkeypatch):
+    class Unknown:
+        def _compute_loss(self, model, inputs):
+            return self.tool_mask_of_another_version
+
+    monkeypatch.setattr(metadata, "version", lambda system: "9.0.0")
+    monkeypatch.setattr(importlib, "import_module", modules_of_trl(Unknown))
+    with pytest.raises(UserError, match=r"trl 9\.0\.0: it cannot be used here: AttributeError: .*tool_mask_of_another"):
+        released("trl")
+
+
 def test_a_trainer_that_is_not_installed_is_named(monkeypatch):
     with pytest.raises(UserError, match="system: got 'nope'; allowed: trl, verl"):
         released("nope")
@@ -144,7 +188,7 @@ def test_a_trainer_that_is_not_installed_is_named(monkeypatch):
         raise ImportError("No module named 'ray'")
 
     monkeypatch.setitem(SYSTEMS, "torch", missing)
-    with pytest.raises(UserError, match=r"torch .*: it cannot be used here: No module named 'ray'"):
+    with pytest.raises(UserError, match=r"torch .*: it cannot be used here: ImportError: No module named 'ray'"):
         released("torch")
     monkeypatch.setitem(SYSTEMS, "no-such-distribution", missing)
     with pytest.raises(UserError, match="no-such-distribution: it is not installed in this environment"):

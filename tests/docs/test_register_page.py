@@ -80,7 +80,38 @@ def test_the_form_answers_for_a_system_and_its_flags(tab, address, size):
     assert "k3_reverse_token in loss" in tab.evaluate(ANSWER)
     put(tab, "kl-which-flag", "System", "trl")
     put(tab, "kl-which-flag", "Version", "an older release")
-    assert "other versions: " in tab.evaluate(ANSWER)
+    older = tab.evaluate(ANSWER)
+    assert "other versions: " in older
+    assert "The answer of 1." in older
+
+
+@browser_test
+def test_a_choice_without_an_answer_says_so(tab, address):
+    """A control without a choice must not show the answer of another one."""
+    tab.open(f"{address}/register/", *WIDTHS["desktop"])
+    tab.wait_for(ANSWER)
+    put(tab, "kl-which-flag", "System", "rlinf")
+    put(tab, "kl-which-flag", "algorithm.kl_beta", "0.01")
+    put(tab, "kl-which-flag", "actor.training_backend", "no such backend")
+    assert tab.evaluate(ANSWER) == "No answer was computed for this choice."
+    put(tab, "kl-which-flag", "actor.training_backend", "megatron")
+    assert "terms: " in tab.evaluate(ANSWER)
+
+
+@browser_test
+def test_a_card_says_its_verdict_and_keeps_its_source_folded(tab, address):
+    tab.open(f"{address}/register/", *WIDTHS["desktop"])
+    tab.wait_for(CARDS)
+    put(tab, "kl-register", "Search the rows", "miles-plus-plus")
+    card = "document.querySelector('.kl-card')"
+    chips = tab.evaluate(f"[...{card}.querySelectorAll('.kl-chip')].map((chip) => chip.textContent)")
+    assert chips == ["optimizes what is meant", "leaks masked tokens"]
+    assert tab.evaluate(f"{card}.querySelector('details').open") is False
+    row = next(row for row in ROWS if row["id"] == "miles-plus-plus")
+    folded = tab.evaluate(f"{card}.querySelector('details').textContent")
+    assert row["function"] in folded
+    assert row["sha256"][:16] in folded
+    assert row["version"] in folded
 
 
 @browser_test

@@ -53,7 +53,6 @@ READ = [
         "axolotl_rl_beta.yaml", "axolotl", "loss (k3, ratio none, beta 0.04)", ("false by default in the pinned TRL",)
     ),
     Case("trl_kwargs_dict.py", "trl", "loss (k3, ratio token, beta 0.04)", ("since TRL 1.10.0",)),
-    Case("trl_kwargs_unknown.py", "trl", "none", ("GRPOConfig(**options) is not read", "since TRL 0.19.0")),
     Case(
         "trl_argparse.py", "trl", "loss (k3, ratio token, beta 0.02)", ("the default of beta, an option of the file",)
     ),
@@ -63,8 +62,9 @@ READ = [
     Case("trl_flags_in_variable.sh", "trl", "loss (k3, ratio token, beta 0.04)"),
     Case("trl_rloo.yaml", "trl", "none", ("nothing in the file names it; grpo is assumed",)),
     Case("trl_ppo.py", "trl", "reward (k3, ratio token, beta 0.05)", ("init_kl_coef = 0.2 by default",)),
+    Case("trl_rloo_old.py", "trl", "reward (k1, ratio sequence, beta 0.03)"),
+    Case("openrlhf_k3_switch.sh", "openrlhf", "loss (k3, ratio none, beta 0.002)"),
     Case("trl_ppo_old.py", "trl", "reward (k1, ratio token, beta 0.15)"),
-    Case("open_r1_launch.sh", "trl", "none", ("the config recipes/small/grpo/config_demo.yaml is not read",)),
     Case("verl_flags_in_variable.sh", "verl", "reward (k1, ratio token, beta 0.01)"),
     Case("verl_kl_args_branch.sh", "verl", "loss (k2, ratio none, beta 0.005)", ("set in a branch", "else")),
     Case("verl_branches.sh", "verl", "loss (k3, ratio none, beta 0.001)", ("use_kl_in_reward=True: set in a branch",)),
@@ -74,10 +74,14 @@ READ = [
     Case("verl_bypass_kl_in_reward.sh", "verl", "reward (k1, ratio sequence, beta 0.01)"),
     Case("verl_k3plus.sh", "verl", "loss (k3, gradient of k2, ratio none, beta 0.001)"),
     Case("verl_kl_cov.sh", "verl", "none"),
-    Case("verl_before_0.4.sh", "verl", "none", ("new in verl 0.4.0",)),
+    Case("verl_before_0.4.sh", "verl", "reward (k1, ratio token, beta 0.001)", ("new in verl 0.4.0",)),
     Case("skyrl_custom_estimator.sh", "skyrl", "loss (k2, ratio none, beta 0.001)", ("registered elsewhere",)),
     Case("open_instruct_estimator.sh", "open-instruct", "loss (k1, ratio token, beta 0.001)"),
     Case("openrlhf_heredoc.sh", "openrlhf", "reward (k1, ratio token, beta 0.02)"),
+    Case("open_instruct_ppo.sh", "open-instruct", "reward (k1, ratio token, beta 0.03)"),
+    Case("open_instruct_ppo2.sh", "open-instruct", "loss (k1, ratio none, beta 0.03)"),
+    Case("tinker_teacher.py", "tinker", "teacher, in the reward (k1, ratio token, beta 1)"),
+    Case("miles_launcher.py", "miles", "loss (k3, ratio none, beta 0.01)"),
     Case("tinker_launch.sh", "tinker", OUTSIDE),
     Case("miles_launch.sh", "miles", "loss (k3, ratio none, beta 0.001)"),
     Case("rlinf_fsdp.yaml", "rlinf", OUTSIDE),
@@ -85,19 +89,17 @@ READ = [
     Case("tunix_grpo.sh", "tunix", "loss (k1, ratio none, beta 0.08)", ("new in Tunix 0.1.7",)),
     Case("molt_launch.sh", "molt", "none"),
     Case("torchtitan_rl.sh", "torchtitan-rl", "none"),
-    Case("verl_wrapper.sh", "verl", "none", ("run_small.sh, which the file starts, is not read",)),
     Case(
         "verl_own_regularizer.yaml",
         "verl",
         "none",
         ("my_loss.reg_coef=0.02 is not a flag of verl", "my_loss.regularizer=kl is not a flag of verl"),
     ),
-    Case("verl_config_name.sh", "verl", "none", ("the config my_ppo is not read",)),
     Case(
         "prime_rl_trainer.toml",
         "prime-rl",
-        "sampler, in the loss (k2, ratio none, beta 0.002)",
-        ("up to 0.4.0, it is 0 by default",),
+        "none",
+        ("monitor.wandb.project is an option up to 0.1", "up to 0.4.0, it is 0 by default"),
     ),
     Case("areal_0.2.yaml", "areal", "reward (k1, ratio token, beta 0.02)"),
     Case("pipelinerl_conf.yaml", "pipelinerl", "none", ("defaults: words is not read",)),
@@ -114,6 +116,10 @@ READ = [
 ]
 
 REFUSED = {
+    "rllm_server.sh": "it is a server, a tool or an evaluation",
+    "rllm_evaluation.py": "it is a server, a tool or an evaluation",
+    "rllm_sft.sh": "it is supervised fine-tuning",
+    "areal_sft.yaml": "it is supervised fine-tuning",
     "nemo_rl_sft.yaml": "it is supervised fine-tuning",
     "swift_sft.sh": "it is supervised training",
     "swift_dpo.sh": "it is preference training",
@@ -124,6 +130,7 @@ REFUSED = {
     "axolotl_dpo.yaml": "it is preference training",
     "axolotl_ebft.yaml": "it is energy-based fine-tuning",
     "trl_gold.py": "it is distillation",
+    "trl_own_distillation.py": "it is distillation with a loss of the file's own",
     "unsloth_sft.py": "it is supervised fine-tuning",
     "swift_which.sh": "it is supervised training",
     "molt_sft_arguments.sh": "it is supervised fine-tuning",
@@ -149,6 +156,13 @@ NOT_RECOGNISED = {
     "own_function.sh": "cannot tell from this file, as it starts own_package.cli, which is not read",
     "own_import.py": "cannot tell from this file, as it takes its training from own_campaign",
     "wrapper_named_like_nemo_rl.sh": "cannot tell from this file, as it starts ./examples/run_ppo.sh",
+}
+
+CONFIG_NOT_READ = {
+    "verl_wrapper.sh": "run_small.sh, which it starts",
+    "trl_kwargs_unknown.py": "GRPOConfig(**options)",
+    "open_r1_launch.sh": "the config recipes/small/grpo/config_demo.yaml",
+    "verl_config_name.sh": "the config my_ppo",
 }
 
 SETTINGS_ELSEWHERE = ("rllm_hydra.py", "areal_command_line.py", "roll_compose.py")
@@ -194,8 +208,35 @@ def test_a_program_that_takes_a_config_of_its_caller_has_no_answer_of_its_own(fi
     assert read_launch_file(CASES / file, system=system).given == {}
 
 
+@pytest.mark.parametrize("file", CONFIG_NOT_READ)
+def test_without_a_flag_and_without_the_config_that_may_hold_them_there_is_no_answer(file):
+    with pytest.raises(UserError, match="cannot tell from this file: it sets no flag of the KL") as error:
+        read_launch_file(CASES / file)
+    assert CONFIG_NOT_READ[file] in str(error.value)
+    system = str(error.value).partition("--system ")[2].partition(" ")[0]
+    launch = read_launch_file(CASES / file, system=system)
+    assert launch.given == {}
+    part, _, _ = CONFIG_NOT_READ[file].partition(", ")
+    assert any(part in remark and " is not read" in remark for remark in launch.remarks)
+
+
+def test_flags_of_another_part_of_the_objective_do_not_say_where_the_kl_is(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("python -m verl.trainer.main_ppo --config-name=mine algorithm.adv_estimator=grpo\n")
+    with pytest.raises(UserError, match="the config mine, which may hold them, is not read"):
+        read_launch_file(script)
+
+
+def test_a_config_of_the_system_itself_has_its_defaults(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml'\n"
+    )
+    assert read_launch_file(script).given == {}
+
+
 def test_every_file_of_the_cases_has_an_answer_here():
-    answered = {case.file for case in READ} | {*REFUSED, *NOT_RECOGNISED, *SETTINGS_ELSEWHERE}
+    answered = {case.file for case in READ} | {*REFUSED, *NOT_RECOGNISED, *SETTINGS_ELSEWHERE, *CONFIG_NOT_READ}
     assert {path.name for path in CASES.iterdir()} == answered
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from kl_comedy.errors import UserError
-from kl_comedy.lab.launch_shell import MAX_UNCLOSED, Interpreter
+from kl_comedy.lab.launch_shell import Interpreter
+from kl_comedy.lab.launch_shell_syntax import MAX_UNCLOSED
 
 
 def commands_of(script):
@@ -30,6 +31,19 @@ def commands_of(script):
         ("start() { run --a $1; }\nstart 5", ["run", "--a", "5"]),
         ("A=1 run 'x y' # --b", ["run", "x y"]),
         ("run a \\\n  # --b \\\n  c", ["run", "a", "c"]),
+        (': "${X:=5}"\nrun $X', ["run", "5"]),
+        ("declare -A X=([a]=1 [b]=2)\nX[a]=3\nrun ${X[a]} ${X[b]}", ["run", "3", "2"]),
+        ("X=(1 2)\nI=1\nrun ${X[$I]} ${X[I]}", ["run", "2", "2"]),
+        ("X=(a)\n[ 1 = 2 ] && X+=(b)\n[[ 1 == 1 ]] || X+=(c)\nrun ${X[@]}", ["run", "a"]),
+        (
+            "X=a.b.c\nrun ${X##*.} ${X#*.} ${X%.*} ${X%%.*} ${X/a/x} ${X//./-}",
+            ["run", "c", "b.c", "a.b", "a", "x.b.c", "a-b-c"],
+        ),
+        ("run a $([ 1 = 1 ] && echo '--b 2') $([ 1 = 2 ] && echo '--c')", ["run", "a", "--b", "2"]),
+        ("X=$(compute a b)\nrun $X", ["run", "$(compute a b)"]),
+        ('X=1\nwhile [ $# -gt 0 ]; do case $1 in --x) X="$2";; esac; shift; done\nrun $X', ["run", "1"]),
+        ('X=1\nwhile getopts "x:" o; do X=$OPTARG; done\nrun $X', ["run", "1"]),
+        ('X=1\nif [ -n "$1" ]; then X=$1; fi\nif [ $# -gt 0 ]; then X=$1; fi\nrun $X', ["run", "1"]),
     ],
 )
 def test_a_command_gets_the_words_that_the_shell_would_give_it(script, words):
@@ -45,15 +59,58 @@ def test_a_command_gets_the_words_that_the_shell_would_give_it(script, words):
         ('[ -z "$X" ]', False),
         ("[ 3 -gt 2 ]", True),
         ("[ ! $X = on ]", False),
+        ('[ "$X" = on ] && [ 1 = 2 ]', False),
+        ('[[ "$X" == on && 1 -lt 2 ]]', True),
+        ('[[ "$X" == off || 1 -lt 2 ]]', True),
+        ("[ -f file ] && [ 1 = 2 ]", False),
+        ("[ -f file ] || [ 1 = 1 ]", True),
+        ("(( 3 > 2 ))", True),
+        ("(( N > 2 ))", False),
+        ("[[ $X =~ n ]]", True),
+        ("[[ $X =~ (n+)+$ ]]", True),
         ("[ -f file ]", True),
         ('[ "$1" = "on" ]', True),
     ],
-    ids=["equal", "unequal", "a pattern", "empty", "numbers", "not", "unknown: a file", "unknown: an argument"],
+    ids=[
+        "equal",
+        "unequal",
+        "a pattern",
+        "empty",
+        "numbers",
+        "not",
+        "false and",
+        "and",
+        "or",
+        "unknown and false",
+        "unknown or true",
+        "arithmetic",
+        "a variable",
+        "contains",
+        "unknown: a pattern",
+        "unknown: a file",
+        "unknown: an argument",
+    ],
 )
 def test_a_condition_is_decided_where_its_sides_are_known_and_else_its_first_branch_is_taken(condition, taken):
-    first, second = commands_of(f"X=on\nif {condition}; then\n  run first\nelse\n  run second\nfi\n")
+    first, second = commands_of(f"X=on\nN=1\nif {condition}; then\n  run first\nelse\n  run second\nfi\n")
     assert first == (["run", "first"], "branch" if taken else "skipped")
     assert second == (["run", "second"], "skipped" if taken else "branch")
+
+
+@pytest.mark.parametrize(
+    ("condition", "kinds"),
+    [("-f x", ["branch", "skipped"]), ("a = b", ["branch", "skipped"]), ("a = a", ["skipped", "branch"])],
+    ids=["unknown", "false", "true"],
+)
+def test_a_value_of_an_arm_whose_condition_is_not_known_decides_nothing(condition, kinds):
+    script = f'if [ {condition} ]; then R=""; else R=0; fi\nif [ "$R" = "0" ]; then run 1; else run 2; fi\n'
+    assert [kind for words, kind in commands_of(script) if words[0] == "run"] == kinds
+
+
+def test_what_follows_a_test_in_a_list_is_a_branch():
+    script = "[ -f x ] && run 1 && run 2 || run 3\n[ 1 = 1 ] || run 4\ncd x && run 5\n"
+    kinds = [kind for words, kind in commands_of(script) if words[0] == "run"]
+    assert kinds == ["branch", "branch", "skipped", "skipped", "certain"]
 
 
 def test_an_arm_of_a_case_is_chosen_by_its_pattern():
@@ -61,8 +118,23 @@ def test_an_arm_of_a_case_is_chosen_by_its_pattern():
     assert kinds == ["skipped", "branch", "skipped"]
 
 
+def test_conditions_after_the_arm_that_is_taken_are_not_run():
+    script = "X=1\nif check --a; then run 1\nelif check --b; then run 2\nfi\n"
+    assert [words for words, _ in commands_of(script)] == [["check", "--a"], ["run", "1"], ["run", "2"]]
+
+
+def test_conditions_of_arms_that_are_not_taken_are_run_up_to_the_taken_one():
+    script = "if false; then run 1\nelif check --b; then run 2\nelif check --c; then run 3\nfi\n"
+    assert [words for words, _ in commands_of(script)] == [["run", "1"], ["check", "--b"], ["run", "2"], ["run", "3"]]
+
+
 def test_what_a_branch_that_is_not_taken_assigns_is_forgotten():
     assert commands_of("X=1\nif false; then X=2; fi\nrun $X")[-1] == (["run", "1"], "certain")
+
+
+def test_a_function_of_the_script_has_arguments():
+    script = 'f() { if [ -n "$1" ]; then X=$1; fi; }\nX=1\nf 2\nrun $X'
+    assert commands_of(script)[-1] == (["run", "2"], "branch")
 
 
 def test_a_loop_runs_with_its_first_value():

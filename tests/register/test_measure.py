@@ -11,6 +11,7 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 
+from peers.case import in_the_sequence
 from register import by_hand
 from register.calls import HELPERS
 from register.measure import FRESH, STALE, holes, loss_of, verdict
@@ -168,3 +169,33 @@ def test_the_checks_by_hand_are_those_that_are_stored():
     for check, before in zip(by_hand.checks(), json.loads(stored.read_text()), strict=True):
         assert check["says"] == before["says"]
         assert check["from_kl"] == pytest.approx(before["from_kl"], rel=1e-6)
+
+
+def test_errors_of_groups_stand_beside_those_of_rows_without_groups():
+    """A loss that its group does not enter has one error, whatever the size of the groups."""
+    form = loss("k2(logp, ref_logp)")
+    alone = verdict(form, STALE, intended="token_reverse")
+    in_pairs = verdict(form, STALE, intended="token_reverse", group_size=2)
+    assert in_pairs.error == pytest.approx(alone.error)
+    assert in_pairs.cosine == pytest.approx(alone.cosine)
+
+
+def test_a_leak_of_groups_is_seen():
+    """The mask forgotten in the cost of a completion, from which the mean of its pair is subtracted."""
+
+    def leak_of(cost):
+        mean = f"({cost}).reshape(-1, 2).mean(1).repeat_interleave(2)"
+        form = loss(f"with_returns(({mean} - {cost})[:, None].expand_as(logp), logp, old_logp)")
+        return holes(form, intended="sequence_reverse", group_size=2)
+
+    forgotten = leak_of("k1(old_logp, ref_logp).sum(-1)")
+    masked = leak_of("(k1(old_logp, ref_logp) * mask).sum(-1)")
+    assert forgotten.change > 0.05
+    assert masked.change == 0.0
+
+
+def test_a_masked_token_is_inside_the_sequence_and_padding_is_not():
+    mask_BT = torch.tensor([[True, False, True, False], [True, True, False, False]])
+    assert in_the_sequence(mask_BT).tolist() == [[True, True, True, False], [True, True, False, False]]
+    contiguous_BT = torch.tensor([[True, True, False], [True, False, False]])
+    assert bool((in_the_sequence(contiguous_BT) == contiguous_BT).all())

@@ -5,16 +5,26 @@ import json
 import pytest
 from research.scripts.draw_launch_files import (
     CANDIDATES,
+    DEVELOPMENT_COUNT,
+    DEVELOPMENT_LABELS,
     FRESH_LABELS,
     FRESH_SEED,
     FRESH_WANTED,
     LABELS,
+    NEW_CANDIDATES,
+    NEW_CAP,
+    NEW_COUNT,
+    NEW_USERS_LABELS,
     PASSED_OVER,
     SEED,
+    TEST_COUNT,
+    TEST_LABELS,
+    THIRD_SEED,
     Candidate,
     draw,
     read_candidates,
     read_kinds,
+    unlabelled_candidates,
 )
 
 KINDS = {"rl", "sft", "dpo", "reward model", "distillation", "other", PASSED_OVER}
@@ -35,6 +45,17 @@ def labels():
 @pytest.fixture(scope="module")
 def fresh_labels():
     return [json.loads(line) for line in FRESH_LABELS.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def development_labels():
+    return [json.loads(line) for line in DEVELOPMENT_LABELS.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def final_labels():
+    lines = [*TEST_LABELS.read_text().splitlines(), *NEW_USERS_LABELS.read_text().splitlines()]
+    return [json.loads(line) for line in lines]
 
 
 def many(repo, owner, count):
@@ -85,8 +106,23 @@ def test_the_fresh_files_are_those_of_their_seed_that_had_no_label(candidates, f
     assert [(label["repo"], label["path"], label["commit"]) for label in fresh_labels] == without_label
 
 
-def test_the_labels_use_the_words_that_the_script_explains(labels, fresh_labels):
-    for label in [*labels, *fresh_labels]:
+def test_the_third_draw_starts_with_the_files_for_mending_the_reader(development_labels):
+    drawn = draw(unlabelled_candidates(), {}, THIRD_SEED)[:DEVELOPMENT_COUNT]
+    labelled = [(label["repo"], label["path"], label["commit"]) for label in development_labels]
+    assert [(file.repo, file.path, file.commit) for file in drawn] == labelled
+
+
+def test_the_files_behind_them_and_those_of_new_users_test_the_reader(candidates, final_labels):
+    behind = draw(unlabelled_candidates(), {}, THIRD_SEED)[DEVELOPMENT_COUNT : DEVELOPMENT_COUNT + TEST_COUNT]
+    new_candidates = read_candidates(NEW_CANDIDATES.read_text())
+    of_new_users = draw(new_candidates, {}, THIRD_SEED, wanted=NEW_COUNT, cap=NEW_CAP)
+    labelled = [(label["repo"], label["path"], label["commit"]) for label in final_labels]
+    assert [(file.repo, file.path, file.commit) for file in [*behind, *of_new_users]] == labelled
+    assert not {candidate.repo for candidate in candidates} & {candidate.repo for candidate in new_candidates}
+
+
+def test_the_labels_use_the_words_that_the_script_explains(labels, fresh_labels, development_labels, final_labels):
+    for label in [*labels, *fresh_labels, *development_labels, *final_labels]:
         assert label["kind"] in KINDS, label
         if label["kind"] != "rl":
             assert "kl" not in label, label

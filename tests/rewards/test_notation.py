@@ -21,9 +21,14 @@ from kl_comedy.rewards.notation import joined_digits, plain_numbers, readable, w
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CASES = []
-for corpus in ("graded_answers.jsonl", "graded_answers_wide.jsonl"):
-    CASES += [json.loads(line) for line in (FIXTURES / corpus).read_text(encoding="utf-8").splitlines()]
+CORPORA = {}
+for corpus in ("graded_answers", "graded_answers_wide", "graded_answers_new"):
+    text = (FIXTURES / f"{corpus}.jsonl").read_text(encoding="utf-8")
+    CORPORA[corpus] = [json.loads(line) for line in text.splitlines()]
+    CASES += CORPORA[corpus]
 KINDS = list(dict.fromkeys(case["kind"] for case in CASES))
+NEW_KINDS = {case["kind"] for case in CORPORA["graded_answers_new"]}
+"""About ten answers each, of more kinds."""
 
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -48,23 +53,68 @@ def test_the_corpus_has_many_kinds() -> None:
     assert len(KINDS) >= 12
 
 
-@every_kind
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in NEW_KINDS])
 def test_the_corpus_has_right_and_wrong_answers_of_every_kind(kind: str) -> None:
     counts = Counter(case["value"] for case in CASES if case["kind"] == kind)
     assert counts[1.0] >= 8
     assert counts[0.0] >= 8
 
 
-def test_the_comparison_with_other_graders_is_of_these_answers() -> None:
+@pytest.mark.parametrize(
+    ("corpus", "name", "size"),
+    [("graded_answers_wide", "verdicts.csv", 500), ("graded_answers_new", "verdicts_new.csv", 160)],
+)
+def test_the_comparison_with_other_graders_is_of_these_answers(corpus: str, name: str, size: int) -> None:
     """results/graded is stale where it fails: python research/scripts/graded_answers.py."""
-    with (FIXTURES.parents[1] / "results" / "graded" / "verdicts.csv").open(newline="", encoding="utf-8") as file:
+    with (FIXTURES.parents[1] / "results" / "graded" / name).open(newline="", encoding="utf-8") as file:
         stored = list(csv.DictReader(file))
-    wide = [case for case in CASES if "why" in case]
-    assert len(wide) == len(stored) == 500
-    for case, line in zip(wide, stored, strict=True):
+    cases = CORPORA[corpus]
+    assert len(cases) == len(stored) == size
+    for case, line in zip(cases, stored, strict=True):
         assert (line["completion"], line["answer"]) == (case["completion"], case["answer"])
         agrees = float(line["kl_comedy"]) == case["value"] == float(line["value"])
         assert agrees != ("documented" in case), line
+
+
+def test_nested_braces_cost_no_time() -> None:
+    """math-verify alone doubles its time with every pair."""
+    start = time.process_time()
+    answer = "{" * 40 + "12" + "}" * 40
+    verdict = REWARDS.get("math_verify").fn(f"So $\\boxed{{{answer}}}$.", "12", {})
+    assert verdict.value == 1.0
+    assert time.process_time() - start < 5
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        ("\\boxed{1.234.567}", "1.234567"),
+        ("\\boxed{1'234}", "1.234"),
+        ("\\boxed{1\\,2}", "12"),
+        ("It is twelve or thirteen.", "12"),
+        ("So it is 12, and the sum of its digits is three.", "3"),
+        ("\\boxed{\\text{two three}}", "23"),
+        ("\\boxed{\\langle 1,2\\rangle}", "1.2"),
+        ("\\boxed{\\langle 2,1\\rangle}", "\\langle 1,2\\rangle"),
+        ("\\boxed{6=x}", "5"),
+        ("\\boxed{0b110}", "101_2"),
+        ("\\boxed{1b_{16}}", "1A_{16}"),
+        ("It leaves at 3:30 pm and arrives at 5:45 pm.", "3:30\\text{ p.m.}"),
+        ("\\boxed{15:30}", "3:30\\text{ a.m.}"),
+        ("\\boxed{1:2:3}", "\\frac16"),
+        ("\\boxed{1:2}", "1:2:3"),
+        ("It rises from 3 to 4", "4:3"),
+        ("\\boxed{(1+i)^2}", "2"),
+        ("\\boxed{i^3}", "i"),
+        ("\\boxed{x+i}", "x-i"),
+        ("\\boxed{1>x>3}", "1<x<3"),
+        ("\\boxed{3>x\\ge1}", "1<x<3"),
+        ("The limit is -∞.", "\\infty"),
+        ("\\boxed{{\\color{red}1}7}", "7"),
+    ],
+)
+def test_what_the_rules_for_new_answers_must_not_accept(completion: str, answer: str) -> None:
+    assert REWARDS.get("math_verify").fn(completion, answer, {}).value == 0.0
 
 
 # --- rewriting ----------------------------------------------------------------------------------------------------

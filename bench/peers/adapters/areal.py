@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import AlgorithmContext, Rows
-from peers.case import FLOAT32, Adapter, Case, kl_part, spread
+from peers.case import FLOAT32, Adapter, Case, in_the_sequence, kl_part, spread
 from peers.loading import Peer
 
 PEER = Peer(
@@ -126,7 +126,8 @@ def _in_reward(rows: Rows, beta: float, name: str, clip: float, reference: bool)
     count, _ = rows.mask_BT.shape
     column_B1 = torch.zeros(count, 1, dtype=torch.float64)
     mask_BS = torch.cat([column_B1, rows.mask_BT.double()], 1)
-    attention_BS = torch.cat([torch.ones(count, 1, dtype=torch.long), rows.mask_BT.long()], 1)
+    inside_BT = in_the_sequence(rows.mask_BT).long()
+    attention_BS = torch.cat([torch.ones(count, 1, dtype=torch.long), inside_BT], 1)
     data = {
         "input_ids": attention_BS.clone(),
         "attention_mask": attention_BS,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import AlgorithmContext, Rows
-from peers.case import FLOAT32, Adapter, Case, Skipped, kl_part, spread
+from peers.case import FLOAT32, Adapter, Case, Skipped, in_the_sequence, kl_part, spread
 from peers.loading import Peer
 
 PEER = Peer(
@@ -133,7 +133,7 @@ def _in_reward(rows: Rows, beta: float, name: str, clip: float) -> Tensor:
     utils = PEER.module(UTILS)
     mask_BT = rows.mask_BT.double()
     # The reward of a completion stands at its last token.
-    last_B1 = rows.mask_BT.sum(-1, keepdim=True) - 1
+    last_B1 = in_the_sequence(rows.mask_BT).sum(-1, keepdim=True) - 1
     rewards_BT = torch.zeros_like(rows.ref_logp_BT).scatter(1, last_B1, rows.reward_B[:, None])
     # Without its constructor, which starts workers: these are the attributes that the method reads.
     trainer = object.__new__(module.RayPPOTrainer)

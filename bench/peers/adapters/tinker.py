@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.kl.oracle import Rows
-from peers.case import FLOAT32, Adapter, Case, batch_by_batch, kl_part
+from peers.case import FLOAT32, Adapter, Case, batch_by_batch, in_the_sequence, kl_part
 from peers.loading import Peer
 
 PEER = Peer(
@@ -81,8 +81,8 @@ class _Reference:
     def sample(self, prompt: _Tokens, **kwargs: Any) -> Any:
         # Its client answers asynchronously; the reference's log-probs are at hand.
         async def answer() -> Any:
-            mask_T = self.rows.mask_BT[prompt.row]
-            logps = self.rows.ref_logp_BT[prompt.row][mask_T].tolist()
+            inside_T = in_the_sequence(self.rows.mask_BT)[prompt.row]
+            logps = self.rows.ref_logp_BT[prompt.row][inside_T].tolist()
             # The first token has no log-prob: nothing stands before it.
             return SimpleNamespace(prompt_logprobs=[None, *logps], sequences=[], prompt_cache_hit_tokens=0)
 
@@ -94,13 +94,14 @@ def _advantages(rows: Rows, beta: float, discount: float) -> Tensor:
     module = PEER.module(MODULE)
     pack = module.tinker.TensorData.from_torch
     data = []
-    for row, mask_T in enumerate(rows.mask_BT):
-        count = int(mask_T.sum())
+    for row, inside_T in enumerate(in_the_sequence(rows.mask_BT)):
+        count = int(inside_T.sum())
+        mask_T = rows.mask_BT[row][inside_T].float()
         fields = {
             "target_tokens": torch.ones(count, dtype=torch.long),
-            "logprobs": rows.behaviour_logp_BT[row][mask_T].float(),
-            "advantages": rows.reward_B[row].float().expand(count).contiguous(),
-            "mask": torch.ones(count),
+            "logprobs": rows.behaviour_logp_BT[row][inside_T].float(),
+            "advantages": rows.reward_B[row].float() * mask_T,
+            "mask": mask_T,
         }
         inputs = {name: pack(tensor) for name, tensor in fields.items()}
         data.append(SimpleNamespace(model_input=_Tokens(row, count), loss_fn_inputs=inputs))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import AlgorithmContext, Loss, Rows
-from peers.case import FLOAT32, FLOAT64, Adapter, Case, Skipped, batch_by_batch, kl_part, spread
+from peers.case import FLOAT32, FLOAT64, Adapter, Case, Skipped, batch_by_batch, in_the_sequence, kl_part, spread
 from peers.loading import Peer
 
 PEER = Peer(
@@ -331,7 +331,8 @@ def _in_reward(rows: Rows, beta: float, path: RewardPath) -> Tensor:
     count, _ = rows.mask_BT.shape
     mask_BT = rows.mask_BT.to(torch.float64)
     # The reward of a completion stands at its last token.
-    last_B1 = rows.mask_BT.sum(-1, keepdim=True) - 1
+    inside_BT = in_the_sequence(rows.mask_BT)
+    last_B1 = inside_BT.sum(-1, keepdim=True) - 1
     scores_BT = torch.zeros_like(rows.ref_logp_BT).scatter(1, last_B1, rows.reward_B[:, None])
     ones_B1 = torch.ones(count, 1, dtype=torch.long)
     data = trainer.DataProto.from_dict(
@@ -342,7 +343,7 @@ def _in_reward(rows: Rows, beta: float, path: RewardPath) -> Tensor:
             "ref_log_prob": rows.ref_logp_BT,
             "reward_baselines": torch.zeros(count, dtype=torch.float64),
             "prompts": ones_B1,
-            "attention_mask": torch.cat([ones_B1, rows.mask_BT.long()], 1),
+            "attention_mask": torch.cat([ones_B1, inside_BT.long()], 1),
         },
         # verl finds a group by the uid of its rows.
         non_tensors={"uid": rows.group_B.numpy().astype(object), "task": rows.reward_B.numpy().astype(object)},

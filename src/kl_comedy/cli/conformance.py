@@ -135,11 +135,13 @@ def _mapping(option: str, text: str) -> dict[str, Any]:
 def _named_function(target: str) -> Callable[..., Any]:
     """The function, module or object after the colon. Raises :class:`UserError` where it cannot be imported."""
     place, _, name = target.rpartition(":")
+    if not place or ("/" in place and not place.endswith(".py")):
+        raise bad_value("TARGET", target, ("module:function", "path/file.py:function"))
     module = _module(place)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            names = [other for other in vars(module) if not other.startswith("_")]
+            names = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
             raise bad_value("TARGET", name, names, f"a name in {place}")
         found = getattr(found, part)
     if not callable(found):
@@ -161,9 +163,13 @@ def _module(place: str) -> Any:
         spec = importlib.util.spec_from_file_location(Path(place).stem, place)
         assert spec is not None and spec.loader is not None  # it ends in .py
         module = importlib.util.module_from_spec(spec)
+        # As `python file.py` does: its neighbours can be imported, and dataclasses find the module by its name.
+        sys.path.insert(0, str(Path(place).resolve().parent))
+        sys.modules.setdefault(spec.name, module)
         spec.loader.exec_module(module)
         return module
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        # A script that ends the process would end this one too, perhaps with the exit code of a success.
         raise UserError(f"TARGET: {place} cannot be imported: {type(error).__name__}: {error}") from error

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kl_comedy.conformance.arguments import ARGUMENTS, adapt, caller
 from kl_comedy.conformance.batches import Batch, Loss, slope_of, token_columns
-from kl_comedy.conformance.causes import Slopes, cause_of
+from kl_comedy.conformance.causes import Slopes, cause_of, clamp_cause
 from kl_comedy.conformance.problems import example_of_problems, problems_of
 from kl_comedy.conformance.report import Finding, Report, beta_cause
 from kl_comedy.conformance.results import Result, Results, result_of
@@ -51,8 +51,10 @@ def check(
 
     ``loss_fn`` (a function or a module) is called with those of these tensors that its parameters name: ``logp``,
     ``ref_logp``, ``behaviour_logp`` (log-probs of the tokens in nats, ``[B, T]``, zero in the padding), ``mask`` (bool
-    ``[B, T]``), ``tokens`` (ids ``[B, T]``), ``logp_full``, ``ref_logp_full`` (``[B, T, V]``). It returns what is to be
-    minimized: ``[B, T]`` or ``[B]``, summed over the mask, or a scalar, for which it is called once per completion.
+    ``[B, T]``), ``tokens`` (ids ``[B, T]``), ``logp_full``, ``ref_logp_full`` (``[B, T, V]``), ``logits``,
+    ``ref_logits`` (those plus any number for each token), ``labels`` (ids, -100 outside the mask), ``attention_mask``
+    (true at masked tokens within a completion, false in the padding). It returns what is to be minimized: ``[B, T]`` or
+    ``[B]``, summed over the mask, or a scalar, for which it is called once per completion.
     With ``reduction="token_mean"`` the scalar is a mean over the mask, which is undone. (A mean per completion weights
     a completion by 1 / length, which no KL does.)
 
@@ -78,19 +80,22 @@ def check(
 
     findings: list[Finding] = []
     # A dict, so that a problem of two regimes is reported once and the order stays.
-    problems = dict[str, None]()
+    problems = dict[str, bool]()
     policies: list[BatteryInstance] = []
     for regime in dict.fromkeys((*regimes, *claim_by_regime)):
         policies = _policies(regime, seed)
         results = [result_of(loss, Batch.of(policy, holes_seed), policy) for policy in policies]
         # A loss that clamps may overflow far from the reference, where it claims nothing.
         claimed_here = [result for result in results if result.policy.near or not near_only]
-        problems |= problems_of(loss, claimed_here, seed, has_problems=bool(problems), is_first=not findings)
+        problems |= problems_of(
+            loss, claimed_here, seed, has_problems=bool(problems), is_first=not findings, near_only=near_only
+        )
         finding = Results(results).finding(regime, claim_by_regime.get(regime), beta)
         findings.append(_explained(finding, loss, results, near_only=near_only))
     problem_example = ""
     if problems:
-        problem_example = example_of_problems(loss, holes_seed)
+        # The batch of the first problem, unless that one needs a prompt and another does not.
+        problem_example = example_of_problems(loss, holes_seed, has_prompt=all(problems.values()))
     return Report(
         findings=tuple(findings),
         near_only=near_only,
@@ -151,7 +156,7 @@ def _explained(finding: Finding, loss: Loss, results: Sequence[Result], *, near_
     return dataclasses.replace(
         finding,
         cause=_cause_of_miss(finding, finding.claimed, loss, results),
-        example=_example_of_miss(finding.regime, finding.claimed, loss),
+        example=_example_of_miss(finding.regime, finding.claimed, loss, near_only=near_only),
     )
 
 
@@ -160,14 +165,24 @@ def _cause_of_miss(finding: Finding, claimed: str, loss: Loss, results: Sequence
     # Without any gradient there is nothing to repair, and the verdict says why.
     if not finding.reaches_policy:
         return ""
-    # A target that is hit near the reference is missed because of a clamp, and the verdict says where.
+    # A target that is hit near the reference is missed because of a clamp.
     if finding.near_target == claimed:
-        return ""
+        return clamp_cause([_slopes_and_ratios(result) for result in results])
     slopes_near = [_slopes(loss, result) for result in results if result.policy.near]
     return cause_of(claimed, finding.near_target, slopes_near)
 
 
-def _example_of_miss(regime: str, claimed: str, loss: Loss) -> str:
+def _slopes_and_ratios(result: Result) -> tuple[Tensor, Tensor]:
+    """The derivatives by the log-probs of the drawn tokens, and the log-ratios to the reference, ``[B, T]``."""
+    rows = result.batch.rows
+    columns = token_columns(result.batch.step_T)
+    tensors = result.batch.tensors
+    log_ratio_BT = (tensors["logp"] - tensors["ref_logp"]).detach()[:, columns]
+    slope_BT = result.slope_BTV.gather(-1, rows.token_BT[..., None])[..., 0]
+    return slope_BT, log_ratio_BT
+
+
+def _example_of_miss(regime: str, claimed: str, loss: Loss, *, near_only: bool) -> str:
     """The smallest batch on which the claimed target is missed, as text; empty where no small policy shows it."""
     # `smallest_miss` looks for a multiple of the target's gradient: zero has none, and a divergence is no target of
     # the small policies.
@@ -185,7 +200,7 @@ def _example_of_miss(regime: str, claimed: str, loss: Loss) -> str:
         )
 
     try:
-        return smallest_miss(measure, regime, claimed)
+        return smallest_miss(measure, regime, claimed, near_only=near_only)
     except UserError:
         # The loss takes no vocabulary of two tokens, as a top-k of three does not; the failure itself is in the report.
         return ""
@@ -196,7 +211,9 @@ def _slopes(loss: Loss, result: Result) -> Slopes:
     batch = result.batch
     columns = token_columns(batch.step_T)
     mask_BT = result.batch.rows.mask_BT
-    ratio_BT = (batch.tensors["logp"] - batch.tensors["behaviour_logp"]).detach()[:, columns]
+    logp_BT = batch.tensors["logp"].detach()[:, columns]
+    ratio_BT = logp_BT - batch.tensors["behaviour_logp"][:, columns]
+    ref_ratio_BT = logp_BT - batch.tensors["ref_logp"][:, columns]
     value_BT = loss.value_of_tokens(batch, result.returned.detach())
     if value_BT is not None:
         value_BT = torch.where(mask_BT, value_BT.double()[:, columns], 0.0)
@@ -204,6 +221,11 @@ def _slopes(loss: Loss, result: Result) -> Slopes:
     swapped_B = loss.with_swapped_arguments(batch)
     if swapped_B is not None:
         swapped_BTV = torch.where(mask_BT[..., None], slope_of(swapped_B, batch)[:, columns], 0.0)
+    reads_reference = True
+    other_reference_B = loss.with_other_reference(batch)
+    if other_reference_B is not None:
+        other_slope_BTV = slope_of(other_reference_B, batch)[:, columns]
+        reads_reference = not torch.equal(torch.where(mask_BT[..., None], other_slope_BTV, 0.0), result.slope_BTV)
     return Slopes(
         policy=result.policy,
         prefix_BT=batch.rows.prefix_BT,
@@ -214,5 +236,8 @@ def _slopes(loss: Loss, result: Result) -> Slopes:
         value_BT=value_BT,
         swapped_BTV=swapped_BTV,
         log_ratio_BT=torch.where(mask_BT, ratio_BT, 0.0),
+        ref_log_ratio_BT=torch.where(mask_BT, ref_ratio_BT, 0.0),
+        logp_BT=torch.where(mask_BT, logp_BT, 0.0),
+        reads_reference=reads_reference,
         tolerance=result.tolerance,
     )

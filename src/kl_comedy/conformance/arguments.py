@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kl_comedy.errors import UserError, bad_value, unknown_key
+from kl_comedy.errors import UserError, bad_value, nearest, unknown_key
 
-ARGUMENTS = ("logp", "ref_logp", "behaviour_logp", "mask", "tokens", "logp_full", "ref_logp_full")
+ARGUMENTS = (
+    "logp",
+    "ref_logp",
+    "behaviour_logp",
+    "mask",
+    "tokens",
+    "logp_full",
+    "ref_logp_full",
+    "attention_mask",
+    "labels",
+    "logits",
+    "ref_logits",
+)
 
 # What trainers call these tensors. Only names that mean one thing in every trainer we have read: `kl_mask` or `old_kl`
 # would be guesses, and a wrong guess would give a wrong verdict. All other names are given to `adapt`.
@@ -25,6 +38,12 @@ ALIASES = {
     "new_logprobs": "logp",
     "action_log_probs": "logp",
     "curr_logprobs": "logp",
+    "new_logp": "logp",
+    "new_logps": "logp",
+    "new_log_probs": "logp",
+    "policy_logps": "logp",
+    "policy_logprobs": "logp",
+    "pi_logprobs": "logp",
     "ref_logps": "ref_logp",
     "ref_logprob": "ref_logp",
     "ref_logprobs": "ref_logp",
@@ -33,8 +52,13 @@ ALIASES = {
     "ref_per_token_logps": "ref_logp",
     "log_probs_base": "ref_logp",
     "base_action_log_probs": "ref_logp",
+    "reference_logp": "ref_logp",
+    "reference_logps": "ref_logp",
     "reference_logprobs": "ref_logp",
+    "reference_policy_logprobs": "ref_logp",
+    "old_logp": "behaviour_logp",
     "old_logps": "behaviour_logp",
+    "old_logprob": "behaviour_logp",
     "old_logprobs": "behaviour_logp",
     "old_log_prob": "behaviour_logp",
     "old_log_probs": "behaviour_logp",
@@ -48,21 +72,34 @@ ALIASES = {
     "completion_mask": "mask",
     "response_mask": "mask",
     "loss_mask": "mask",
+    "loss_masks": "mask",
     "token_mask": "mask",
     "token_ids": "tokens",
     "completion_ids": "tokens",
     "response_ids": "tokens",
-    "labels": "tokens",
     "full_log_probs": "logp_full",
     "ref_full_log_probs": "ref_logp_full",
+    "policy_logits": "logits",
+    "student_logits": "logits",
+    "reference_logits": "ref_logits",
+    "teacher_logits": "ref_logits",
 }
 """Our name of a tensor, by a trainer's."""
 BATCHES = ("batch", "data", "inputs", "micro_batch", "model_inputs", "experience")
 """Parameters that get all tensors in one dictionary."""
 RESULTS = ("loss", "kl_loss", "kl")
-"""Keys of a returned dictionary under which the loss is looked for."""
+"""Keys of a returned dictionary, or attributes of a returned record, under which the loss is looked for."""
 
-Call = Callable[[Mapping[str, Tensor]], Any]
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A loss that is called with tensors by our names. ``names``: those that it takes."""
+
+    names: tuple[str, ...]
+    loss: Callable[[Mapping[str, Tensor]], Any]
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Any:
+        return self.loss(tensors)
 
 
 class BatchOfTensors(dict[str, Any]):
@@ -88,6 +125,18 @@ class BatchOfTensors(dict[str, Any]):
         if name is None:
             return default
         return super().get(name, default)
+
+    def check_unchanged(self, parameter: str, tensors: Mapping[str, Tensor]) -> None:
+        """Raise :class:`UserError` where a tensor that was given has another in its place, or is gone.
+
+        New keys are allowed: many losses leave their metrics in the batch.
+        """
+        for key, tensor in tensors.items():
+            if self.get(key) is not tensor:
+                raise UserError(f"loss_fn: it changes its argument {parameter} in place ({key}); work on a copy")
+        for alias, name in ALIASES.items():
+            if alias in self and super().__getitem__(alias) is not tensors[name]:
+                raise UserError(f"loss_fn: it changes its argument {parameter} in place ({alias}); work on a copy")
 
 
 def adapt(
@@ -122,6 +171,8 @@ def adapt(
         returned = loss_fn(**given)
         if result is None:
             return returned
+        if isinstance(result, str) and hasattr(returned, result):
+            return getattr(returned, result)
         try:
             return returned[result]
         except (KeyError, IndexError, TypeError) as error:
@@ -154,8 +205,8 @@ def _parameter_names(loss_fn: Callable[..., Any]) -> list[str] | None:
 
 
 def loss_of(returned: Any) -> Any:
-    """The loss in what a function returned: itself, the first of a tuple, or a dictionary's entry ``loss``."""
-    if isinstance(returned, tuple) and returned and isinstance(returned[0], Tensor):
+    """The loss in what a function returned: itself, the first of a tuple, or an entry or attribute ``loss``."""
+    if isinstance(returned, tuple | list) and returned and isinstance(returned[0], Tensor):
         return returned[0]
     if isinstance(returned, Mapping):
         for key in RESULTS:
@@ -165,6 +216,11 @@ def loss_of(returned: Any) -> Any:
             f"loss_fn: it returned {_described(returned)}; allowed: one with {', '.join(RESULTS)}, or name the key: "
             "adapt(loss_fn, arguments, result=KEY)"
         )
+    if not isinstance(returned, Tensor):
+        for name in RESULTS:
+            # A record, as the outputs of transformers are.
+            if isinstance(getattr(returned, name, None), Tensor):
+                return getattr(returned, name)
     return returned
 
 
@@ -200,22 +256,39 @@ def caller(loss_fn: Callable[..., Any]) -> Call:
     names_tensors = bool(by_position or tensor_by_parameter or batch_parameters)
     # With **kwargs alone the loss gets everything; beside names of its own, **kwargs are the caller's further options.
     if takes_any_name and not names_tensors:
-        tensor_by_parameter = {name: name for name in ARGUMENTS}
+        tensor_by_parameter = {**{name: name for name in ARGUMENTS}, **ALIASES}
 
     def call(tensors: Mapping[str, Tensor]) -> Any:
         positional = [tensors[name] for name in by_position]
         named: dict[str, Any] = {parameter: tensors[name] for parameter, name in tensor_by_parameter.items()}
-        for parameter in batch_parameters:
-            named[parameter] = BatchOfTensors(tensors)
+        batches = {parameter: BatchOfTensors(tensors) for parameter in batch_parameters}
         try:
-            return loss_of(loss_fn(*positional, **named))
+            returned = loss_fn(*positional, **named, **batches)
         except UserError:
             # Ours already says what is wrong, as a key that the batch does not have.
             raise
-        except Exception as error:
-            raise UserError(f"loss_fn: it raised {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:
+            # A loss that ends the process with exit code 0 would pass for a loss that is right.
+            hint = ""
+            if "bool tensor" in str(error):
+                hint = " (the mask is a bool tensor; wrap the loss and give it mask.to(logp.dtype))"
+            raise UserError(f"loss_fn: it raised {described_error(error)}{hint}") from error
+        for parameter, batch in batches.items():
+            batch.check_unchanged(parameter, tensors)
+        return loss_of(returned)
 
-    return call
+    names: tuple[str, ...] = ARGUMENTS
+    if not batch_parameters:
+        names = tuple(dict.fromkeys([*by_position, *tensor_by_parameter.values()]))
+    return Call(names=names, loss=call)
+
+
+def described_error(error: BaseException) -> str:
+    """The kind and the first line of an exception's message, for a message of one line."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _signature(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -225,6 +298,8 @@ def _signature(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
     """
     if isinstance(loss_fn, type):
         raise UserError(f"loss_fn: {loss_fn.__name__} is a class; give an instance of it")
+    if inspect.iscoroutinefunction(loss_fn):
+        raise UserError("loss_fn: it is an async function; give one that returns the loss itself")
     described: Callable[..., Any] = loss_fn
     if isinstance(loss_fn, torch.nn.Module):
         described = loss_fn.forward  # a module's own signature is *args, **kwargs
@@ -237,21 +312,28 @@ def _signature(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
 def _parameters(loss_fn: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of the loss. Raises :class:`UserError` for those that no tensor can be given to."""
     parameters = _signature(loss_fn)
-    for parameter in parameters:
-        if parameter.kind == parameter.VAR_POSITIONAL:
-            raise UserError(
-                f"loss_fn: it takes *args; wrap it in a function with parameters among {', '.join(ARGUMENTS)}"
-            )
     known_names = {*ARGUMENTS, *ALIASES, *BATCHES}
+    takes_args = any(parameter.kind == parameter.VAR_POSITIONAL for parameter in parameters)
+    # Beside names of tensors, *args are further options, and stay empty.
+    if takes_args and not any(parameter.name in known_names for parameter in parameters):
+        raise UserError(f"loss_fn: it takes *args; wrap it in a function with parameters among {', '.join(ARGUMENTS)}")
     for parameter in parameters:
         is_known = parameter.name in known_names
-        takes_many = parameter.kind == parameter.VAR_KEYWORD
+        takes_many = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         has_default = parameter.default is not parameter.empty
         if not is_known and not takes_many and not has_default:
-            raise unknown_key(
-                f"loss_fn.{parameter.name}",
-                "a parameter",
-                ARGUMENTS,
-                "it is called with tensors by name; for other names see kl_comedy.conformance.adapt",
-            )
+            raise _unknown_parameter(parameter.name)
     return parameters
+
+
+def _unknown_parameter(name: str) -> UserError:
+    if name in ("self", "cls"):
+        return UserError(f"loss_fn.{name}: it is a method of a class; give that of an instance (Class().method)")
+    hint = ""
+    suggestion = nearest(name, (*ARGUMENTS, *ALIASES))
+    if suggestion is not None:
+        hint = f"; did you mean {suggestion!r}?"
+    return UserError(
+        f"loss_fn.{name}: no tensor has this name; allowed: {', '.join(ARGUMENTS)}{hint} (for other names: "
+        "kl_comedy.conformance.adapt, --arguments; for an option of the loss: functools.partial, --options)"
+    )

@@ -6,19 +6,26 @@ Legend: ``B`` completions, ``T`` tokens, ``V`` vocabulary; log-probs in nats.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from kl_comedy.conformance.arguments import Call, described_error
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl.oracle.certificate import BatteryInstance
 from kl_comedy.kl.oracle.enumeration import Completions
 
 HOLES = {1: 2, 2: 1}
 """After how many tokens of a completion, how many masked ones stand, where the completion continues."""
+PROMPT = {0: 1}
+"""The same for a completion behind its prompt."""
+CHANGES = "loss_fn: the loss changes from call to call (dropout, noise, a running mean); switch it off"
+REPEATS = 50
+"""Calls before another explanation is given for two values that differ."""
+IGNORED_LABEL = -100
+"""The label of masked tokens, torch's ``ignore_index``."""
 REDRAWN_SEED = 500
 """Added to a column's seed for other log-probs in the same hole; larger than any number of columns."""
 
@@ -38,10 +45,18 @@ class Batch:
     tensors: dict[str, Tensor]
 
     @classmethod
-    def of(cls, policy: BatteryInstance, holes_seed: int | None, redrawn: int | None = None) -> Batch:
+    def of(
+        cls,
+        policy: BatteryInstance,
+        holes_seed: int | None,
+        *,
+        redrawn: int | None = None,
+        has_prompt: bool = False,
+    ) -> Batch:
         """Every completion. ``holes_seed``: of the log-probs in the holes; None for a batch without holes.
 
-        ``redrawn``: a column in a hole that gets other log-probs than the seed alone would give.
+        ``redrawn``: a column in a hole that gets other log-probs than the seed alone would give. ``has_prompt``: the
+        holes are one masked token before the completion, and none within it.
         """
         instance = policy.instance
         tree = instance.tree
@@ -51,7 +66,10 @@ class Batch:
         rows = tree.all.select(can_be_drawn_B)
         weight_B = weight_B[can_be_drawn_B]
 
-        step_T = _steps_with_holes(tree.length, with_holes=holes_seed is not None)
+        holes: Mapping[int, int] = {}
+        if holes_seed is not None:
+            holes = PROMPT if has_prompt else HOLES
+        step_T = _steps_with_holes(tree.length, holes)
         columns = token_columns(step_T)
 
         shape = (len(weight_B), len(step_T))
@@ -59,6 +77,8 @@ class Batch:
         inside_BT[:, columns] = rows.mask_BT
         token_BT = torch.zeros(shape, dtype=torch.long)
         token_BT[:, columns] = rows.token_BT
+        # What torch's and transformers' losses leave out.
+        label_BT = torch.where(inside_BT, token_BT, IGNORED_LABEL)
         # Policy, reference and what the sampler recorded.
         logp_3BTV = torch.zeros(3, *shape, tree.vocabulary, dtype=torch.float64)
         tables = (instance.policy_logp(), instance.ref_logp_NV, instance.recorded_logp_NV)
@@ -82,28 +102,42 @@ class Batch:
             return torch.where(has_logp_BT, token_logp_BT, 0.0)
 
         full_BTV = logp_3BTV[0].clone().requires_grad_(True)
-        # Not a leaf, as in a trainer: torch refuses to change a leaf in place, and would hide that the loss tries to.
-        policy_BTV = full_BTV * 1.0
+        # Not the leaf, as in a trainer: torch refuses to change a leaf in place, and would hide that the loss tries to.
+        # None of these depends on another one, or `slope_of` would count that part of the derivative twice.
         tensors = {
-            "logp": of_tokens(policy_BTV),
+            "logp": of_tokens(full_BTV),
             "ref_logp": of_tokens(logp_3BTV[1]),
             "behaviour_logp": of_tokens(logp_3BTV[2]),
             "mask": inside_BT,
             "tokens": token_BT,
-            "logp_full": policy_BTV,
+            "logp_full": full_BTV * 1.0,
             "ref_logp_full": logp_3BTV[1],
+            "attention_mask": has_logp_BT,
+            "labels": label_BT,
+            "logits": full_BTV + _offsets(shape, 0),
+            "ref_logits": logp_3BTV[1] + _offsets(shape, 1),
         }
         return cls(rows=rows, weight_B=weight_B, step_T=step_T, full_BTV=full_BTV, tensors=tensors)
 
+    def with_mask(self, mask_BT: Tensor) -> Batch:
+        """The batch with another mask, which its labels follow."""
+        label_BT = torch.where(mask_BT, self.tensors["tokens"], IGNORED_LABEL)
+        return dataclasses.replace(self, tensors={**self.tensors, "mask": mask_BT, "labels": label_BT})
 
-def _steps_with_holes(length: int, *, with_holes: bool) -> list[int]:
-    """Which token of a completion each column holds, -1 for the columns of a hole (:data:`HOLES`)."""
+
+def _steps_with_holes(length: int, holes: Mapping[int, int]) -> list[int]:
+    """Which token of a completion each column holds, -1 for the columns of a hole."""
     step_T: list[int] = []
     for step in range(length):
-        if with_holes:
-            step_T += [-1] * HOLES.get(step, 0)
+        step_T += [-1] * holes.get(step, 0)
         step_T.append(step)
     return step_T
+
+
+def _offsets(shape: tuple[int, int], number: int) -> Tensor:
+    """What a token's logits are larger than its log-probs ``[B, T, 1]``: any number, as in a model."""
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(*shape, 1, generator=generator, dtype=torch.float64)
 
 
 def _drawn_logp(seed: int, *, completions: int, vocabulary: int) -> Tensor:
@@ -126,7 +160,7 @@ def hole_columns(step_T: Sequence[int]) -> list[int]:
 class Loss:
     """The loss of each completion of a batch, with checks that it is deterministic and of that completion alone."""
 
-    def __init__(self, call: Callable[[Mapping[str, Tensor]], Any], reduction: str) -> None:
+    def __init__(self, call: Call, reduction: str) -> None:
         self.call = call
         self.reduction = reduction
 
@@ -136,18 +170,25 @@ class Loss:
         again = self._value(batch, slice(0, 1))
         # nan_to_num, because NaN differs from itself; a NaN is reported as a problem, not as a random loss.
         if not torch.equal(first.nan_to_num(), again.nan_to_num()):
-            raise UserError(
-                "loss_fn: the loss changes from call to call (dropout, noise, a running mean); switch it off"
-            )
+            raise UserError(CHANGES)
         if first.dim() == 0:
             self._check_padding(batch)
             loss_B = self._one_by_one(batch)
+            self._check_pair(batch)
             return loss_B, loss_B
         returned = self._value(batch, slice(None))
         loss_B = self._summed(returned, batch.tensors["mask"])
-        self._check_first_alone(first, loss_B, batch)
+        for row in (0, len(loss_B) - 1):
+            self._check_alone(row, loss_B, batch)
         self._check_padding(batch)
         return loss_B, returned
+
+    def _check_repeats(self, batch: Batch) -> None:
+        """Raise :class:`UserError` where one of several calls gives another value: a loss that rarely changes."""
+        first = self._value(batch, slice(0, 1)).nan_to_num()
+        for _ in range(REPEATS):
+            if not torch.equal(self._value(batch, slice(0, 1)).nan_to_num(), first):
+                raise UserError(CHANGES)
 
     def _one_by_one(self, batch: Batch) -> Tensor:
         """Losses ``[B]`` of a function that returns a scalar, which does not say which completion it is of."""
@@ -158,21 +199,48 @@ class Loss:
             loss_B = loss_B * mask_BT.sum(-1)
         return loss_B
 
-    def _check_first_alone(self, first: Tensor, loss_B: Tensor, batch: Batch) -> None:
-        """Raise :class:`UserError` where the first completion alone has another loss than among the others."""
-        alone_B = self._summed(first, batch.tensors["mask"][:1])
+    def _check_pair(self, batch: Batch) -> None:
+        """Raise :class:`UserError` where a scalar of two completions is no sum and no mean of those of each alone."""
+        tokens_B = batch.tensors["mask"].sum(-1)
+        # Of different lengths, so that the two means differ.
+        pair = [int(tokens_B.argmin()), int(tokens_B.argmax())]
+        if len(set(pair)) < 2:
+            return
+        alone_2 = torch.stack([self._value(batch, slice(row, row + 1)).detach() for row in pair]).double()
+        together = self._value(batch, pair).detach().double()
+        if together.dim() != 0 or not bool(torch.cat([alone_2, together[None]]).isfinite().all()):
+            return
+        tokens_2 = tokens_B[pair].double()
+        allowed = (alone_2.sum(), alone_2.mean(), (alone_2 * tokens_2).sum() / tokens_2.sum())
+        relative, absolute = rounding_of(self._value(batch, pair))
+        if not any(torch.isclose(together, value, rtol=relative, atol=absolute) for value in allowed):
+            self._check_repeats(batch)
+            raise UserError(
+                "loss_fn: the loss of two completions is neither the sum nor a mean of those of each alone "
+                f"({float(together):.4g}; alone {float(alone_2[0]):.4g} and {float(alone_2[1]):.4g}): completions are "
+                "mixed; give the loss before that step"
+            )
+
+    def _check_alone(self, row: int, loss_B: Tensor, batch: Batch) -> None:
+        """Raise :class:`UserError` where a completion alone has another loss than among the others."""
+        rows = slice(row, row + 1)
+        alone_B = self._summed(self._value(batch, rows), batch.tensors["mask"][rows])
         relative, absolute = rounding_of(loss_B)
-        if not torch.allclose(alone_B, loss_B[:1], rtol=relative, atol=absolute, equal_nan=True):
+        if not torch.allclose(alone_B, loss_B[rows], rtol=relative, atol=absolute, equal_nan=True):
+            self._check_repeats(batch)
             raise UserError(
                 "loss_fn: the loss of a completion changes with the others in its batch; return it unreduced"
             )
+
+    def value(self, batch: Batch) -> Tensor:
+        """What the loss returns for the first two completions, unchecked but for its shape."""
+        return self._value(batch, slice(0, 2))
 
     def with_all_masked(self, batch: Batch) -> Tensor:
         """The value for two completions, of which the first has no token in the mask."""
         mask_BT = batch.tensors["mask"].clone()
         mask_BT[0] = False
-        masked = dataclasses.replace(batch, tensors={**batch.tensors, "mask": mask_BT})
-        return self._value(masked, slice(0, 2)).detach()
+        return self._value(batch.with_mask(mask_BT), slice(0, 2)).detach()
 
     def value_of_tokens(self, batch: Batch, returned: Tensor) -> Tensor | None:
         """The value of each token ``[B, T]``; None where the loss of a completion is not a sum over its tokens.
@@ -186,7 +254,7 @@ class Loss:
         for column in token_columns(batch.step_T):
             alone_BT = torch.zeros_like(mask_BT)
             alone_BT[:, column] = mask_BT[:, column]
-            one_token = dataclasses.replace(batch, tensors={**batch.tensors, "mask": alone_BT})
+            one_token = batch.with_mask(alone_BT)
             for row in alone_BT[:, column].nonzero()[:, 0].tolist():
                 value = self._value(one_token, slice(row, row + 1))
                 value_BT[row, column] = float(self._summed(value.detach(), alone_BT[row : row + 1]))
@@ -197,21 +265,31 @@ class Loss:
     def with_swapped_arguments(self, batch: Batch) -> Tensor | None:
         """The losses ``[B]`` with policy and reference exchanged; None where the loss cannot be called so."""
         tensors = dict(batch.tensors)
-        for policy_name, ref_name in (("logp", "ref_logp"), ("logp_full", "ref_logp_full")):
+        for policy_name, ref_name in (("logp", "ref_logp"), ("logp_full", "ref_logp_full"), ("logits", "ref_logits")):
             tensors[policy_name] = batch.tensors[ref_name]
             tensors[ref_name] = batch.tensors[policy_name]
+        return self._with_tensors(batch, tensors)
+
+    def with_other_reference(self, batch: Batch) -> Tensor | None:
+        """The losses ``[B]`` with log-probs of a reference that is not theirs; None where it cannot be called so."""
+        tensors = dict(batch.tensors)
+        for name in ("ref_logp", "ref_logp_full", "ref_logits"):
+            tensors[name] = 1.5 * batch.tensors[name]
+        return self._with_tensors(batch, tensors)
+
+    def _with_tensors(self, batch: Batch, tensors: dict[str, Tensor]) -> Tensor | None:
         try:
-            swapped_B, _ = self(dataclasses.replace(batch, tensors=tensors))
+            loss_B, _ = self(dataclasses.replace(batch, tensors=tensors))
         except UserError:
             return None
-        return swapped_B
+        return loss_B
 
-    def _value(self, batch: Batch, rows: slice, columns: slice = slice(None)) -> Tensor:
+    def _value(self, batch: Batch, rows: slice | list[int], columns: slice = slice(None)) -> Tensor:
         """What the loss returns for some completions: ``[B, T]``, ``[B]`` or a scalar.
 
         Raises :class:`UserError` for any other result, and for a loss that changes its arguments.
         """
-        given = {name: tensor[rows, columns] for name, tensor in batch.tensors.items()}
+        given = {name: batch.tensors[name][rows, columns] for name in self.call.names}
         # A loss that writes into its arguments would change what the later calls of this check are given.
         before = {name: tensor.detach().clone() for name, tensor in given.items()}
         value = self.call(given)
@@ -221,7 +299,11 @@ class Loss:
         allowed = "a tensor [B, T], [B], or a scalar"
         if not isinstance(value, Tensor):
             raise bad_value("loss_fn", type(value).__name__, allowed, "what it returns")
-        shape_BT = given["mask"].shape
+        if value.is_meta or value.is_complex():
+            raise bad_value("loss_fn", f"a tensor of {value.dtype} on {value.device}", allowed, "what it returns")
+        # A loss may compute on a device of its own.
+        value = value.cpu()
+        shape_BT = batch.tensors["mask"][rows, columns].shape
         if value.shape not in ((), shape_BT[:1], shape_BT):
             raise bad_value("loss_fn", tuple(value.shape), allowed, "what it returns")
         return value
@@ -251,6 +333,7 @@ class Loss:
         agree = torch.allclose(cut_off, padded, rtol=relative, atol=absolute, equal_nan=True)
         # A value that is not finite is a problem of its own, which the report names.
         if not agree and bool(padded.isfinite().all()):
+            self._check_repeats(batch)
             raise UserError(
                 f"loss_fn: the loss depends on the padding: with {length} tokens it is {float(cut_off):.4g} in "
                 f"{length} columns and {float(padded):.4g} in {mask_BT.shape[1]}; multiply by the mask, and divide by "
@@ -271,7 +354,12 @@ def slope_of(loss_B: Tensor, batch: Batch) -> Tensor:
         return torch.zeros_like(batch.full_BTV)
     # A completion's loss reads its own log-probs alone, so the gradient of the sum holds that of each.
     total = loss_B.double().sum()
-    (slope_BTV,) = torch.autograd.grad(
-        total, batch.full_BTV, allow_unused=True, materialize_grads=True, retain_graph=True
-    )
+    differentiable = [tensor for tensor in batch.tensors.values() if tensor.requires_grad]
+    try:
+        # Without retain_graph, which compiled losses refuse.
+        gradients = torch.autograd.grad(total, differentiable, allow_unused=True, materialize_grads=True)
+    except Exception as error:
+        raise UserError(f"loss_fn: its backward raised {described_error(error)}") from error
+    # The graph from the leaf to the batch is kept: the next call of the loss gets the same tensors.
+    (slope_BTV,) = torch.autograd.grad(differentiable, batch.full_BTV, gradients, retain_graph=True)
     return slope_BTV

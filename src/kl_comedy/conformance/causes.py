@@ -30,7 +30,8 @@ class Slopes:
 
     ``slope_BTV``: derivatives by the log-probs, zero in the padding. ``value_BT``: the value per token, None where the
     loss does not return it. ``swapped_BTV``: the derivatives with ``logp`` and ``ref_logp`` exchanged, None where the
-    loss cannot be called so. ``log_ratio_BT``: policy over sampler, zero in the padding.
+    loss cannot be called so. ``log_ratio_BT``: policy over sampler, ``ref_log_ratio_BT``: policy over reference, zero
+    in the padding, as ``logp_BT`` is. ``reads_reference``: whether another reference gives other derivatives.
     """
 
     policy: BatteryInstance
@@ -42,7 +43,15 @@ class Slopes:
     value_BT: Tensor | None
     swapped_BTV: Tensor | None
     log_ratio_BT: Tensor
+    ref_log_ratio_BT: Tensor
+    logp_BT: Tensor
+    reads_reference: bool
     tolerance: float
+
+    @property
+    def own_slope_BT(self) -> Tensor:
+        """The derivatives by the log-probs of the drawn tokens."""
+        return self.slope_BTV.gather(-1, self.token_BT[..., None])[..., 0]
 
     @property
     def score_BTVD(self) -> Tensor:
@@ -118,6 +127,29 @@ def _with_differentiated_ratio(slopes: Slopes) -> Tensor | None:
     return _token_ratio(slopes)[..., None] * (slopes.slope_BTV + score_BTV)
 
 
+def _with_gradient_of_the_ratio(slopes: Slopes) -> Tensor | None:
+    """The derivatives of ``ratio * value`` where the value has its ratio already, detached."""
+    if slopes.value_BT is None:
+        return None
+    return slopes.slope_BTV + slopes.of_own_token(slopes.value_BT)
+
+
+def _token_ratio_removed(slopes: Slopes) -> Tensor:
+    return (-slopes.log_ratio_BT).exp()
+
+
+def _token_ratio_turned(slopes: Slopes) -> Tensor:
+    return (2 * slopes.log_ratio_BT).exp()
+
+
+def _with_turned_ratio(slopes: Slopes) -> Tensor | None:
+    """The derivatives of ``ratio * value`` from those of ``value / ratio``, whose ratio is differentiated."""
+    if slopes.value_BT is None:
+        return None
+    score_BTV = slopes.of_own_token(2 * slopes.value_BT)
+    return _token_ratio_turned(slopes)[..., None] * (slopes.slope_BTV + score_BTV)
+
+
 def _swapped(slopes: Slopes) -> Tensor | None:
     return slopes.swapped_BTV
 
@@ -137,6 +169,10 @@ REPAIRS = (
         change=_with_differentiated_ratio,
     ),
     Repair(
+        cause="the ratio is detached: the gradient of ratio times value needs that of exp(logp - behaviour_logp) too",
+        change=_with_gradient_of_the_ratio,
+    ),
+    Repair(
         cause="a ratio is missing: multiply each token by its own exp(logp - behaviour_logp)",
         change=_times(_token_ratio),
     ),
@@ -147,6 +183,18 @@ REPAIRS = (
     Repair(
         cause="a ratio is missing: multiply by the ratio of the whole completion, exp(sum(logp - behaviour_logp))",
         change=_times(_completion_ratio),
+    ),
+    Repair(
+        cause="each token's ratio is applied twice, or squared",
+        change=_times(_token_ratio_removed),
+    ),
+    Repair(
+        cause="each token's ratio is upside down: exp(behaviour_logp - logp) for exp(logp - behaviour_logp)",
+        change=_times(_token_ratio_turned),
+    ),
+    Repair(
+        cause="each token's ratio is upside down: exp(behaviour_logp - logp) for exp(logp - behaviour_logp)",
+        change=_with_turned_ratio,
     ),
     Repair(
         cause="the ratio of the whole completion stands where each token's own ratio is meant",
@@ -175,6 +223,7 @@ WRONG_TARGETS = {
     ("sequence_forward", "sequence_reverse"): "wrong direction: the gradient is the reverse KL's",
     ("sequence_reverse", "token_reverse"): "each token's cost reaches that token alone; earlier tokens, which lead to "
     "it, get no credit (put it into the reward, or use a ratio of the prefix)",
+    ("token_reverse", "token_policy_square"): "the ratio on k2 has a gradient: detach exp(logp - behaviour_logp)",
     ("token_reverse", "sequence_reverse"): "a ratio or a cost of the whole completion stands where a token's is meant",
 }
 """By the claimed target and the one that is hit."""
@@ -203,7 +252,10 @@ def cause_of(claimed: str, hit: str | None, measured: Sequence[Slopes]) -> str:
         # A divergence may come of another mistake too, as the square of k2 of a ratio that should be detached.
         causes.append(_repair(claimed, measured))
     if hit is None:
+        causes.append(_missing_detach(claimed, measured))
         causes.append(_parts_of_top_k(measured))
+    if not any(causes):
+        causes.append(_without_gradient(measured) or _clipped_ratio(measured))
     return "; ".join(cause for cause in causes if cause)
 
 
@@ -214,6 +266,127 @@ def _repair(claimed: str, measured: Sequence[Slopes]) -> str:
         if _hits(claimed, repaired, measured):
             return repair.cause
     return ""
+
+
+def _without_gradient(measured: Sequence[Slopes]) -> str:
+    """What has no gradient, though every KL gives it one; empty where nothing lacks it."""
+    if all(_is_detached_sum(slopes) for slopes in measured):
+        return "the probabilities of the sum over the vocabulary are detached: their gradient is that of the KL"
+    if not any(slopes.reads_reference for slopes in measured):
+        return "the reference does not enter the gradient: with another ref_logp it is the same"
+    dropped = [_tokens_without_gradient(slopes) for slopes in measured]
+    for name in ("first", "last"):
+        if all(name in names for names in dropped):
+            return f"the {name} token of every completion has no gradient: it is dropped, or the mask is shifted"
+    return ""
+
+
+def _is_detached_sum(slopes: Slopes) -> bool:
+    """Whether the derivatives are the probabilities of the tokens, times one number."""
+    logp_NV = slopes.policy.instance.policy_logp()
+    p_BTV = torch.where(slopes.mask_BT[..., None], logp_NV[slopes.prefix_BT].exp(), 0.0)
+    factor = slopes.slope_BTV.sum() / p_BTV.sum()
+    difference = (slopes.slope_BTV - factor * p_BTV).norm()
+    return bool(factor > 0) and bool(difference <= slopes.tolerance * slopes.slope_BTV.norm())
+
+
+def _tokens_without_gradient(slopes: Slopes) -> list[str]:
+    """Which of the first and the last token have none in any completion, though other tokens have one."""
+    has_gradient_BT = (slopes.slope_BTV != 0).any(-1) & slopes.mask_BT
+    if not bool(has_gradient_BT.any()):
+        return []
+    # Where policy and reference agree on a token, its gradient is zero by right, but not in every completion.
+    last_B1 = slopes.mask_BT.sum(-1, keepdim=True) - 1
+    names = []
+    if not bool(has_gradient_BT[:, 0].any()):
+        names.append("first")
+    if not bool(has_gradient_BT.gather(-1, last_B1).any()):
+        names.append("last")
+    return names
+
+
+def _missing_detach(claimed: str, measured: Sequence[Slopes]) -> str:
+    """Whether the gradient is the target's and that of the cost in ``cost * logp``, which should be detached.
+
+    The cost's gradient at a token is ``beta`` times the log-probs of the tokens whose scores the cost multiplies.
+    """
+    target = torch.cat([slopes.policy.targets[claimed] for slopes in measured])
+    gradient = torch.cat([slopes.gradient(slopes.slope_BTV) for slopes in measured])
+    for logp_of in (_own_logp, _logp_so_far, _logp_of_completion):
+        for weight_of in (torch.ones_like, torch.exp):
+            extras = []
+            for slopes in measured:
+                weight_BT = weight_of(slopes.log_ratio_BT)
+                extras.append(slopes.gradient(slopes.of_own_token(weight_BT * logp_of(slopes))))
+            parts_2D = torch.stack([target, torch.cat(extras)])
+            solution = torch.linalg.lstsq(parts_2D.T, gradient[:, None]).solution[:, 0]
+            residual = float((solution @ parts_2D - gradient).norm())
+            of_target, of_cost = solution.tolist()
+            fits = residual <= measured[0].tolerance * float(gradient.norm())
+            if fits and of_target > 0 and math.isclose(of_cost, of_target, rel_tol=1e-3):
+                return "a detach is missing: the cost in cost * logp has a gradient of its own; detach it"
+    return ""
+
+
+def _own_logp(slopes: Slopes) -> Tensor:
+    return slopes.logp_BT
+
+
+def _logp_so_far(slopes: Slopes) -> Tensor:
+    return slopes.logp_BT.cumsum(-1)
+
+
+def _logp_of_completion(slopes: Slopes) -> Tensor:
+    return slopes.logp_BT.sum(-1, keepdim=True).expand_as(slopes.logp_BT)
+
+
+def _clipped_ratio(measured: Sequence[Slopes]) -> str:
+    """Whether each token's derivative is its log-ratio to the reference times a clipped ratio to the sampler."""
+    ratios = []
+    factors = []
+    for slopes in measured:
+        is_shown_BT = slopes.mask_BT & (slopes.ref_log_ratio_BT.abs() > LARGEST_NEGLIGIBLE)
+        ratios.append(slopes.log_ratio_BT[is_shown_BT].exp())
+        factors.append((slopes.own_slope_BT / slopes.ref_log_ratio_BT)[is_shown_BT])
+    ratio_N = torch.cat(ratios)
+    factor_N = torch.cat(factors)
+    # Most ratios are within the bounds, so that the median is beta.
+    beta = (factor_N / ratio_N).median()
+    if not bool(beta > 0):
+        return ""
+    low, high = (factor_N / beta).aminmax()
+    tolerance = measured[0].tolerance
+    is_clipped = torch.allclose(factor_N / beta, ratio_N.clamp(low, high), rtol=tolerance)
+    changes = not torch.allclose(factor_N / beta, ratio_N, rtol=tolerance)
+    if is_clipped and changes:
+        return f"the ratio is clipped: it is {float(low):.3g} to {float(high):.3g} and not {_range(ratio_N)}"
+    return ""
+
+
+def _range(values: Tensor) -> str:
+    low, high = values.aminmax()
+    return f"{float(low):.3g} to {float(high):.3g}"
+
+
+def clamp_cause(slopes_BT: Sequence[tuple[Tensor, Tensor]]) -> str:
+    """From which log-ratio on tokens have no gradient, as where it is clamped; empty where no such bound fits.
+
+    ``slopes_BT``: for each policy the derivatives by the drawn tokens' log-probs, and their log-ratios to the
+    reference, which are zero in the padding.
+    """
+    slope_N = torch.cat([slope_BT[ratio_BT != 0] for slope_BT, ratio_BT in slopes_BT])
+    ratio_N = torch.cat([ratio_BT[ratio_BT != 0] for _, ratio_BT in slopes_BT])
+    bounds = []
+    for is_side_N, words in ((ratio_N > 0, "above"), (ratio_N < 0, "below")):
+        with_gradient = ratio_N[is_side_N & (slope_N != 0)].abs()
+        without = ratio_N[is_side_N & (slope_N == 0)].abs()
+        if len(with_gradient) == 0 or len(without) == 0 or with_gradient.max() > without.min():
+            continue
+        sign = "-" if words == "below" else ""
+        bounds.append(f"{words} {sign}{float(with_gradient.max()):.3g}")
+    if not bounds:
+        return ""
+    return f"clamped: a token has no gradient where logp - ref_logp is {' or '.join(bounds)}"
 
 
 def _exchanged(measured: Sequence[Slopes]) -> str:

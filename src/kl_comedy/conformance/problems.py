@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from kl_comedy.conformance.batches import Batch, Loss, hole_columns, slope_of
+from kl_comedy.conformance.batches import Batch, Loss, hole_columns, rounding_of, slope_of
 from kl_comedy.conformance.results import TOLERANCE32, Result
 from kl_comedy.conformance.smallest import batch_lines, small_policy
 from kl_comedy.errors import UserError
@@ -16,36 +19,51 @@ from kl_comedy.kl.oracle.certificate import BatteryInstance
 
 DTYPES = (torch.float32, torch.bfloat16)
 """What log-probs are in training."""
+LARGEST_RATIO_32 = 80.0
+"""Log-ratios (nats) up to which values must be finite in float32, which holds numbers up to exp(88)."""
 LARGEST_RATIO = 500.0
 """Log-ratios (nats) up to which values must be finite; those of impossible tokens are beyond."""
 
 
 def problems_of(
-    loss: Loss, results: Sequence[Result], seed: int, *, has_problems: bool, is_first: bool
-) -> dict[str, None]:
-    """What is wrong in a regime whatever the loss claims. ``has_problems``: an earlier regime had some.
+    loss: Loss, results: Sequence[Result], seed: int, *, has_problems: bool, is_first: bool, near_only: bool
+) -> dict[str, bool]:
+    """What is wrong in a regime whatever the loss claims, and whether only a batch with a prompt shows it.
 
-    ``is_first``: the regime is the first; dtypes are tried in that one alone.
+    ``has_problems``: an earlier regime had some.
+
+    ``is_first``: the regime is the first; dtypes and logits are tried in that one alone. ``near_only``: large
+    log-ratios are not shown.
     """
-    problems = dict[str, None]()
+    problems = dict[str, bool]()
     if not has_problems:
         for result in results:
-            problems |= dict.fromkeys(_not_finite(loss, result.batch))
+            problems |= dict.fromkeys(_not_finite(loss, result.batch), False)
             # One place is enough: where one value is not finite, many are.
             if problems:
                 break
     # One policy is enough for the others: they are mistakes of the loss's code, and show on any log-probs.
     first = results[0]
-    if is_first and not problems:
-        problems |= dict.fromkeys(_dtype_problems(loss, first.batch))
-    problems |= dict.fromkeys(_leaks(loss, first.batch, first.policy, seed))
+    if is_first:
+        if not problems:
+            problems |= dict.fromkeys(_dtype_problems(loss, first.batch), False)
+        if not problems and not near_only:
+            problems |= dict.fromkeys(_overflows(loss, first.batch), False)
+        problems |= dict.fromkeys(_low_precision(loss, first.batch), False)
+        problems |= dict.fromkeys(_logit_problems(loss, first.batch), False)
+    if hole_columns(first.batch.step_T):
+        within = _leaks(loss, first.batch, first.policy, seed, has_prompt=False)
+        problems |= dict.fromkeys(within, False)
+        if not within:
+            with_prompt = Batch.of(first.policy, seed, has_prompt=True)
+            problems |= dict.fromkeys(_leaks(loss, with_prompt, first.policy, seed, has_prompt=True), True)
     return problems
 
 
-def example_of_problems(loss: Loss, holes_seed: int | None) -> str:
+def example_of_problems(loss: Loss, holes_seed: int | None, *, has_prompt: bool) -> str:
     """The completions of two tokens, as a loss with a problem saw them."""
     policy = small_policy("on_policy", 2, 2)
-    batch = Batch.of(policy, holes_seed)
+    batch = Batch.of(policy, holes_seed, has_prompt=has_prompt)
     try:
         _, returned = loss(batch)
     except UserError:
@@ -81,6 +99,68 @@ def _dtype_problems(loss: Loss, batch: Batch) -> list[str]:
         if dtype == torch.float32 and difference > TOLERANCE32 * float(slope_BTV.norm()):
             problems.append(f"dtype: in {name} the gradient differs from that in float64 by {difference:.2g}")
     return problems
+
+
+def _overflows(loss: Loss, batch: Batch) -> list[str]:
+    """Whether value or gradient are not finite in float32 for log-ratios that float32 can hold."""
+    rounded = _in_dtype(batch, torch.float32)
+    # The padding keeps its zeros.
+    less_BT = (LARGEST_RATIO_32 * batch.tensors["attention_mask"]).to(torch.float32)
+    # Log-ratios of both signs. Policy and sampler agree on them.
+    for less_likely, sign in ((("ref_logp",), ""), (("logp", "behaviour_logp"), "-")):
+        tensors = dict(rounded.tensors)
+        for name in less_likely:
+            tensors[name] = tensors[name] - less_BT
+        extreme = dataclasses.replace(rounded, tensors=tensors)
+        extreme_B, _ = loss(extreme)
+        slope_BTV = slope_of(extreme_B, extreme)
+        if not bool(extreme_B.isfinite().all()) or not bool(slope_BTV.isfinite().all()):
+            return [
+                f"finite: in float32 the value or the gradient is not finite where logp - ref_logp is about "
+                f"{sign}{LARGEST_RATIO_32:g} (exp overflows at 88 nats: compute with log-ratios, or clamp them)"
+            ]
+    return []
+
+
+def _low_precision(loss: Loss, batch: Batch) -> list[str]:
+    """Whether the loss computes in 16 bits, though its arguments have 64."""
+    # Whatever a mode of torch does to a compiled loss is no mistake of that loss.
+    with SixteenBits() as mode, contextlib.suppress(UserError):
+        loss.value(batch)
+    if not mode.dtypes:
+        return []
+    names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in mode.dtypes))
+    return [f"dtype: it computes in {names}, which has 3 digits, though its arguments are float64 (cast to float32)"]
+
+
+class SixteenBits(TorchFunctionMode):
+    """Notes the 16-bit dtypes of the results of torch's functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes = set[torch.dtype]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype in (torch.float16, torch.bfloat16):
+            self.dtypes.add(result.dtype)
+        return result
+
+
+def _logit_problems(loss: Loss, batch: Batch) -> list[str]:
+    """Whether the loss changes with a constant that is added to all logits of a token, which softmax takes away."""
+    loss_B, _ = loss(batch)
+    for name in ("logits", "ref_logits"):
+        shifted = {**batch.tensors, name: batch.tensors[name] + 1.0}
+        shifted_B, _ = loss(dataclasses.replace(batch, tensors=shifted))
+        relative, absolute = rounding_of(loss_B)
+        if not torch.allclose(shifted_B, loss_B, rtol=relative, atol=absolute, equal_nan=True):
+            return [
+                f"logits: a constant that is added to all {name} of a token changes the loss: log_softmax is missing"
+            ]
+    return []
 
 
 def _in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
@@ -133,14 +213,11 @@ def _describe_not_finite(name: str, tensor: Tensor, usual_B: Tensor, mask_BT: Te
     return f"finite: the {name} is not finite{place}, with the mask {_mask_text(mask_BT[row])}"
 
 
-def _leaks(loss: Loss, batch: Batch, policy: BatteryInstance, seed: int) -> list[str]:
-    """Masked tokens within completions that enter the loss: other log-probs there change value or gradient.
+def _leaks(loss: Loss, batch: Batch, policy: BatteryInstance, seed: int, *, has_prompt: bool) -> list[str]:
+    """Masked tokens of a batch that enter the loss: other log-probs there change value or gradient.
 
-    At most one problem, which names all of these tokens; none for a batch without holes.
+    At most one problem, which names all of these tokens. ``has_prompt``: the batch begins with a masked token.
     """
-    columns = hole_columns(batch.step_T)
-    if not columns:
-        return []
     loss_B, _ = loss(batch)
     slope_BTV = slope_of(loss_B, batch)
     mask_BT = batch.tensors["mask"]
@@ -151,8 +228,8 @@ def _leaks(loss: Loss, batch: Batch, policy: BatteryInstance, seed: int) -> list
     leaking = []
     # Tokens inside the mask whose gradient changes with a masked one.
     affected = set[int]()
-    for column in columns:
-        redrawn = Batch.of(policy, seed, redrawn=column)
+    for column in hole_columns(batch.step_T):
+        redrawn = Batch.of(policy, seed, redrawn=column, has_prompt=has_prompt)
         redrawn_B, _ = loss(redrawn)
         change_BT = (slope_of(redrawn_B, redrawn) - slope_BTV).abs().amax(-1) * mask_BT
         is_affected_T = (change_BT > tolerance).any(0)
@@ -168,10 +245,29 @@ def _leaks(loss: Loss, batch: Batch, policy: BatteryInstance, seed: int) -> list
     effect = "change the loss"
     if affected:
         effect += f", and the gradient of {_tokens(sorted(affected))}"
-    return [
-        f"mask: {_tokens(leaking)}, masked as a tool's reply is (mask {_mask_text(longest)}), {effect}: multiply "
-        "by the mask before every sum over tokens (take an argument mask if there is none)"
-    ]
+    whose = "a tool's reply"
+    if has_prompt:
+        whose = "a prompt"
+    repair = "multiply by the mask before every sum over tokens (take an argument mask if there is none)"
+    direction = _shifted(slope_BTV, mask_BT)
+    if direction:
+        repair = f"the mask is shifted by one token to the {direction} (log-probs and mask start at different tokens)"
+    return [f"mask: {_tokens(leaking)}, masked as {whose} is (mask {_mask_text(longest)}), {effect}: {repair}"]
+
+
+def _shifted(slope_BTV: Tensor, mask_BT: Tensor) -> str:
+    """``left`` or ``right`` where the tokens with a gradient are the mask shifted by one; empty otherwise."""
+    has_gradient_BT = (slope_BTV != 0).any(-1)
+    left_BT = torch.zeros_like(mask_BT)
+    left_BT[:, :-1] = mask_BT[:, 1:]
+    right_BT = torch.zeros_like(mask_BT)
+    right_BT[:, 1:] = mask_BT[:, :-1]
+    # In the padding, where policy and reference agree, a token has no gradient with or without a mask.
+    for direction, shifted_BT in (("left", left_BT), ("right", right_BT)):
+        has_tokens_BT = mask_BT.flip(-1).cumsum(-1).flip(-1) > 0
+        if torch.equal(has_gradient_BT & has_tokens_BT, shifted_BT & has_tokens_BT):
+            return direction
+    return ""
 
 
 def _mask_text(mask_T: Tensor) -> str:

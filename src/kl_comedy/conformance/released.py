@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kl_comedy.conformance.arguments import described_error
 from kl_comedy.errors import UserError, bad_value
 
 
@@ -42,9 +43,9 @@ def released(system: str) -> tuple[str, list[Released]]:
         raise UserError(f"{system}: it is not installed in this environment (pip install {system})") from None
     try:
         return version, SYSTEMS[system]()
-    except (ImportError, AttributeError) as error:
-        # A package that it needs is missing, or this version has its functions elsewhere.
-        raise UserError(f"{system} {version}: it cannot be used here: {error}") from error
+    except Exception as error:
+        # A package that it needs is missing, or this version has its functions elsewhere, or calls them otherwise.
+        raise UserError(f"{system} {version}: it cannot be used here: {described_error(error)}") from error
 
 
 # --- verl -------------------------------------------------------------------------------------------------------------
@@ -73,22 +74,47 @@ def _verl_loss(kl_penalty: Callable[..., Tensor], kind: str, /, logp: Tensor, re
 
 # --- TRL --------------------------------------------------------------------------------------------------------------
 def _trl_losses() -> list[Released]:
-    """``GRPOTrainer._compute_loss`` with and without the ratio on the KL."""
+    """``GRPOTrainer._compute_loss`` with and without the ratio on the KL, where the version has that setting."""
     trainer_class = importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer
+    options = importlib.import_module("trl.trainer.grpo_config").GRPOConfig.__dataclass_fields__
+    returns = _log_probs_returned(trainer_class)
     losses = []
     for bias_correction, level in ((True, "token"), (False, "token"), (True, "sequence")):
+        settings = f"importance_sampling_level={level}"
+        if "use_bias_correction_kl" in options:
+            settings = f"use_bias_correction_kl={bias_correction} {settings}"
+        elif bias_correction:
+            continue
         losses.append(
             Released(
                 function="trl.GRPOTrainer._compute_loss",
-                settings=f"use_bias_correction_kl={bias_correction} importance_sampling_level={level}",
-                loss=functools.partial(_trl_loss, trainer_class, bias_correction, level),
+                settings=settings,
+                loss=functools.partial(_trl_loss, trainer_class, returns, bias_correction, level),
             )
         )
     return losses
 
 
+def _log_probs_returned(trainer_class: Any) -> int:
+    """How many tensors ``_compute_loss`` takes from ``_get_per_token_logps_and_entropies``: three in newer versions.
+
+    Raises what ``_compute_loss`` raises, where it can be called with neither number.
+    """
+    zeros_BT = torch.zeros(1, 1)
+    for returns in (3, 2):
+        try:
+            _trl_loss(trainer_class, returns, True, "token", zeros_BT, zeros_BT, zeros_BT, zeros_BT == 0)
+        except ValueError:
+            if returns == 2:
+                raise
+        else:
+            return returns
+    raise AssertionError("the last number returns or raises")
+
+
 def _trl_loss(
     trainer_class: Any,
+    returns: int,
     bias_correction: bool,
     level: str,
     /,
@@ -98,7 +124,7 @@ def _trl_loss(
     mask: Tensor,
 ) -> Tensor:
     """The loss with a beta of 1 and advantages of 0, which leave nothing of the policy loss, summed over the tokens."""
-    trainer = _trl_trainer(trainer_class, logp, bias_correction, level)
+    trainer = _trl_trainer(trainer_class, logp, returns, bias_correction, level)
     ones_B1 = torch.ones(len(mask), 1, dtype=torch.long)
     inputs = {
         "prompt_ids": ones_B1,
@@ -115,13 +141,13 @@ def _trl_loss(
     return value
 
 
-def _trl_trainer(trainer_class: Any, logp: Tensor, bias_correction: bool, level: str) -> Any:
+def _trl_trainer(trainer_class: Any, logp: Tensor, returns: int, bias_correction: bool, level: str) -> Any:
     """A trainer without a model: it is made without its constructor, with what ``_compute_loss`` reads."""
     trainer = object.__new__(trainer_class)
     zeros_BT = torch.zeros_like(logp)
 
     def log_probs_of_the_batch(*arguments: Any, **options: Any) -> Any:
-        return logp, zeros_BT, None
+        return (logp, zeros_BT, None)[:returns]
 
     accelerator = SimpleNamespace(
         device=torch.device("cpu"),

@@ -139,7 +139,10 @@ class Results:
         """The first policy whose gradient is not the target's, in words; empty where there is none."""
         for result in self._results:
             if not self._hits(target, result):
-                return str(result.policy.setting or "log-ratios of several nats, or 8 tokens")
+                where = str(result.policy.setting or "log-ratios of several nats, or 8 tokens")
+                if not bool(result.moments.gradient_D.isfinite().all()):
+                    where += ", where its gradient is not finite"
+                return where
         return ""
 
     def _mean_cosine(self, target: str) -> float:

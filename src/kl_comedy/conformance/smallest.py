@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,8 @@ SIZES = ((2, 1), (2, 2), (3, 1), (3, 2), (2, 3))
 SHOWN = ("mask", "logp", "ref_logp", "behaviour_logp")
 """Tensors that a batch is shown by. Off-policy the sampler's log-probs differ from the policy's."""
 MAX_ROWS = 8
+FAR = 40.0
+"""Distance (nats, as :data:`DISTANCE`) of policies on which losses that clamp their log-ratios miss their targets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +32,26 @@ class Measured:
     tolerance: float
 
 
-def small_policy(regime: str, vocabulary: int, length: int, seed: int = 0) -> BatteryInstance:
-    """A policy near its reference; one token of the vocabulary ends the completion."""
+def small_policy(
+    regime: str, vocabulary: int, length: int, seed: int = 0, distance: float = DISTANCE
+) -> BatteryInstance:
+    """A policy, by default near its reference; one token of the vocabulary ends the completion."""
     tree = Tree.build(vocabulary=vocabulary, length=length)
-    settings = InstanceSettings(regime=regime, seed=seed, parameters=SHARED, distance=DISTANCE, staleness=STALENESS)
+    settings = InstanceSettings(regime=regime, seed=seed, parameters=SHARED, distance=distance, staleness=STALENESS)
     return with_targets(Instance.random(tree, settings), near=True)
 
 
-def smallest_miss(measure: Callable[[BatteryInstance], Measured], regime: str, claimed: str) -> str:
-    """The shortest completions on which the expected gradient is not a multiple of the target's; empty if none."""
-    for vocabulary, length in SIZES:
+def smallest_miss(measure: Callable[[BatteryInstance], Measured], regime: str, claimed: str, *, near_only: bool) -> str:
+    """The shortest completions on which the expected gradient is not a multiple of the target's; empty if none.
+
+    Policies near the reference come first; with ``near_only`` there are no others.
+    """
+    distances = [DISTANCE]
+    if not near_only:
+        distances.append(FAR)
+    for distance, (vocabulary, length) in itertools.product(distances, SIZES):
         # One coefficient for two policies: with one alone a wrong size could not be told from beta.
-        policies = [small_policy(regime, vocabulary, length, seed) for seed in (0, 1)]
+        policies = [small_policy(regime, vocabulary, length, seed, distance) for seed in (0, 1)]
         measured = [measure(policy) for policy in policies]
         gradients = [result.gradient_D for result in measured]
         targets = [policy.targets[claimed] for policy in policies]

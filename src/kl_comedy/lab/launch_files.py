@@ -11,11 +11,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
-from kl_comedy.lab.launch_syntax import Parsed, Setting, Unread, parse
+from kl_comedy.lab.launch_releases import Release, release_of
+from kl_comedy.lab.launch_settings import Parsed, Setting, Unread
+from kl_comedy.lab.launch_syntax import parse
 from kl_comedy.lab.peers import (
     SWITCH,
     SYSTEMS,
@@ -24,6 +26,7 @@ from kl_comedy.lab.peers import (
     Reading,
     System,
     Value,
+    VersionChange,
     conditions_hold,
     find_system,
     flag_key,
@@ -39,6 +42,8 @@ CLEARLY_MORE = 2
 """How many times the marks of any other a system must have to be chosen: a path may name a second system."""
 KL_KEY = re.compile(r"(.*_)?kl(_.*)?|(.*_)?reg(ularizer|_coef|_weight)|beta", re.IGNORECASE)
 """The last part of keys that an author gives to a KL of his own."""
+SWEEP = re.compile(r"(choice\()?\s*(?P<first>[\d.eE+-]+)\s*(,\s*[\d.eE+-]+\s*)+\)?")
+SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 MAX_NAMED = 3
 """Keys and programs that one message names."""
 CUSTOM = "custom"
@@ -68,27 +73,60 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
         # Named systems first: a file of a fork may have the marks of the original.
         chosen = find_system(system) if system else recognise(parsed)
         for override in overrides:
-            key, equals, override_text = override.partition("=")
-            if not equals or _flag_of(chosen, flag_key(key)) is None:
-                raise bad_value("override", override, [f"{flag.where}=VALUE" for flag in chosen.flags])
-            parsed.add(Setting(key, override_text))
+            _add_override(override, chosen, parsed)
         values = _Values(chosen, parsed)
         values.read()
-        remarks = list(values.remarks())
-        takes_a_config = "hydra.main" in parsed.calls or any(_found(chosen.needs_config, parsed))
         # Who names the system wants its defaults.
-        if takes_a_config and not values.given and system is None:
-            raise UserError(
-                "cannot tell from this file: it takes all settings from a config that its caller names, which is not "
-                f"read; explain that config (--system {chosen.name} gives the defaults)"
-            )
+        if system is None:
+            _refuse_settings_elsewhere(values)
+        remarks = list(values.remarks())
         if not values.given and not remarks:
             remarks.append(f"no flag of the KL is set in the file: the answer is the defaults of {chosen.title}")
         remarks += _unread_remarks(chosen, parsed)
         if not values.given:
             remarks += _started_remarks(chosen, parsed)
-        remarks += [*_foreign_key_remarks(chosen, parsed), *_version_remarks(chosen, values.given)]
+        remarks += _foreign_key_remarks(chosen, parsed)
+        # Last: what the remarks above say of a file that sets no flag is not about values of an earlier release.
+        remarks += values.take_release()
         return LaunchFile(system=chosen, given=values.given, remarks=tuple(dict.fromkeys(remarks)))
+
+
+def _add_override(override: str, system: System, parsed: Parsed) -> None:
+    """Take ``key=value`` of the command line. Raises :class:`UserError` for an unknown key."""
+    key, equals, text = override.partition("=")
+    if not equals or _flag_of(system, flag_key(key)) is None:
+        raise bad_value("override", override, [f"{flag.where}=VALUE" for flag in system.flags])
+    parsed.add(Setting(key, text))
+
+
+def _refuse_settings_elsewhere(values: _Values) -> None:
+    """Raises :class:`UserError` where a config, or a script that starts the training, is not read and may hold all.
+
+    The system's own configs have its defaults.
+    """
+    system = values.system
+    parsed = values.parsed
+    takes_a_config = "hydra.main" in parsed.calls or any(_found(system.needs_config, parsed))
+    if takes_a_config and not values.firm:
+        raise UserError(
+            "cannot tell from this file: it takes all settings from a config that its caller names, which is not "
+            f"read; explain that config (--system {system.name} gives the defaults)"
+        )
+    if values.named:
+        return
+    scripts = [program for program in parsed.started if program.endswith(SHELL_SUFFIXES)]
+    if scripts and len(scripts) == len(parsed.started):
+        raise UserError(
+            f"cannot tell from this file: it sets no flag of the KL, and {scripts[-1][:100]}, which it starts, is not "
+            f"read; explain that script (--system {system.name} gives the defaults)"
+        )
+    for unread in parsed.unread:
+        is_own = any(re.search(rf"(^|[/ ]){config}(\.yaml)?$", unread.what) for config in system.own_configs)
+        if unread.may_hold_all and not is_own and _bears_on(unread, _classes_of(system)):
+            raise UserError(
+                f"cannot tell from this file: it sets no flag of the KL, and {unread.what}, which may hold them, is "
+                f"not read; explain that config (--system {system.name} gives the defaults)"
+            )
 
 
 # --- the values of the flags --------------------------------------------------------------------------------------
@@ -101,6 +139,10 @@ class _Values:
     given: dict[str, Value] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
     skipped: dict[str, Setting] = field(default_factory=dict)
+    firm: set[str] = field(default_factory=set)
+    """Flags of the KL that are given outside of branches."""
+    named: set[str] = field(default_factory=set)
+    """Flags of the KL that the file sets, also where their value is not known."""
     others: list[str] = field(default_factory=list)
 
     def read(self) -> None:
@@ -130,6 +172,8 @@ class _Values:
         if is_none and not flag.nullable and CUSTOM not in flag.choices and "none" not in flag.choices:
             # `beta: null` in a config, `kl_coef: str | None = None` in a launcher: nothing is given.
             return
+        if flag.is_of_kl:
+            self.named.add(flag.name)
         if not _is_readable(setting, flag):
             taken = "the earlier value" if flag.name in self.given else "its default"
             self.notes[flag.name] = [
@@ -138,6 +182,8 @@ class _Values:
             return
         value = self._value(flag, setting)
         notes = []
+        if setting.text is not None and setting.text != _first_of_sweep(setting.text, flag):
+            notes.append(f"{_written(setting)}: the values of a sweep; the first is taken")
         if self.given.get(flag.name, value) != value:
             self.others.append(f"{setting.key}: given more than once; the last value is taken")
         if value == CUSTOM and setting.text != CUSTOM:
@@ -148,9 +194,11 @@ class _Values:
         # A later literal replaces what could not be read.
         self.notes[flag.name] = notes
         self.given[flag.name] = value
+        if flag.is_of_kl and setting.origin.kind != "branch":
+            self.firm.add(flag.name)
 
     def _value(self, flag: Flag, setting: Setting) -> Value:
-        text = _text_of_flag(setting, flag)
+        text = _first_of_sweep(_text_of_flag(setting, flag), flag)
         is_name = CUSTOM in flag.choices and text is not None and re.fullmatch(r"[A-Za-z]\w*", text.strip("\"'"))
         if (
             is_name
@@ -172,6 +220,41 @@ class _Values:
                 f"{written}: set in a branch that the file's own values do not take ({setting.origin.why}); "
                 f"{acting} is taken (or give {name}=...)"
             )
+
+    def take_release(self) -> list[str]:
+        """Give the flags that a file leaves to a default the values of the release for which it is; the remarks."""
+        keys = []
+        for setting in _in_scope(self.system, self.parsed.settings):
+            keys.append(f"+{setting.key}" if setting.is_added else setting.key)
+        # Classes that a release dropped tell it as well as options do.
+        keys += self.parsed.imports
+        release = release_of(self.system, keys, self.parsed.words)
+        remarks = []
+        # In order: a later change may be about a flag that an earlier one gives.
+        for change in self.system.versions:
+            if self._matters(change) and not release.has(change):
+                remarks += self._take_change(change, release)
+        return remarks
+
+    def _matters(self, change: VersionChange) -> bool:
+        """Whether the file leaves to a default what the change is about."""
+        if change.flag in self.given or not all(name in self.given for name in change.given):
+            return False
+        flags = {flag.name: flag.default for flag in self.system.flags}
+        flags.update(self.given)
+        return conditions_hold(change.when, flags)
+
+    def _take_change(self, change: VersionChange, release: Release) -> list[str]:
+        if release.is_before(change) and release.last is not None:
+            self.given.update(change.before)
+            return [f"{release.last.text}, so the file is for a release before {change.since}. {change.says}"]
+        if change.only_if_told:
+            return []
+        is_old = change.before_if_old and release.last is not None
+        if (change.usually_before or is_old) and release.first is None:
+            self.given.update(change.before)
+            return [f"taken as a file for a release before {change.since}, as most that leave this open. {change.says}"]
+        return [change.says]
 
 
 def _origin_notes(setting: Setting) -> list[str]:
@@ -208,12 +291,20 @@ def _text_of_flag(setting: Setting, flag: Flag) -> str | None:
     return None
 
 
+def _first_of_sweep(text: str | None, flag: Flag) -> str | None:
+    """The first of several numbers, as Hydra sweeps over them: ``0.001,0.01`` or ``choice(0.001, 0.01)``."""
+    if text is None or flag.is_switch or flag.choices:
+        return text
+    numbers = SWEEP.fullmatch(text.strip("\"'"))
+    return numbers["first"] if numbers else text
+
+
 def _in_scope(system: System, settings: Sequence[Setting]) -> list[Setting]:
     """The settings of the system's own classes, where the file makes any; else all.
 
     A script that makes a TRL config also calls models and data sets, whose arguments have names such as ``beta``.
     """
-    classes = [re.compile(pattern) for pattern in system.classes]
+    classes = _classes_of(system)
     scopes = {setting.scope for setting in settings if setting.scope}
     of_the_system = {scope for scope in scopes if any(pattern.fullmatch(scope) for pattern in classes)}
     if not of_the_system:
@@ -221,11 +312,14 @@ def _in_scope(system: System, settings: Sequence[Setting]) -> list[Setting]:
     return [setting for setting in settings if not setting.scope or setting.scope in of_the_system]
 
 
+def _classes_of(system: System) -> list[re.Pattern[str]]:
+    return [re.compile(pattern) for pattern in system.classes]
+
+
 def _unread_remarks(system: System, parsed: Parsed) -> Iterator[str]:
     """Base configs, ``**options`` and here-documents: what they set is missing in the answer."""
-    classes = [re.compile(pattern) for pattern in system.classes]
     for unread in parsed.unread:
-        if _bears_on(unread, classes):
+        if _bears_on(unread, _classes_of(system)):
             yield f"{unread.what} is not read: what it sets is missing here, and defaults of {system.title} stand in"
 
 
@@ -247,8 +341,13 @@ def _started_remarks(system: System, parsed: Parsed) -> Iterator[str]:
 
 def _foreign_key_remarks(system: System, parsed: Parsed) -> Iterator[str]:
     """Keys that look like those of a KL and are none of the system's flags: code of the author's own reads them."""
-    scopes = _in_scope(system, parsed.settings)
-    for text in _kl_keys(setting for setting in scopes if _flag_of(system, setting.key) is None):
+    foreign = []
+    for setting in _in_scope(system, parsed.settings):
+        # A variable of a job does nothing by itself.
+        is_variable = parsed.environment.get(setting.key.rpartition(".")[2]) == setting.text
+        if _flag_of(system, setting.key) is None and not is_variable:
+            foreign.append(setting)
+    for text in _kl_keys(foreign):
         yield (
             f"{text} is not a flag of {system.title} that explain knows: what code of the file's own does with it is "
             "not in this answer"
@@ -269,17 +368,6 @@ def _bears_on(unread: Unread, classes: Sequence[re.Pattern[str]]) -> bool:
     if not unread.scope:
         return True
     return any(pattern.fullmatch(unread.scope) for pattern in classes)
-
-
-def _version_remarks(system: System, given: Mapping[str, Value]) -> Iterator[str]:
-    """What other releases do where the file leaves a flag to its default."""
-    flags = {flag.name: flag.default for flag in system.flags}
-    flags.update(given)
-    for change in system.versions:
-        if change.flag in given:
-            continue
-        if all(name in given for name in change.given) and conditions_hold(change.when, flags):
-            yield change.says
 
 
 # --- the system ---------------------------------------------------------------------------------------------------
@@ -356,7 +444,13 @@ def recognise(parsed: Parsed) -> System:
 
 
 def _count_hints(system: System, parsed: Parsed) -> int:
-    count = len(list(_found(system.hints, parsed)))
+    classes = _classes_of(system)
+    settings = []
+    for setting in parsed.settings:
+        # In Python, what a class of the author's own has is no option of a system.
+        if not setting.scope or any(pattern.fullmatch(setting.scope) for pattern in classes):
+            settings.append(setting)
+    count = len(list(_found(system.hints, replace(parsed, settings=settings))))
     if parsed.is_config:
         count += len(list(_found(system.config_hints, parsed)))
     return count

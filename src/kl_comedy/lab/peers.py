@@ -122,6 +122,11 @@ class Flag:
         return self.path or self.name
 
     @property
+    def is_of_kl(self) -> bool:
+        """Whether the flag says where the KL is or how much it counts, and not another part of the objective."""
+        return re.search(r"(^|[_.])(kl|beta|init_coef)([_.]|$)", f"{self.name}.{self.path}") is not None
+
+    @property
     def is_switch(self) -> bool:
         return isinstance(self.default, bool)
 
@@ -222,15 +227,34 @@ class OtherRun:
 
 @dataclass(frozen=True, kw_only=True)
 class VersionChange:
-    """A default that differs between releases: what is said where a file leaves ``flag`` to it.
+    """A default that differs between releases: what is said where a file leaves ``flag`` to it. A ``flag`` that the
+    system does not have stands for what no flag sets.
 
-    ``when`` are conditions as in a rule; ``given`` are flags that the file must set for the change to matter.
+    ``when`` are conditions as in a rule; ``given`` are flags that the file must set for the change to matter. ``since``
+    is the first release with the change, and ``before`` are the values of flags that stand for what earlier ones do.
+    ``usually_before``: a file that does not tell its release is mostly for an earlier one; ``before_if_old``: one that
+    has an option which some later release dropped is. ``only_if_told``: nothing is said of files that do not tell.
     """
 
     flag: str
     says: str
     when: Mapping[str, Any] = field(default_factory=dict)
     given: Sequence[str] = ()
+    since: str = ""
+    before: Mapping[str, Value] = field(default_factory=dict)
+    usually_before: bool = False
+    before_if_old: bool = False
+    only_if_told: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Releases:
+    """By what a file tells its release: patterns of keys and classes that end with a release (``until``), and of those
+    that one is the first to have (``since``). ``package`` is the name whose version a file may pin."""
+
+    package: str = ""
+    until: tuple[tuple[str, Sequence[str]], ...] = ()
+    since: tuple[tuple[str, Sequence[str]], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,10 +265,12 @@ class System:
 
     For launch scripts and configs: ``marks`` belong to this system alone, ``hints`` to few, and ``config_hints`` to few
     in a config that stands alone, since programs of many kinds have arguments of the same names. ``needs_config`` are
-    marks of a program that takes all settings from a config of its caller. ``over`` are the systems of
+    marks of a program that takes all settings from a config of its caller, and ``own_configs`` patterns of configs of
+    the system itself, which have its defaults. ``over`` are the systems of
     which this is a fork or a patch, whose marks its files have too. ``rl_runs`` tell a run with these flags, and where
     none is there, ``other_runs`` one without. ``told_by`` are values of flags that a file gives by a class or a
-    command. ``classes`` are the patterns of the Python classes whose arguments are flags.
+    command. ``classes`` are the patterns of the Python classes whose arguments are flags. ``versions`` are defaults
+    that changed between ``releases``.
     """
 
     name: str
@@ -258,12 +284,14 @@ class System:
     hints: Marks = field(default_factory=Marks)
     config_hints: Marks = field(default_factory=Marks)
     needs_config: Marks = field(default_factory=Marks)
+    own_configs: Sequence[str] = ()
     over: Sequence[str] = ()
     rl_runs: Marks = field(default_factory=Marks)
     other_runs: Sequence[OtherRun] = ()
     told_by: Mapping[str, Mapping[str, Marks]] = field(default_factory=dict)
     classes: Sequence[str] = ()
     versions: Sequence[VersionChange] = ()
+    releases: Releases = field(default_factory=Releases)
 
     @classmethod
     def load(cls, name: str) -> System:
@@ -280,6 +308,10 @@ class System:
             told_by[flag_name] = {value: Marks(**marks) for value, marks in values.items()}
         data["told_by"] = told_by
         data["versions"] = tuple(VersionChange(**change) for change in data.get("versions", ()))
+        releases = data.get("releases", {})
+        for end in ("until", "since"):
+            releases[end] = tuple(releases.get(end, {}).items())
+        data["releases"] = Releases(**releases)
         flags = []
         for flag_name, facts in data.pop("flags").items():
             # Tuples: a flag is frozen, with all that it holds.
@@ -651,7 +683,8 @@ class _RuleInterpreter:
         if isinstance(wanted, dict):
             # Numbers are compared, so that a rule can say: where the coefficient is not 0.
             if "above" in wanted:
-                return bool(value > wanted["above"])
+                # A coefficient of none is that of the trainer.
+                return value is not None and bool(value > wanted["above"])
             return not self._holds(name, wanted["not"])
         if isinstance(wanted, list):
             return value in wanted

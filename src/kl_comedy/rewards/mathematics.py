@@ -16,7 +16,15 @@ from typing import Any
 from kl_comedy.records import Reward
 from kl_comedy.registry import REWARDS
 from kl_comedy.rewards.base import BadGold, Meta
-from kl_comedy.rewards.notation import bases, digits_and_base, readable
+from kl_comedy.rewards.notation import (
+    bases,
+    clock_time,
+    digits_and_base,
+    is_ratio,
+    long_ratio,
+    ratios_in_words,
+    readable,
+)
 from kl_comedy.rewards.text import clean, nesting_depth, tail
 
 
@@ -57,10 +65,11 @@ def math_verify(
     :class:`BadGold` where the gold itself cannot be parsed.
     """
     # max_chars bounds the work of every pass below, on completions of any length.
-    text = readable(clean(tail(completion, max_chars)))
+    written = clean(tail(completion, max_chars))
+    text = readable(written)
     # Deep nesting exhausts the stack of the LaTeX parser; a long number costs the int-to-text conversion its quadratic
     # time. Both would be killed by the clock too, but only after the whole limit.
-    too_deep = nesting_depth(text) > max_depth
+    too_deep = max(nesting_depth(written), nesting_depth(text)) > max_depth
     long_number = re.search(rf"\d{{{max_digits + 1}}}", text)
     if too_deep or long_number:
         return Reward(value=0.0, status="refused")
@@ -69,6 +78,14 @@ def math_verify(
 
     # sympy tries facts in a random order, and some orders end in another verdict.
     seed(0)
+    gold_time = clock_time(answer)
+    if gold_time is not None and gold_time.half:
+        given_time = clock_time(text)
+        if given_time is None:
+            return Reward(value=0.0, status="unparseable")
+        return Reward(value=float(given_time.agrees_with(gold_time)))
+    if is_ratio(answer):
+        text = ratios_in_words(text)
     gold = _parsed_gold(answer)
     given = _evaluated(parse(text, parsing_timeout=None))
     if not given:
@@ -121,6 +138,14 @@ def _equal(gold: list[Any], given: list[Any], float_rounding: int) -> bool:
     if gold_numeral and not gold_numeral[0].lstrip("-").isdigit():
         # Digits above 9 are compared as text: to sympy 2A and A2 are one product.
         return gold_numeral[0] == given_text.replace(" ", "")
+    if gold_text and _squeezed(gold_text) == _squeezed(given_text):
+        # Of two equal texts math-verify may read nothing.
+        return True
+    gold_ratio = long_ratio(gold_text)
+    given_ratio = long_ratio(given_text)
+    if gold_ratio or given_ratio:
+        # 1:2:3 would be the number 1/2/3, which is that of 1:3:2.
+        return gold_ratio == given_ratio
     gold_bases = bases(gold_text)
     given_bases = bases(given_text)
     if gold_bases and given_bases and gold_bases != given_bases:
@@ -130,7 +155,7 @@ def _equal(gold: list[Any], given: list[Any], float_rounding: int) -> bool:
         return False
     given = _as_sets(given, gold)
     if not verify(gold, given, float_rounding=float_rounding, timeout_seconds=None):
-        return False
+        return _equal_complex(gold[0], given[0])
     # math-verify has said yes. For very small or very large numbers its defaults say yes too easily.
     places, digits = _needed_precision([*gold, *given], float_rounding)
     defaults_suffice = places == float_rounding and digits == DIGITS
@@ -139,6 +164,28 @@ def _equal(gold: list[Any], given: list[Any], float_rounding: int) -> bool:
     if max(places, digits) > MAX_DIGITS:
         return bool(gold[0].doit() == given[0].doit())
     return bool(verify(gold, given, float_rounding=places, numeric_precision=digits, timeout_seconds=None))
+
+
+def _squeezed(formula: str) -> str:
+    """``formula`` without spaces, but between letters or digits: ``1 2`` is not 12."""
+    text = re.sub(r"(?:\s|\\[,;:! ]|~)++", " ", formula)
+    return re.sub(r"(?<!\w) | (?!\w)", "", text)
+
+
+def _equal_complex(gold: Any, given: Any) -> bool:
+    """Whether two numbers are equal where ``i`` is the imaginary unit, which is a variable to math-verify."""
+    from sympy import Expr, I, expand_complex
+
+    if not (isinstance(gold, Expr) and isinstance(given, Expr)):
+        return False
+    names = gold.free_symbols | given.free_symbols
+    if {str(name) for name in names} != {"i"}:
+        return False
+    # Names may carry assumptions, so that they are not equal to one symbol.
+    difference = (gold - given).subs(dict.fromkeys(names, I))
+    with contextlib.suppress(Exception):
+        return bool(expand_complex(difference) == 0)
+    return False
 
 
 def _is_point(formula: str) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from dataclasses import dataclass
 from decimal import Context, Decimal
 from fractions import Fraction
 
@@ -29,10 +30,16 @@ _CHARACTERS: dict[int, str] = {
     **dict.fromkeys(map(ord, "\u2212\ufe63\u2010\u2011"), "-"),
     **dict.fromkeys(map(ord, "×✕✖⨯·⋅∙"), "*"),
     **dict.fromkeys(map(ord, "÷∕\u2044"), "/"),
+    # ① to ⑳.
+    **{code: unicodedata.normalize("NFKC", chr(code)) for code in range(0x2460, 0x2474)},
+    # The decimal point and the separator of thousands between Arabic digits.
+    0x66B: ".",
+    0x66C: ",",
     # A full-width comma separates; without the space "１，２" would be a decimal number.
     0xFF0C: ", ",
 }
 
+_FOREIGN_DIGIT = re.compile(r"(?![0-9])\d")
 _PLAIN_SUPERSCRIPTS = (0xB2, 0xB3, 0xB9, 0x2070, *range(0x2074, 0x207A))
 _SUPERSCRIPTS = {
     **{code: unicodedata.normalize("NFKC", chr(code)) for code in _PLAIN_SUPERSCRIPTS},
@@ -49,6 +56,8 @@ _SUB = "[" + "".join(map(chr, _SUBSCRIPTS)) + "]"
 _VULGAR = "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _SYMBOLS = {
     "∞": r"\infty ",
+    "⟨": r"\langle ",
+    "⟩": r"\rangle ",
     "∪": r"\cup ",
     "∩": r"\cap ",
     "∈": r"\in ",
@@ -80,6 +89,8 @@ def plain_characters(text: str) -> str:
     '12 - 5 * 3'
     """
     text = text.translate(_CHARACTERS)
+    # Digits of other scripts, as Arabic ones.
+    text = _FOREIGN_DIGIT.sub(lambda match: str(unicodedata.decimal(match.group())), text)
     # A dash before a number is a minus sign; between numbers it may be a range, and stays.
     return re.sub(r"(?<![\w)\]}])[\u2013\u2014](?=\d)", "-", text)
 
@@ -90,6 +101,9 @@ def plain_characters(text: str) -> str:
 _THIN = r"(?:[~ ]|\\[ ,;:!]|\{,\}|\{\\,\})"
 _GROUPED = re.compile(rf"(?<![\w.,\\])(\d{{1,3}})({_THIN})(\d{{3}}(?:\2\d{{3}}){{0,10}}+)(?!\2?\d)")
 _GROUPED_DECIMALS = re.compile(rf"(?<=\d)(\.\d{{3}})({_THIN})((?:\d{{3}}\2){{0,10}}+\d{{1,3}})(?!\2?\d|/\d)")
+_GROUPED_BY_POINTS = re.compile(r"(?<![\w.,\\])(\d{1,3}(?:\.\d{3}){2,10}+)(?![\d.]\d|\d)")
+"""1.234.567: two points make it no decimal. With one point, as in 1.234, it is one."""
+_GROUPED_BY_APOSTROPHES = re.compile(r"(?<![\w.,\\])(\d{1,3}(?:['\u2019]\d{3}){1,10}+)(?!['\u2019]?\d)")
 _BEFORE_WHOLE = r"(?<![\w.^/)\]}!\\])(?<!\d[ ~])"
 _WHOLE = r"(\d{1,3}(?:,\d{3}){1,5}|\d{1,15})"
 _GAP = r"(?:[ \t~]|\\[ ,;:])++"
@@ -109,11 +123,14 @@ _EXPANDED = 30
 
 
 def joined_digits(text: str) -> str:
-    r"""``text`` without the spaces between groups of three digits.
+    r"""``text`` without the spaces, points or apostrophes between groups of three digits.
 
     >>> joined_digits(r"1\,234\,567 and 1 234.5"), joined_digits("12 34")
     ('1234567 and 1234.5', '12 34')
+    >>> joined_digits("1.234.567, 1'234 and 1.234")
+    '1234567, 1234 and 1.234'
     """
+    text = _without_separators(text)
 
     def group(match: re.Match[str]) -> str:
         # 5 100/3 is a mixed number; with a thin space it is a fraction.
@@ -123,6 +140,12 @@ def joined_digits(text: str) -> str:
 
     text = _GROUPED.sub(group, text)
     return _GROUPED_DECIMALS.sub(lambda match: match[1] + match[3].replace(match[2], ""), text)
+
+
+def _without_separators(text: str) -> str:
+    """``text`` without points (two or more) and apostrophes between groups of three digits."""
+    text = _GROUPED_BY_POINTS.sub(lambda match: match[1].replace(".", ""), text)
+    return _GROUPED_BY_APOSTROPHES.sub(lambda match: re.sub(r"\D", "", match[1]), text)
 
 
 def improper_fractions(text: str, form: str = "{}/{}") -> str:
@@ -281,6 +304,10 @@ _BASED = re.compile(
     rf"{_DIGITS}(?:_ ?(?:{_TEXT})?(?:(\d{{1,2}})(?!\d)|{_BRACED})"
     rf"|(?:[ ~]|\\[ ,])?{_TEXT} ?\{{([^{{}}]{{1,24}}\}} ?\d{{0,2}})|[ ~]+(\(?(?:in )?base[- ]\w{{1,9}}\)?))"
 )
+_PREFIXES = {"b": (2, "01"), "x": (16, "0123456789ABCDEF")}
+_PREFIXED = re.compile(r"(?<![\w.\\])0([bx])([0-9A-Fa-f]{2,99})(?![\w.])")
+_SMALL_HEXADECIMAL = re.compile(r"(?<![\w.^\\}])(\d[0-9a-f]{0,98})(?= ?_ ?(?:16(?!\d)|\{ ?16 ?\}))")
+_NUMERAL_AS_TEXT = re.compile(rf"{_TEXT} ?\{{ ?([0-9][0-9A-F]{{0,98}}) ?\}}(?= ?_)")
 _NOISE = re.compile(rf"{_TEXT}(?![A-Za-z])|[-{{}}() ~]+")
 _BASE_BEHIND_BOX = re.compile(r"(\\boxed ?\{[-+]?[0-9A-Z.]{1,99})\}_ ?(\d{1,2}|\{[^{}]{1,24}\})")
 _SUBSCRIPT = re.compile(rf"{_SUB}{{1,9}}")
@@ -292,7 +319,16 @@ def numerals(text: str, form: str = "{}") -> str:
 
     >>> numerals(r"52_9, 1011_{\text{two}}, (2A)_{16}, x_2 and 52 (base 9)")
     '52_{9}, 1011_{2}, 2A_{16}, x_2 and 52_{9}'
+    >>> numerals("0b101, 0xFF, 1a_{16} and 0b12")
+    '101_{2}, FF_{16}, 1A_{16} and 0b12'
     """
+
+    def prefixed(match: re.Match[str]) -> str:
+        base, allowed = _PREFIXES[match[1]]
+        digits = match[2].upper()
+        if not set(digits) <= set(allowed):
+            return match.group()
+        return form.format(f"{digits}_{{{base}}}")
 
     def numeral(match: re.Match[str]) -> str:
         opened, digits, closed, *base_texts = match.groups()
@@ -314,7 +350,10 @@ def numerals(text: str, form: str = "{}") -> str:
             return match.group()
         return form.format(f"{digits}_{{{base}}}")
 
-    return _BASED.sub(numeral, text)
+    text = _NUMERAL_AS_TEXT.sub(r"\1", text)
+    text = _SMALL_HEXADECIMAL.sub(lambda match: match[1].upper(), text)
+    text = _BASED.sub(numeral, text)
+    return _PREFIXED.sub(prefixed, text)
 
 
 def digits_and_base(formula: str) -> tuple[str, int] | None:
@@ -331,6 +370,81 @@ def digits_and_base(formula: str) -> tuple[str, int] | None:
 def bases(formula: str) -> set[str]:
     """The bases that numbers in the last member of ``formula`` name."""
     return set(re.findall(r"[0-9]_\{?(\d+)", formula.rpartition("=")[2]))
+
+
+# --- ratios and times ----------------------------------------------------------------------------------------------
+_RATIO = re.compile(r"\$? ?\d{1,15} ?: ?\d{1,15} ?\$?")
+_RATIO_IN_WORDS = re.compile(r"(?<![\w.])(\d{1,15}) to (\d{1,15})(?=[\s.*!]{0,6}\Z)")
+_LONG_RATIO = re.compile(r"\d{1,15}(?: ?: ?\d{1,15}){2,5}")
+
+
+def is_ratio(gold: str) -> bool:
+    """Whether a gold is the ratio of two whole numbers, as ``3:4``."""
+    return _RATIO.fullmatch(gold.strip()) is not None
+
+
+def ratios_in_words(text: str) -> str:
+    r"""``text`` with ``3 to 4`` at its end as a ratio; for golds that are one.
+
+    >>> ratios_in_words("The ratio is 3 to 4.")
+    'The ratio is \\(3:4\\).'
+    """
+    return _RATIO_IN_WORDS.sub(r"\(\1:\2\)", text)
+
+
+def long_ratio(formula: str) -> tuple[Fraction, ...]:
+    """The numbers of a ratio of three or more, in units of the first; empty for another formula.
+
+    >>> long_ratio("2:4:6") == long_ratio("1 : 2 : 3"), long_ratio("1:2")
+    (True, ())
+    """
+    if _LONG_RATIO.fullmatch(formula.strip()) is None:
+        return ()
+    numbers = [int(number) for number in formula.split(":")]
+    unit = numbers[0] or 1
+    return tuple(Fraction(number, unit) for number in numbers)
+
+
+_TIME = re.compile(
+    r"(?<![\d:.])(\d{1,2}) ?(?::|\{:\}) ?(\d\d)(?![\d:.]\d|\d)"
+    r"(?:(?:[ ~]|\\[ ,;:]|\\(?:text|mathrm|textrm|mbox) ?\{){0,4}+([AaPp])\.? ?[Mm](?![A-Za-z]))?"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClockTime:
+    """A time of day. ``half``: ``a`` or ``p`` for a.m. and p.m.; empty where it is not said."""
+
+    hour: int
+    minute: int
+    half: str
+
+    def agrees_with(self, gold: ClockTime) -> bool:
+        """Whether it is the gold's time, on a clock of twelve hours or of twenty-four."""
+        if self.minute != gold.minute:
+            return False
+        if self.half:
+            return (self.hour, self.half) == (gold.hour, gold.half)
+        # Without a half it is the gold's number, or that of twenty-four hours.
+        of_day = gold.hour % 12 + (12 if gold.half == "p" else 0)
+        return self.hour in (gold.hour, of_day)
+
+
+def clock_time(text: str) -> ClockTime | None:
+    """The last time of day in ``text``, or in what follows its last box's start; None where there is none.
+
+    >>> clock_time(r"from 2:15 to $3{:}30\\text{ p.m.}$")
+    ClockTime(hour=3, minute=30, half='p')
+    """
+    matches = list(_TIME.finditer(text))
+    if not matches:
+        return None
+    last = matches[-1]
+    boxed = _TIME.search(text, max(text.rfind("\\boxed"), 0))
+    if "\\boxed" in text and boxed is not None:
+        # What is said behind the box does not count.
+        last = boxed
+    return ClockTime(hour=int(last[1]), minute=int(last[2]), half=(last[3] or "").lower())
 
 
 # --- formulas and prose ------------------------------------------------------------------------------------------
@@ -363,6 +477,7 @@ _RUN = re.compile(
     rf"(?:(?<=[π)}}\d ])[A-Za-z]{{1,2}}(?![A-Za-z]))?"
 )
 _LAST_POINT = re.compile(rf"(?<![\w\\])(\( ?-?{_COORDINATE}(?: ?, ?-?{_COORDINATE}){{1,4}} ?\))(?=[\s.*!]{{0,6}}\Z)")
+_LAST_INFINITY = re.compile(r"(?<![\w\\])([-+]?) ?∞(?=[\s.*!]{0,6}\Z)")
 _BOLD = re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^*\n]{1,300})(?<=\S)\*\*(?![\w(*])")
 """Bold type; of ``**1/2**`` math-verify would read the 1."""
 _NEEDS_LATEX = re.compile(rf"[√∛∜π]|\\|sqrt|\^\{{|(?<=[\d)]){_SUPER}")
@@ -370,10 +485,25 @@ _SPACE = r"(?:[ ~]|\\[ ,;:!]|\\quad(?![A-Za-z]))"
 _UNIT_TEXT = r"\\(?:text|mathrm|textrm|mbox) ?\{ ?([A-Za-z. ]{1,30}?) ?\}"
 _WORD = r"\\(?:text|mathrm|textrm|mbox) ?\{ ?(?:and|or) ?\}"
 _UNIT_POWER = r"(?: ?\^ ?(?:\d|\{\d\}))?"
+_NUMBER_OR_FRACTION = rf"-? ?\d{{1,15}}(?:[./]\d{{1,15}})?|-? ?{_LATEX_FRACTION}"
 _LATEX_FORMS = (
     # The name of a point before its coordinates would be a function of them. C(5,2) and N(0,1) are no points.
     (re.compile(r"(?<=[{$(\[=])( ?)[ADHKMOPQRSVW](?:'|_\{?\d\}?)? ?(?=(?:\\left ?)?\([^()=]{1,80},)"), r"\1"),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
+    # Of a vector in angle brackets, as <1,2>, it would read 1.2, and of bold letters nothing.
+    (
+        re.compile(
+            r"(?:\\left ?)?\\langle(?=[^$]{1,200}?,) ?((?:(?!\\[lr]angle)[^()<>$]){1,200}?)(?:\\right ?)?\\rangle"
+        ),
+        r"(\1)",
+    ),
+    (re.compile(r"\\(?:mathbf|boldsymbol|bm) ?\{ ?([A-Za-z]) ?\}"), r" \1"),
+    (re.compile(r"\\color ?\{[a-zA-Z]{1,20}\} ?|\\textcolor ?\{[a-zA-Z]{1,20}\}"), ""),
+    # Of 5 = x the last side counts.
+    (
+        re.compile(rf"(?<=[{{$(\[])( ?)({_NUMBER_OR_FRACTION}) ?= ?([a-z]) ?(?=[}}$]|\\[)\]])"),
+        r"\1\5=\2",
+    ),
     # The distance after a line break would be a factor of the next entry.
     (re.compile(r"\\\\ ?\[[-\d.]{1,8} ?(?:pt|em|ex|mm|cm|in)\]"), r"\\\\"),
     # "1, 2, and 3": math-verify reads the word as a further comma.
@@ -423,11 +553,17 @@ def readable(text: str) -> str:
     """
     text = plain_characters(text)
     if not _OPENING.search(text):
+        words = _LAST_WORDS.search(text)
+        last_line = text[text.rfind("\n") + 1 :]
+        # An answer in words. Beside digits a word may be no number: "so it is 12, and 7 is one".
+        if words is not None and _number_of_words(words[1]) and not re.search(r"\d", last_line):
+            text = f"{text[: words.start(1)]}\\({_number_of_words(words[1])}\\)"
         # Of the point (2, -1) in prose math-verify would read the -1. Formulas have their own rules, and go first.
         text = _LAST_POINT.sub(r"\\(\1\\)", text)
     text = _MIXED_ACROSS.sub(lambda match: _improper(match, r"$\frac{{{}}}{{{}}}$"), text)
     text = _BASE_BEHIND_BOX.sub(r"\1_\2}", text)
     text = re.sub(rf"([√∛∜]) ?([{_VULGAR}])", r"\1(\2)", text)
+    text = _single_braces(text)
     # All braces are paired in one pass: a search per box would be quadratic on a text of many open boxes.
     closing_braces = _closing(text, "{", "}")
     pieces = []
@@ -466,6 +602,8 @@ def _formula(text: str) -> str:
     text = re.sub(r"(?<!\\right)(?<!\.)\.(?=\s?\})", "", text)
     text = _UNIT.sub("", text)
     text = _quantities(text)
+    text = _WORDS_AS_ANSWER.sub(lambda match: _number_of_words(match[1]) or match.group(), text)
+    text = _turned_chains(text)
     for pattern, replacement in _LATEX_FORMS:
         text = pattern.sub(replacement, text)
     return _sorted_assignments(text)
@@ -499,6 +637,66 @@ def _quantities(text: str) -> str:
     return _TWO_QUANTITIES.sub(pair, text)
 
 
+_UNDER_TWENTY = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS = {
+    "twenty": 20,
+    "thirty": 30,
+    "forty": 40,
+    "fifty": 50,
+    "sixty": 60,
+    "seventy": 70,
+    "eighty": 80,
+    "ninety": 90,
+}
+_NUMBER_WORDS = {**{name: number for number, name in enumerate(_UNDER_TWENTY)}, **_TENS, "hundred": 100}
+_WORDS_AS_ANSWER = re.compile(
+    r"(?<=[{$])\\(?:text|mathrm|textrm|mbox) ?\{ ?([A-Za-z]{3,9}(?:[- ][a-z]{3,5})?) ?\.?\}(?= ?(?:[}$]|\\[)\]]))"
+)
+_LAST_WORDS = re.compile(r"(?:\bis|\bare|=|:) ?\**([A-Za-z]{3,9}(?:-[a-z]{3,5})?)\**[.!\s]{0,4}\Z")
+
+
+def _number_of_words(words: str) -> str:
+    """The number that one or two words name, up to a hundred, in digits; empty for other words.
+
+    >>> _number_of_words("twelve"), _number_of_words("Forty-two"), _number_of_words("two three")
+    ('12', '42', '')
+    """
+    first, _, second = words.lower().replace("-", " ").partition(" ")
+    if first not in _NUMBER_WORDS:
+        return ""
+    if not second:
+        return str(_NUMBER_WORDS[first])
+    # Of two words the first is a ten and the second a digit.
+    ones = _NUMBER_WORDS.get(second, 0)
+    if first not in _TENS or not 1 <= ones <= 9:
+        return ""
+    return str(_TENS[first] + ones)
+
+
+_DECREASING = re.compile(
+    r"(?<=[{$\[(])( ?[^<>={}$,;&]{1,40}?) ?(>|\\geq?(?:slant)?(?![A-Za-z])|≥) ?([a-z]) ?"
+    r"(>|\\geq?(?:slant)?(?![A-Za-z])|≥) ?([^<>={}$,;&\\]{1,40}?) ?(?=[}$]|\\[)\]])"
+)
+
+
+def _turned_chains(text: str) -> str:
+    r"""``text`` with ``3>x\ge1`` as ``1\le x<3``: math-verify compares chains in the order of writing.
+
+    >>> _turned_chains(r"$3>x\ge1$")
+    '$1\\le x<3$'
+    """
+
+    def turned(match: re.Match[str]) -> str:
+        high, first, name, second, low = match.groups()
+        signs = ["<" if sign == ">" else r"\le " for sign in (second, first)]
+        return f"{low.strip()}{signs[0]}{name}{signs[1]}{high.strip()}"
+
+    return _DECREASING.sub(turned, text)
+
+
 def _sorted_assignments(text: str) -> str:
     """``text`` with ``y=1, x=2`` as ``x=2, y=1``: math-verify compares them with a point in the order of writing."""
 
@@ -515,12 +713,14 @@ def _sorted_assignments(text: str) -> str:
 def _prose(text: str) -> str:
     """A text between formulas in the forms that math-verify reads; runs that only LaTeX can express become formulas."""
     text = _BOLD.sub(r"\1", text)
+    text = _without_separators(text)
     text = recurring_fractions(text)
     text = improper_fractions(text)
     text = _PROSE_PERCENT.sub(r"\1/\g<2>00", text)
     text = written_out(text)
     text = _plain_subscripts(text)
     text = numerals(text, r"\({}\)")
+    text = _LAST_INFINITY.sub(r"\(\1\\infty\)", text)
     return _RUN.sub(lambda match: _as_formula(match.group()), text)
 
 
@@ -579,6 +779,26 @@ def _roots(text: str) -> str:
         if text.endswith("\\right", 0, last):
             characters[last - len("\\right") : last] = [""] * len("\\right")
     return "".join(characters)
+
+
+def _single_braces(text: str) -> str:
+    r"""``text`` with one pair of braces for several directly around the same text.
+
+    math-verify's time doubles with every further pair.
+
+    >>> _single_braces(r"\boxed{{{12}}} and \{{1}, {2}\}")
+    '\\boxed{12} and \\{{1}, {2}\\}'
+    """
+    closing = _closing(text, "{", "}")
+    superfluous = set[int]()
+    for start, end in closing.items():
+        # The outer pair may be a set's, whose braces have a backslash.
+        is_escaped = text.endswith("\\", 0, start)
+        if not is_escaped and closing.get(start + 1) == end - 1:
+            superfluous |= {start + 1, end - 1}
+    if not superfluous:
+        return text
+    return "".join(character for position, character in enumerate(text) if position not in superfluous)
 
 
 def _closing(text: str, opener: str, closer: str) -> dict[int, int]:

@@ -1,0 +1,3 @@
+from rllm.engine import AgentWorkflowEngine, OpenAIEngine
+
+engine = AgentWorkflowEngine(rollout_engine=OpenAIEngine(model="small"), n_parallel_tasks=4)

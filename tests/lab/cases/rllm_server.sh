@@ -1,0 +1,1 @@
+python -m rllm.sdk.proxy.litellm_server --host localhost --port 4000 --project mine
