@@ -44,6 +44,11 @@ def rounds_as_stored(kl_comedy, run):
     return verdicts <= {"equal", "new"}
 
 
+OTHER_REFERENCE = "the initial reference is not the one this run began with"
+"""The tiny pocket is trained on each machine: a processor that rounds otherwise has other weights, and a resume with
+another reference must be refused."""
+
+
 def finished_summary(stored):
     return json.loads((run_of(stored, "beta0.05") / "summary.json").read_text())
 
@@ -69,6 +74,10 @@ def test_a_stored_export_is_compared(kl_comedy, stored):
 def test_a_stored_checkpoint_is_resumed_to_what_the_whole_run_was(kl_comedy, stored):
     killed = run_of(stored, "beta0.2")
     code, _, errors = kl_comedy("train", killed / "config.yaml", f"output={killed.parent}", "resume=auto")
+    if OTHER_REFERENCE in errors:
+        assert code == 1
+        assert not rounds_as_stored(kl_comedy, run_of(stored, "beta0.05"))
+        return
     assert code == 0, errors
     assert run_of(stored, "beta0.2") == killed, "no second folder: the config has the hash that it had"
     assert "update 4" in errors, "it resumes from the checkpoint"
@@ -97,6 +106,11 @@ def test_a_stored_sweep_runs_what_is_missing(kl_comedy, stored):
     assert rows["beta0.2"].state != "FINISHED"
 
     code, _, errors = kl_comedy("resubmit", "grid")
+    if OTHER_REFERENCE in errors:
+        assert code == 1
+        assert rows_of_sweep(stored)["beta0.2"].state == "FAILED"
+        assert not rounds_as_stored(kl_comedy, run_of(stored, "beta0.05"))
+        return
     assert code == 0, errors
     rows = rows_of_sweep(stored)
     assert {row.state for row in rows.values()} == {"FINISHED"}

@@ -52,7 +52,8 @@ def test_the_gradient_of_a_recipe_is_that_of_the_golden_file(computed, name, reg
     golden_D = torch.tensor(json.loads(GOLDEN.read_text())[name][regime], dtype=torch.float64)
     computed_D = torch.tensor(computed[name][regime], dtype=torch.float64)
     # The norm and not each element: a processor with other instructions rounds a sum that cancels differently.
-    assert (computed_D - golden_D).norm() <= 1e-12 * golden_D.norm()
+    # A gradient of zero is a sum of rounding errors, of about 1e-18.
+    assert (computed_D - golden_D).norm() <= 1e-12 * golden_D.norm() + 1e-16
 
 
 if __name__ == "__main__":
