@@ -200,7 +200,7 @@ class Loss:
         return loss_B
 
     def _check_pair(self, batch: Batch) -> None:
-        """Raise :class:`UserError` where a scalar of two completions is neither the sum nor the mean of their losses."""
+        """Raise :class:`UserError` where the scalar of two completions is neither their losses' sum nor mean."""
         tokens_B = batch.tensors["mask"].sum(-1)
         # Of different lengths, so that the two means differ.
         pair = [int(tokens_B.argmin()), int(tokens_B.argmax())]
