@@ -205,6 +205,8 @@ def test_explain_prints_the_system_the_placement_and_our_terms(tmp_path):
     assert lines[0].endswith("t.py: TRL, read with the flags and defaults of version 1.16.0")
     assert lines[1] == "KL is on: loss (k3, ratio none, beta 0.04)"
     assert "wrong gradient on-policy: optimizes the forward KL" in lines[3]
+    older = explained_lines(write(tmp_path, "u.py", TRL.replace("use_bias_correction_kl=False", "max_prompt_length=9")))
+    assert older[0].endswith("u.py: TRL, read with the flags of version 1.16.0 and defaults before 1.10.0")
     assert "kl:" in lines
     assert "docs/decision.md" in lines[-1]
 

@@ -98,6 +98,14 @@ def test_a_remark_says_by_what_the_release_is_told(tmp_path):
     )
 
 
+def test_the_first_release_whose_default_is_not_taken_is_named(tmp_path):
+    one = explained(tmp_path, "a.py", GRPO.format(", beta=0.04, max_prompt_length=512"))
+    assert one.defaults_before == "1.10.0"
+    several = explained(tmp_path, "b.sh", "pip install trl==0.17.0\ntrl grpo --model small\n")
+    assert several.defaults_before == "0.19.0"
+    assert explained(tmp_path, "c.py", GRPO.format(", beta=0.04")).defaults_before == ""
+
+
 def test_an_option_of_the_authors_own_class_tells_no_release(tmp_path):
     text = "from dataclasses import dataclass\n@dataclass\nclass Mine:\n    max_prompt_length: int = 512\n"
     assert explained(tmp_path, "a.py", text + GRPO.format(", beta=0.04")).given == {"beta": 0.04}

@@ -108,13 +108,14 @@ def _explain_file(path: Path, launch: LaunchFile, format: str) -> None:
         reading = launch.reading()
     summary: dict[str, Any] = {
         "file": str(path),
+        "defaults_before": launch.defaults_before,
         "placement": placement_of(reading),
         "kl": _kl_rows(reading),
         "traps": _traps(reading),
         "remarks": [printable(remark) for remark in launch.remarks],
     }
     if format == "table":
-        print(f"{path}: {launch.system.title}, read with the flags and defaults of version {launch.system.version}")
+        print(f"{path}: {launch.system.title}, read with the {_release_read(launch)}")
         print(f"KL is on: {summary['placement']}")
         if reading.corrections:
             print(f"The policy loss has: {_corrections(reading)}")
@@ -122,6 +123,13 @@ def _explain_file(path: Path, launch: LaunchFile, format: str) -> None:
         _print_list("Remarks", summary["remarks"])
         print()
     _explain_peer(reading, format, summary)
+
+
+def _release_read(launch: LaunchFile) -> str:
+    """Whose flags and defaults were taken; a remark says by what an earlier release was told."""
+    if launch.defaults_before:
+        return f"flags of version {launch.system.version} and defaults before {launch.defaults_before}"
+    return f"flags and defaults of version {launch.system.version}"
 
 
 def _print_list(title: str, lines: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
-from kl_comedy.lab.launch_releases import Release, release_of
+from kl_comedy.lab.launch_releases import Release, numbers_of, release_of
 from kl_comedy.lab.launch_settings import Parsed, Setting, Unread
 from kl_comedy.lab.launch_syntax import parse
 from kl_comedy.lab.peers import (
@@ -52,11 +52,15 @@ CUSTOM = "custom"
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchFile:
-    """The KL flags that a file sets. ``remarks`` name what the file does not say for certain."""
+    """The KL flags that a file sets. ``remarks`` name what the file does not say for certain.
+
+    ``defaults_before``: the release before which a default was taken; empty where all are those of the version read.
+    """
 
     system: System
     given: Mapping[str, Value]
     remarks: tuple[str, ...]
+    defaults_before: str = ""
 
     def reading(self) -> Reading:
         return read_flags(self.system, self.given)
@@ -88,7 +92,12 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
         remarks += _foreign_key_remarks(chosen, parsed)
         # Last: what the remarks above say of a file that sets no flag is not about values of an earlier release.
         remarks += values.take_release()
-        return LaunchFile(system=chosen, given=values.given, remarks=tuple(dict.fromkeys(remarks)))
+        return LaunchFile(
+            system=chosen,
+            given=values.given,
+            remarks=tuple(dict.fromkeys(remarks)),
+            defaults_before=values.defaults_before,
+        )
 
 
 def _add_override(override: str, system: System, parsed: Parsed) -> None:
@@ -144,6 +153,8 @@ class _Values:
     named: set[str] = field(default_factory=set)
     """Flags of the KL that the file sets, also where their value is not known."""
     others: list[str] = field(default_factory=list)
+    defaults_before: str = ""
+    """The earliest release whose change was undone, because the file is for one before it."""
 
     def read(self) -> None:
         self._told_by_marks()
@@ -246,15 +257,21 @@ class _Values:
 
     def _take_change(self, change: VersionChange, release: Release) -> list[str]:
         if release.is_before(change) and release.last is not None:
-            self.given.update(change.before)
+            self._undo(change)
             return [f"{release.last.text}, so the file is for a release before {change.since}. {change.says}"]
         if change.only_if_told:
             return []
         is_old = change.before_if_old and release.last is not None
         if (change.usually_before or is_old) and release.first is None:
-            self.given.update(change.before)
+            self._undo(change)
             return [f"taken as a file for a release before {change.since}, as most that leave this open. {change.says}"]
         return [change.says]
+
+    def _undo(self, change: VersionChange) -> None:
+        """Give the flags the defaults of the releases before the change."""
+        self.given.update(change.before)
+        earliest = self.defaults_before or change.since
+        self.defaults_before = min(earliest, change.since, key=numbers_of)
 
 
 def _origin_notes(setting: Setting) -> list[str]:
