@@ -1,5 +1,6 @@
 """Flags of other systems as users paste them: what is read, what is refused, what goes back to text."""
 
+import itertools
 import re
 
 import pytest
@@ -18,6 +19,7 @@ from kl_comedy.lab.peers import (
     find_system,
     is_peer,
     read,
+    read_flags,
     render,
     resolve,
     split,
@@ -289,6 +291,32 @@ def test_the_switched_on_reading_keeps_what_was_given():
     with_kl = switched_on(read("trl:use_bias_correction_kl=false"))
     assert with_kl is not None
     assert with_kl.given == {"use_bias_correction_kl": False, "beta": 0.04}
+
+
+def values_of(flag):
+    if flag.choices:
+        return flag.choices
+    if flag.is_switch:
+        return (False, True)
+    return (0.0, 0.01)
+
+
+SYSTEMS_BY_THREE = [name for name in SYSTEMS if name != "verl"]
+
+
+# verl's thirty flags have a hundred times as many threes as any other system's: half a minute.
+@pytest.mark.parametrize("name", [*SYSTEMS_BY_THREE, pytest.param("verl", marks=pytest.mark.slow)])
+def test_flags_that_are_read_with_the_kl_off_are_not_refused_with_it_on(name):
+    """For any three flags: a rule that refuses them stands before the one that ends the reading without a KL."""
+    system = SYSTEMS[name]
+    for flags in itertools.combinations(system.flags, 3):
+        for values in itertools.product(*[values_of(flag) for flag in flags]):
+            given = {flag.name: value for flag, value in zip(flags, values, strict=True)}
+            try:
+                reading = read_flags(system, given)
+            except UserError:
+                continue
+            switched_on(reading)
 
 
 def test_a_kl_that_is_on_is_not_switched_on():
