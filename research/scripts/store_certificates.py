@@ -72,8 +72,10 @@ def main() -> int:
     certificates = {}
     for key, terms in sorted(wanted().items()):
         certificates[key] = {item.regime: to_plain(item) for item in certify("", terms, regimes=REGIMES)}
-    text = json.dumps({"sources": source_hash(), "certificates": certificates}, indent=0)
-    FILE.write_text(f"{text}\n", "utf-8")
+    # One line per list of terms, so that a diff shows which of them changed.
+    lines = [f"{json.dumps(key)}: {json.dumps(by_regime)}" for key, by_regime in certificates.items()]
+    joined_lines = ",\n".join(lines)
+    FILE.write_text(f'{{"sources": "{source_hash()}", "certificates": {{\n{joined_lines}\n}}}}\n', "utf-8")
     print(f"{FILE}: {len(certificates)} lists of terms")
     return 0
 

@@ -516,11 +516,11 @@ def check_yaml(text: str) -> str:
     return content
 
 
-def load_own_yaml(text: str) -> Any:
-    """The data of a YAML file of this package. A stranger's text is checked before (:func:`check_yaml`)."""
+def load_yaml(text: str) -> Any:
+    """The plain data of a YAML text: of a file of this package, or one that :func:`check_yaml` has let pass."""
     import yaml
 
-    # libyaml is six times as fast, which every command feels that reads such a file. It is optional in PyYAML.
+    # libyaml is six times as fast, which every command feels that reads YAML. It is optional in PyYAML.
     loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
     return yaml.load(text, Loader=loader)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -233,13 +234,46 @@ def _described(returned: Any) -> str:
     return f"a {type(returned).__name__}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Taken:
+    """What a loss takes of a batch: tensors by position, tensors by parameter, and parameters that get the batch."""
+
+    by_position: Sequence[str]
+    by_parameter: Mapping[str, str]
+    batch_parameters: Sequence[str]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that the loss can read."""
+        if self.batch_parameters:
+            return ARGUMENTS
+        return tuple(dict.fromkeys([*self.by_position, *self.by_parameter.values()]))
+
+
 def caller(loss_fn: Callable[..., Any]) -> Call:
     """A function that calls the loss with those tensors that its parameters name; a module's are those of its forward.
 
     Raises :class:`UserError` for parameters that are none of the tensors.
     """
+    taken = _taken_by(loss_fn)
+
+    def call(tensors: Mapping[str, Tensor]) -> Any:
+        positional = [tensors[name] for name in taken.by_position]
+        named: dict[str, Any] = {parameter: tensors[name] for parameter, name in taken.by_parameter.items()}
+        batches = {parameter: BatchOfTensors(tensors) for parameter in taken.batch_parameters}
+        with _errors_of_the_loss():
+            returned = loss_fn(*positional, **named, **batches)
+        for parameter, batch in batches.items():
+            batch.check_unchanged(parameter, tensors)
+        return loss_of(returned)
+
+    return Call(names=taken.names, loss=call)
+
+
+def _taken_by(loss_fn: Callable[..., Any]) -> _Taken:
+    """What the loss takes, by the names of its parameters."""
     by_position: list[str] = []
-    tensor_by_parameter: dict[str, str] = {}
+    by_parameter: dict[str, str] = {}
     batch_parameters: list[str] = []
     takes_any_name = False
     for parameter in _parameters(loss_fn):
@@ -249,38 +283,31 @@ def caller(loss_fn: Callable[..., Any]) -> Call:
         elif name in ARGUMENTS and parameter.kind == parameter.POSITIONAL_ONLY:
             by_position.append(name)
         elif name in ARGUMENTS:
-            tensor_by_parameter[parameter.name] = name
+            by_parameter[parameter.name] = name
         elif parameter.name in BATCHES and parameter.default is parameter.empty:
             # With a default, as `data=None`, it is an option of the loss, and the default stays.
             batch_parameters.append(parameter.name)
-    names_tensors = bool(by_position or tensor_by_parameter or batch_parameters)
+    names_tensors = bool(by_position or by_parameter or batch_parameters)
     # With **kwargs alone the loss gets everything; beside names of its own, **kwargs are the caller's further options.
     if takes_any_name and not names_tensors:
-        tensor_by_parameter = {**{name: name for name in ARGUMENTS}, **ALIASES}
+        by_parameter = {**{name: name for name in ARGUMENTS}, **ALIASES}
+    return _Taken(by_position=by_position, by_parameter=by_parameter, batch_parameters=batch_parameters)
 
-    def call(tensors: Mapping[str, Tensor]) -> Any:
-        positional = [tensors[name] for name in by_position]
-        named: dict[str, Any] = {parameter: tensors[name] for parameter, name in tensor_by_parameter.items()}
-        batches = {parameter: BatchOfTensors(tensors) for parameter in batch_parameters}
-        try:
-            returned = loss_fn(*positional, **named, **batches)
-        except UserError:
-            # Ours already says what is wrong, as a key that the batch does not have.
-            raise
-        except (Exception, SystemExit) as error:
-            # A loss that ends the process with exit code 0 would pass for a loss that is right.
-            hint = ""
-            if "bool tensor" in str(error):
-                hint = " (the mask is a bool tensor; wrap the loss and give it mask.to(logp.dtype))"
-            raise UserError(f"loss_fn: it raised {described_error(error)}{hint}") from error
-        for parameter, batch in batches.items():
-            batch.check_unchanged(parameter, tensors)
-        return loss_of(returned)
 
-    names: tuple[str, ...] = ARGUMENTS
-    if not batch_parameters:
-        names = tuple(dict.fromkeys([*by_position, *tensor_by_parameter.values()]))
-    return Call(names=names, loss=call)
+@contextlib.contextmanager
+def _errors_of_the_loss() -> Iterator[None]:
+    """Turn whatever the loss raises into a :class:`UserError` of one line."""
+    try:
+        yield
+    except UserError:
+        # Ours already says what is wrong, as a key that the batch does not have.
+        raise
+    except (Exception, SystemExit) as error:
+        # A loss that ends the process with exit code 0 would pass for a loss that is right.
+        hint = ""
+        if "bool tensor" in str(error):
+            hint = " (the mask is a bool tensor; wrap the loss and give it mask.to(logp.dtype))"
+        raise UserError(f"loss_fn: it raised {described_error(error)}{hint}") from error
 
 
 def described_error(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError, bad_value, unknown_key
-from kl_comedy.io import load_own_yaml
+from kl_comedy.io import load_yaml
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.recipes import resolve_terms
 
@@ -237,7 +237,7 @@ def _reference_of(terms: Sequence[KLTerm]) -> str:
 # --- reading ----------------------------------------------------------------------------------------------------------
 def read_advice(path: Path = FILE) -> AdviceTable:
     """Read a file like advice.yaml. Raises :class:`UserError` for an unknown key, name or value."""
-    raw = load_own_yaml(path.read_text("utf-8"))
+    raw = load_yaml(path.read_text("utf-8"))
     sections = {item.name for item in fields(AdviceTable)}
     for name, value in raw.items():
         if name not in sections:
@@ -402,7 +402,7 @@ class Measured:
 
 def read_measured(path: Path = MEASURED) -> Measured:
     """Read a file like advice_measured.yaml."""
-    raw = load_own_yaml(path.read_text("utf-8"))
+    raw = load_yaml(path.read_text("utf-8"))
     cells = {name: tuple(Cell(**cell) for cell in listed) for name, listed in raw["contrasts"].items()}
     return Measured(contrasts=cells, spreads={name: Range(**item) for name, item in raw["spreads"].items()})
 

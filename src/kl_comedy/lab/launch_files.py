@@ -435,21 +435,13 @@ def recognise(parsed: Parsed) -> System:
     named = [name for name in SYSTEMS if marks[name]]
     if not named:
         # No mark that is one system's own: several that it shares with few.
-        hints = {name: _count_hints(system, parsed) for name, system in SYSTEMS.items()}
-        most = max(hints.values())
-        if most >= ENOUGH_HINTS:
-            named = [name for name, count in hints.items() if count == most]
+        named = _hinted(parsed)
     # A fork's file has the marks of the original too.
     originals = {original for name in named for original in SYSTEMS[name].over}
     candidates = [name for name in named if name not in originals]
     if len(candidates) > 1:
-        # A tie is not decided by order: the flags of two systems mean different things.
-        # The keys of a config say more than a word of a path.
-        settled = [name for name in candidates if _has_own_keys(SYSTEMS[name], parsed)]
-        candidates = settled or candidates
-        counts = sorted(len(marks[name]) for name in candidates)
-        if len(counts) > 1 and counts[-1] >= CLEARLY_MORE * counts[-2]:
-            candidates = [name for name in candidates if len(marks[name]) == counts[-1]]
+        counts = {name: len(marks[name]) for name in candidates}
+        candidates = _clearest(counts, parsed)
     if len(candidates) != 1:
         problem = f"no system of {', '.join(SYSTEMS)} recognised{_where_the_kl_stands(parsed)}"
         if candidates:
@@ -458,6 +450,31 @@ def recognise(parsed: Parsed) -> System:
     system = SYSTEMS[candidates[0]]
     _refuse_other_runs(system, parsed)
     return system
+
+
+def _hinted(parsed: Parsed) -> list[str]:
+    """The systems with the most hints in the file; none where each hint may be a coincidence."""
+    hints = {name: _count_hints(system, parsed) for name, system in SYSTEMS.items()}
+    most = max(hints.values())
+    if most < ENOUGH_HINTS:
+        return []
+    return [name for name, count in hints.items() if count == most]
+
+
+def _clearest(counts: Mapping[str, int], parsed: Parsed) -> list[str]:
+    """Of several systems with marks in the file (``counts``), the one that it is of; all where that is not clear.
+
+    A tie is not decided by order: the flags of two systems mean different things.
+    """
+    # The keys of a config say more than a word of a path.
+    settled = [name for name in counts if _has_own_keys(SYSTEMS[name], parsed)]
+    candidates = settled or list(counts)
+    most = max(counts[name] for name in candidates)
+    with_most = [name for name in candidates if counts[name] == most]
+    rest = [counts[name] for name in candidates if counts[name] < most]
+    if len(with_most) == 1 and most >= CLEARLY_MORE * max(rest, default=0):
+        return with_most
+    return candidates
 
 
 def _count_hints(system: System, parsed: Parsed) -> int:

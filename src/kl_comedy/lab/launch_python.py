@@ -86,6 +86,8 @@ def _without_magics(source: str, parsed: Parsed) -> str:
 
 
 CONVERSIONS = ("float", "int", "str", "bool")
+Items = list[tuple[str, ast.expr]]
+"""The items of a dictionary in the source: each key, and the expression of its value."""
 OPTION_MAKERS = ("add_argument", "option", "Option")
 """Calls that declare an option: of argparse, click and typer."""
 CONFIG_MAKERS = ("create", "merge", "DictConfig", "ConfigDict", "from_dict", "update")
@@ -169,9 +171,10 @@ class _Names:
         """``parser.add_argument("--beta", default=0.04)``, also of click, and absl's ``DEFINE_float("beta", 0.04)``."""
         maker = name_of(call.func)
         if maker.startswith("DEFINE_") and len(call.args) >= 2:
-            name = self.value(call.args[0])
-            if isinstance(name, str):
-                self.defaults[name] = call.args[1]
+            flag_name = self.value(call.args[0])
+            if isinstance(flag_name, str):
+                self.defaults[flag_name] = call.args[1]
+            return
         if maker not in OPTION_MAKERS or not call.args:
             return
         names = [self.value(argument) for argument in call.args]
@@ -204,7 +207,7 @@ class _Names:
 
     def _collect_update(self, name: str, node: ast.expr) -> None:
         """``options |= {"beta": 0.04}``."""
-        items = self.items(node) if isinstance(node, ast.Dict) else None
+        items = self._items(node) if isinstance(node, ast.Dict) else None
         if items is None:
             self.unknown_updates.add(name)
         else:
@@ -330,7 +333,7 @@ class _Names:
         return UNKNOWN
 
     def _sum(self, node: ast.BinOp) -> Any:
-        """Two texts in a row."""
+        """The text of ``"a" + "b"``; :data:`UNKNOWN` for any other operation."""
         if isinstance(node.op, ast.Add):
             left = self.value(node.left)
             right = self.value(node.right)
@@ -358,20 +361,19 @@ class _Names:
                 parts.append(str(self.value(part)))
         return self.parsed.count_written("".join(parts))
 
-    def dictionary(self, node: ast.expr) -> list[tuple[str, ast.expr]] | None:
+    def dictionary(self, node: ast.expr) -> Items | None:
         """The items of a dictionary that is written in the file; None for any other."""
         if self.depth > 20:
             return None
         self.depth += 1
-        items = self.items(node)
+        items = self._items(node)
         self.depth -= 1
         return items
 
-    def items(self, node: ast.expr) -> list[tuple[str, ast.expr]] | None:
-        items: list[tuple[str, ast.expr]] = []
+    def _items(self, node: ast.expr) -> Items | None:
         if isinstance(node, ast.Name):
-            value = self.values.get(node.id)
-            inner = None if value is None else self.dictionary(value)
+            assigned = self.values.get(node.id)
+            inner = None if assigned is None else self.dictionary(assigned)
             if inner is None:
                 return None
             return [*inner, *self.updates.get(node.id, [])]
@@ -383,11 +385,14 @@ class _Names:
                     return self.dictionary(value)
             return None
         if isinstance(node, ast.Call) and name_of(node.func) == "dict" and not node.args:
-            pairs: list[tuple[ast.expr | str | None, ast.expr]] = [(word.arg, word.value) for word in node.keywords]
-        elif isinstance(node, ast.Dict):
-            pairs = list(zip(node.keys, node.values, strict=True))
-        else:
-            return None
+            return self._items_of_pairs([(word.arg, word.value) for word in node.keywords])
+        if isinstance(node, ast.Dict):
+            return self._items_of_pairs(list(zip(node.keys, node.values, strict=True)))
+        return None
+
+    def _items_of_pairs(self, pairs: Sequence[tuple[ast.expr | str | None, ast.expr]]) -> Items | None:
+        """The items of ``dict(key=value)`` or ``{key: value}``; None for an unknown ``**other`` (its key is None)."""
+        items: Items = []
         for key, value in pairs:
             if key is None:
                 inner = self.dictionary(value)

@@ -16,10 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kl_comedy.errors import UserError
-from kl_comedy.io import MAX_FILE_BYTES, check_yaml, read_text, yaml_errors
+from kl_comedy.io import MAX_FILE_BYTES, check_yaml, load_yaml, read_text, yaml_errors
 from kl_comedy.lab.launch_commands import CONFIG_SUFFIXES, PROGRAM, command_words, recipes_as_shell, shell
 from kl_comedy.lab.launch_python import notebook, python
 from kl_comedy.lab.launch_settings import Parsed, Setting, Unread, is_literal, plain_text
@@ -102,7 +100,7 @@ def _find_config(name: str, path: Path) -> Path | None:
 @yaml_errors()
 def _yaml(text: str, parsed: Parsed, path: Path | None = None, depth: int = 0) -> None:
     check_yaml(text)
-    data = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    data = load_yaml(text)
     parsed.environment |= _environment_of(data)
     if isinstance(data, Mapping):
         # The base first: what the file itself says comes later, and counts.

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_comedy.errors import UserError, bad_value, shown, unknown_key
-from kl_comedy.io import load_own_yaml
+from kl_comedy.io import load_yaml
 from kl_comedy.kl import REGIMES, KLTerm
 from kl_comedy.kl.oracle.certificate_record import Certificate
 from kl_comedy.kl.oracle.stored_certificates import certificates as stored_or_enumerated
@@ -733,7 +733,7 @@ def variables(rules: Rules) -> set[str]:
 
 def _load_yaml(name: str) -> Any:
     path = Path(__file__).parent / "peer_systems" / f"{name}.yaml"
-    return load_own_yaml(path.read_text("utf-8"))
+    return load_yaml(path.read_text("utf-8"))
 
 
 SENTENCES: dict[str, str] = _load_yaml("sentences")

@@ -146,8 +146,8 @@ class Certificate:
             "near_target": self.near_target,
             "claimed": self.claimed,
             "kept": self.claim_holds,
-            "relative_bias": {name: _finite_or_none(value) for name, value in self.relative_bias.items()},
-            "cosine": {name: _finite_or_none(value) for name, value in self.cosine.items()},
+            "relative_bias": {name: finite_or_none(value) for name, value in self.relative_bias.items()},
+            "cosine": {name: finite_or_none(value) for name, value in self.cosine.items()},
             "variance": self.variance,
             "variance_ratio": self.variance_ratio,
             "strength": self.strength,
@@ -184,7 +184,8 @@ def pulls_to_sampler(terms: Sequence[KLTerm]) -> bool:
     return bool(terms) and all(term.reference == "sampler" for term in terms)
 
 
-def _finite_or_none(value: float) -> float | None:
+def finite_or_none(value: float) -> float | None:
+    """The value, None where it is infinite or not a number: JSON has neither."""
     if math.isfinite(value):
         return value
     return None

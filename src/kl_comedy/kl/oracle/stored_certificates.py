@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kl_comedy.kl.claims import REGIMES
-from kl_comedy.kl.oracle.certificate_record import Certificate, relative_terms
+from kl_comedy.kl.oracle.certificate_record import Certificate, finite_or_none, relative_terms
 from kl_comedy.kl.term import KLTerm
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 
@@ -62,11 +62,8 @@ def key_of(terms: Sequence[KLTerm]) -> str:
 def to_plain(certificate: Certificate) -> dict[str, Any]:
     """The stored figures of a certificate; a cosine with a zero gradient is None."""
     plain = {name: getattr(certificate, name) for name in FIGURES}
-    plain["relative_bias"] = dict(certificate.relative_bias)
-    plain["cosine"] = {}
-    for target, cosine in certificate.cosine.items():
-        plain["cosine"][target] = cosine if math.isfinite(cosine) else None
-    plain["batch_bias"] = dict(certificate.batch_bias)
+    # JSON has no nan.
+    plain["cosine"] = {target: finite_or_none(cosine) for target, cosine in certificate.cosine.items()}
     return plain
 
 
