@@ -462,7 +462,7 @@ def _hinted(parsed: Parsed) -> list[str]:
 
 
 def _clearest(counts: Mapping[str, int], parsed: Parsed) -> list[str]:
-    """Of several systems with marks in the file (``counts``), the one that it is of; all where that is not clear.
+    """The system that a file is of, among those with ``counts`` marks in it; all of them where that is not clear.
 
     A tie is not decided by order: the flags of two systems mean different things.
     """
