@@ -100,6 +100,7 @@ def rows_of_sweep(stored):
     return {row.name: row for row in read_status(read_sweep(stored / "sweeps/grid")).rows}
 
 
+@pytest.mark.slow
 def test_a_stored_sweep_runs_what_is_missing(kl_comedy, stored):
     rows = rows_of_sweep(stored)
     assert rows["beta0.05"].state == "FINISHED"

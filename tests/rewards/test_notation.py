@@ -245,7 +245,7 @@ LENGTH = 40_000
 @pytest.mark.parametrize(
     ("rewrite", "before"),
     [
-        pytest.param(readable, "", id="prose"),
+        pytest.param(readable, "", marks=pytest.mark.slow, id="prose"),
         pytest.param(readable, "$", marks=pytest.mark.slow, id="formula"),
         pytest.param(plain_numbers, "", marks=pytest.mark.slow, id="numbers"),
     ],

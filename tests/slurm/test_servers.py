@@ -82,6 +82,7 @@ def answer(url):
         return reply.read().decode()
 
 
+@pytest.mark.slow
 def test_two_servers_answer_on_ports_of_their_own_until_the_trainer_is_done(job):
     tasks = [job.start(index, SERVER, "number {index}") for index in range(2)]
     urls = await_servers()
@@ -116,6 +117,7 @@ def test_a_server_that_ends_fails_the_trainer_in_one_line(job):
     assert task.wait(timeout=30) == 3
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_fails_the_trainer_in_one_line(job, monkeypatch):
     monkeypatch.setenv("KL_COMEDY_JOB_LOG", str(job.folder / "train-7_0.out"))
     log = job.folder / "train-7_0.server-0.log"
