@@ -41,7 +41,11 @@ def agrees(estimate, truth):
 
 @pytest.fixture(scope="module")
 def on_policy():
-    return audit_of("kl=[{estimator: k3, placement: loss, beta: 0.05}, {estimator: k1, placement: reward, beta: 0.05}]")
+    return audit_of(
+        "kl=[{estimator: k3, placement: loss, beta: 0.05},"
+        "{estimator: k1, placement: reward, beta: 0.05},"
+        "{estimator: exact_forward, placement: loss, beta: 0.05}]"
+    )
 
 
 # --- what is delivered on-policy ----------------------------------------------------------------------------------
@@ -56,9 +60,8 @@ def test_k1_in_the_loss_delivers_nothing(on_policy):
     _, terms = on_policy
     term = terms["k1_reverse_token in loss"]
     assert agrees(term.delivered, 0.0)
+    # The cosine is not asked for: that of pure noise is anything, once in some 25 seeds 1.0 with a short interval.
     assert term.delivered.half_width < 0.1
-    # The cosine of pure noise: not a number, or an interval that reaches down to none.
-    assert term.cosine is None or term.cosine.low < 0.3
 
 
 def test_exact_with_future_credit_delivers_everything(on_policy):
@@ -83,12 +86,21 @@ def test_k2_in_the_loss_has_the_direction_of_the_gradient(on_policy):
     assert terms["k2_reverse_token in loss"].cosine.value > 0.95
 
 
-def test_k3_in_the_loss_delivers_less(on_policy):
+def test_the_forward_kl_in_the_loss_delivers_less(on_policy):
     _, terms = on_policy
-    term = terms["kl.0: k3_reverse_token in loss"]
+    term = terms["kl.2: exact_forward_forward_token in loss"]
     assert term.p_unbiased < 0.05
     assert term.delivered.high < 0.8
     assert term.bias.low > 0.2
+
+
+def test_k3_in_the_loss_delivers_less(on_policy):
+    """Its mean is that of the forward KL, whose gradient it samples.
+
+    A rare token that the reference prefers has a large ratio, so that the interval's upper end can reach 1 or more.
+    """
+    _, terms = on_policy
+    assert terms["kl.0: k3_reverse_token in loss"].delivered.low < 0.8
 
 
 def test_the_training_step_follows_the_gradient_of_the_terms(on_policy):
