@@ -346,6 +346,39 @@ def test_hostile_and_unknown_files_are_refused_in_one_line(tmp_path, file, conte
     assert str(error.value).startswith(str(tmp_path)), "the message begins with the file"
 
 
+@pytest.mark.parametrize(
+    ("command", "run"),
+    [
+        ("deepspeed openrlhf/cli/train_sft_dev.py --zero_stage 3", "supervised"),
+        ("python -m verl.our_own.long-context-sft data.train_files=a", "supervised"),
+        ("torchrun roll/our_dpo_v2.py --lr 1", "preference"),
+        ("python slime/tools/train_reward_model.py --lr 1", "reward model"),
+    ],
+)
+def test_a_script_by_the_name_of_another_run_is_no_run_with_the_defaults_of_a_system(tmp_path, command, run):
+    """Authors copy and rename the scripts of a system, whose exact names are therefore not enough."""
+    with pytest.raises(UserError, match=f"by its name it is .*{run}"):
+        read_launch_file(write(tmp_path, "run.sh", f"{command}\n"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param("python openrlhf/cli/train_sft_dev.py --kl_estimator k3", id="with a flag of the KL"),
+        pytest.param("python openrlhf/sft_dev.py\npython openrlhf/our_grpo.py", id="before a script of RL"),
+        pytest.param("python openrlhf/sft_then_rl.py", id="RL in the name too"),
+    ],
+)
+def test_a_script_that_may_train_with_a_kl_is_read(tmp_path, command):
+    assert read_launch_file(write(tmp_path, "run.sh", f"{command}\n")).system.name == "openrlhf"
+
+
+@pytest.mark.parametrize("option", ["grpo_config.kl_weight", "kl_penalty_coef", "critic_type", "ppo_config.beta"])
+def test_one_option_that_anybody_may_have_tells_no_system(tmp_path, option):
+    with pytest.raises(UserError, match=r"no system of .* recognised"):
+        read_launch_file(write(tmp_path, "run.sh", f"python training.py --{option} 0.1\n"))
+
+
 def merges_of_merges():
     """Each key merges the one before it nine times, so that ten keys stand for 9^9 values."""
     lines = ["a0: &a0 {x: 1}\n"]

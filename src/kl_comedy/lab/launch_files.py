@@ -44,6 +44,13 @@ KL_KEY = re.compile(r"(.*_)?kl(_.*)?|(.*_)?reg(ularizer|_coef|_weight)|beta", re
 """The last part of keys that an author gives to a KL of his own."""
 SWEEP = re.compile(r"(choice\()?\s*(?P<first>[\d.eE+-]+)\s*(,\s*[\d.eE+-]+\s*)+\)?")
 SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
+OTHER_PROGRAMS = (
+    ("supervised fine-tuning (SFT)", re.compile(r"(.*_)?(sft|supervised)(_.*)?")),
+    ("preference training (DPO and the like)", re.compile(r"(.*_)?(dpo|kto|orpo|simpo)(_.*)?")),
+    ("a reward model", re.compile(r"(.*_)?(train_rm|train_reward(_model)?|reward_modeling)(_.*)?")),
+)
+"""Names of scripts, in any system, that train without the KL flags; authors rename and copy those of the systems."""
+RL_PROGRAM = re.compile(r"(.*_)?(rl|rlhf|rlvr|grpo|ppo|rloo|dapo|gspo|reinforce)(_.*)?")
 MAX_NAMED = 3
 """Keys and programs that one message names."""
 CUSTOM = "custom"
@@ -524,6 +531,27 @@ def _refuse_other_runs(system: System, parsed: Parsed) -> None:
                 f"{found[0]} has none of the KL flags of {system.title} that explain knows: it is {run.name}. "
                 f"--system {system.name} reads the file all the same"
             )
+    if any(_flag_of(system, setting.key) for setting in parsed.settings):
+        return
+    for program, run_name in _other_programs(parsed.started):
+        raise UserError(
+            f"{program[:100]} has none of the KL flags of {system.title} that explain knows: by its name it is "
+            f"{run_name}. --system {system.name} reads the file all the same"
+        )
+
+
+def _other_programs(started: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The programs whose names are of SFT, DPO and the like, with what they train; none beside one of RL."""
+    stems = {}
+    for program in started:
+        name = program.rpartition("/")[2].removesuffix(".py").removesuffix(".sh")
+        stems[program] = name.rpartition(".")[2].replace("-", "_").lower()
+    if any(RL_PROGRAM.fullmatch(stem) for stem in stems.values()):
+        return
+    for program, stem in stems.items():
+        for run_name, pattern in OTHER_PROGRAMS:
+            if pattern.fullmatch(stem):
+                yield program, run_name
 
 
 # --- flags by their keys ------------------------------------------------------------------------------------------
