@@ -10,6 +10,26 @@ def k2(logp, ref_logp, mask):
     return 0.5 * (logp - ref_logp) ** 2 * mask
 
 
+def summed_k2(logp, ref_logp, mask):
+    return k2(logp, ref_logp, mask).sum()
+
+
+def mean_k2(logp, ref_logp, mask):
+    return summed_k2(logp, ref_logp, mask) / mask.sum()
+
+
+@pytest.mark.parametrize(("loss", "reduction"), [(summed_k2, "sum"), (mean_k2, "token_mean")])
+def test_a_scalar_in_the_shape_of_one_number_is_a_scalar(loss, reduction):
+    """Torch differentiates it as it does a scalar."""
+
+    def in_shape_one(logp, ref_logp, mask):
+        return loss(logp, ref_logp, mask).reshape(1)
+
+    asked = {"claims": "token_reverse", "reduction": reduction}
+    check(in_shape_one, **asked).assert_ok()
+    assert str(check(in_shape_one, **asked)) == str(check(loss, **asked)).replace(loss.__name__, "in_shape_one")
+
+
 def infinite_far_from_the_reference(logp, ref_logp, mask):
     """k2, infinite at log-ratios of four nats and more."""
     is_near = (logp - ref_logp).abs() < 4

@@ -171,7 +171,8 @@ class Loss:
         # nan_to_num, because NaN differs from itself; a NaN is reported as a problem, not as a random loss.
         if not torch.equal(first.nan_to_num(), again.nan_to_num()):
             raise UserError(CHANGES)
-        if first.dim() == 0:
+        # Of one completion, a scalar in the shape (1,) looks like the losses of a batch.
+        if first.dim() == 0 or self.value(batch).dim() == 0:
             self._check_padding(batch)
             loss_B = self._one_by_one(batch)
             self._check_pair(batch)
@@ -193,7 +194,7 @@ class Loss:
     def _one_by_one(self, batch: Batch) -> Tensor:
         """Losses ``[B]`` of a function that returns a scalar, which does not say which completion it is of."""
         mask_BT = batch.tensors["mask"]
-        values = [self._value(batch, slice(row, row + 1)) for row in range(len(mask_BT))]
+        values = [self._value(batch, slice(row, row + 1)).reshape(()) for row in range(len(mask_BT))]
         loss_B = torch.stack(values)
         if self.reduction == "token_mean":
             loss_B = loss_B * mask_BT.sum(-1)
@@ -206,7 +207,8 @@ class Loss:
         pair = [int(tokens_B.argmin()), int(tokens_B.argmax())]
         if len(set(pair)) < 2:
             return
-        alone_2 = torch.stack([self._value(batch, slice(row, row + 1)).detach() for row in pair]).double()
+        alone = [self._value(batch, slice(row, row + 1)).detach().reshape(()) for row in pair]
+        alone_2 = torch.stack(alone).double()
         together = self._value(batch, pair).detach().double()
         if together.dim() != 0 or not bool(torch.cat([alone_2, together[None]]).isfinite().all()):
             return
@@ -285,7 +287,7 @@ class Loss:
         return loss_B
 
     def _value(self, batch: Batch, rows: slice | list[int], columns: slice = slice(None)) -> Tensor:
-        """What the loss returns for some completions: ``[B, T]``, ``[B]`` or a scalar.
+        """What the loss returns for some completions: ``[B, T]``, ``[B]`` or a scalar, also one in the shape (1,).
 
         Raises :class:`UserError` for any other result, and for a loss that changes its arguments.
         """
@@ -304,6 +306,8 @@ class Loss:
         # A loss may compute on a device of its own.
         value = value.cpu()
         shape_BT = batch.tensors["mask"][rows, columns].shape
+        if shape_BT[0] > 1 and value.numel() == 1:
+            value = value.reshape(())
         if value.shape not in ((), shape_BT[:1], shape_BT):
             raise bad_value("loss_fn", tuple(value.shape), allowed, "what it returns")
         return value
