@@ -41,6 +41,7 @@ class Learner(nn.Module):
     def restore(self, folder):
         checkpoint = read_checkpoint(folder, self, [self.optimizer], self.ranks)
         self.references["ema"].load_state_dict(checkpoint["kl_comedy"]["moving"]["ema"])
+        torch.set_rng_state(checkpoint["kl_comedy"]["torch_rng"])
 
     def hashes(self):
         return [weights_hash(self.policy), weights_hash(self.references["ema"].model)]

@@ -22,12 +22,14 @@ def saved_and_resumed(rank, world, folder, kind):
 
     run = Learner(load_sharded(config_of(kind), limit_bytes=0), Ranks(rank=rank, size=world, sharded=True))
     run.learn(2)
+    torch.manual_seed(rank)
     run.save(folder / "ckpt")
-    report = {"saved": run.hashes(), "norm": run.norm}
+    report = {"saved": run.hashes(), "norm": run.norm, "drawn": torch.rand(3).tolist()}
     run.learn(2)
     report["went on"] = run.hashes()
     run.restore(folder / "ckpt")
     report["restored"] = run.hashes()
+    report["drawn again"] = torch.rand(3).tolist()
     run.learn(2)
     report["resumed"] = run.hashes()
     return report
@@ -38,6 +40,7 @@ def test_a_checkpoint_of_shards_is_read_by_many_and_by_one(tmp_path, kind):
     alone = Learner(load_model(config_of(kind)), SINGLE_PROCESS)
     alone.learn(2)
     for report in spawn(saved_and_resumed, tmp_path, kind):
+        assert report["drawn again"] == report["drawn"], "each rank goes on with random numbers of its own"
         assert report["norm"] == pytest.approx(alone.norm, rel=1e-5)
         assert report["restored"] == report["saved"]
         assert report["went on"] != report["saved"]
