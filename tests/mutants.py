@@ -964,6 +964,24 @@ UNTESTED = (
         "$setting.literal and KL_KEY.fullmatch($last)",
         tests="tests/lab/test_launch_sources.py",
     ),
+    Mutant(
+        "every rank resumes with the random numbers of rank 0",
+        '$rank_file = $folder / f"rank-{$ranks.rank}.pt"',
+        '$rank_file = $folder / "rank-0.pt"',
+        tests="tests/training/test_sharded.py",
+    ),
+    Mutant(
+        "a renamed script of SFT is a run with a KL",
+        "_other_programs($parsed.started)",
+        "_other_programs(())",
+        tests="tests/lab/test_launch_files.py",
+    ),
+    Mutant(
+        "conformance refuses a scalar in the shape (1,)",
+        "$shape_BT[0] > 1 and $value.numel() == 1",
+        "$shape_BT[0] > 1 and $value.dim() == 0",
+        tests="tests/conformance/test_check.py",
+    ),
 )
 """Bugs of what was written in the last days of November 2026 that no test had found when they were planted."""
 
