@@ -98,18 +98,32 @@ def places(pattern: str, root: Path, inside: str | None = None) -> Iterator[Plac
         source = file.read_text()
         if inside is not None and inside not in source:
             continue
-        tree = _tree(source)
-        for scope in _scopes(tree, source, inside):
-            for node in ast.walk(scope):
-                bindings: Bindings = {}
-                if matches(tree_of_pattern, node, bindings):
-                    yield Place(file=file, node=node, bindings=bindings)
+        for node in _nodes(source, inside):
+            # Most nodes are of another kind: a rule is compared with few of the package's.
+            if type(node) is not type(tree_of_pattern):
+                continue
+            bindings: Bindings = {}
+            if matches(tree_of_pattern, node, bindings):
+                yield Place(file=file, node=node, bindings=bindings)
+
+
+def _nodes(source: str, inside: str | None) -> Iterator[ast.AST]:
+    if inside is None:
+        yield from _nodes_of_file(source)
+        return
+    for scope in _scopes(_tree(source), source, inside):
+        yield from ast.walk(scope)
 
 
 @cache
 def _tree(source: str) -> ast.Module:
     """A file is parsed once for all rules."""
     return ast.parse(source)
+
+
+@cache
+def _nodes_of_file(source: str) -> list[ast.AST]:
+    return list(ast.walk(_tree(source)))
 
 
 def _texts(text: str, root: Path) -> Iterator[Place]:
@@ -119,10 +133,8 @@ def _texts(text: str, root: Path) -> Iterator[Place]:
             yield Place(file=file, node=None, bindings={}, start=match.start(), length=len(text))
 
 
-def _scopes(tree: ast.Module, source: str, inside: str | None) -> list[ast.AST]:
-    """The innermost functions and classes with the text ``inside``; the whole module where it is None."""
-    if inside is None:
-        return [tree]
+def _scopes(tree: ast.Module, source: str, inside: str) -> list[ast.AST]:
+    """The innermost functions and classes with the text ``inside``."""
     lines = source.splitlines()
     scopes: list[ast.AST] = []
     for node in ast.walk(tree):

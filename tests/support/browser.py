@@ -70,10 +70,13 @@ class Browser:
         for domain in ("Page", "Network", "Runtime", "Log"):
             self.ask(f"{domain}.enable")
 
-    def open(self, url: str, width: int, height: int) -> None:
+    def resize(self, width: int, height: int) -> None:
         self.ask(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
+
+    def open(self, url: str, width: int, height: int) -> None:
+        self.resize(width, height)
         self.ask("Page.navigate", url=url)
         end = time.monotonic() + WAIT_S
         while self.evaluate("document.readyState + location.href") != "complete" + url:
