@@ -65,7 +65,9 @@ def command(*words):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rb/per_decision", "comedy/k3_both"])
+@pytest.mark.parametrize(
+    "name", ["grpo", *[pytest.param(name, marks=pytest.mark.slow) for name in ("rb/per_decision", "comedy/k3_both")]]
+)
 def test_certify_gives_the_certificates_of_the_command(name):
     rows = command("certify", name)
     certified = certify(name)

@@ -225,6 +225,7 @@ def test_the_bare_command_says_what_was_checked(certify):
     ],
     ids=" ".join,
 )
+@pytest.mark.slow
 def test_each_option_runs_with_the_estimators_that_read_top_tokens(options, certify, monkeypatch):
     """The matrix of three estimators, two of which are the yardsticks; that of all of them is slow."""
     parts = ("exact", "exact_forward", "top_k")

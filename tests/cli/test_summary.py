@@ -61,6 +61,7 @@ def test_one_evaluation_is_a_score_and_no_change(tmp_path):
     assert "heldout reward" not in never
 
 
+@pytest.mark.slow
 def test_every_closing_command_of_a_run_with_a_plugin_works_as_printed(tmp_path):
     (tmp_path / "my parts.py").write_text(PLUGIN)
     parts = ("rewards.0.name=my_reward", "kl=[{estimator: my_k1, placement: reward, beta: 0.05}]")

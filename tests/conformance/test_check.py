@@ -18,7 +18,9 @@ def mean_k2(logp, ref_logp, mask):
     return summed_k2(logp, ref_logp, mask) / mask.sum()
 
 
-@pytest.mark.parametrize(("loss", "reduction"), [(summed_k2, "sum"), (mean_k2, "token_mean")])
+@pytest.mark.parametrize(
+    ("loss", "reduction"), [(summed_k2, "sum"), pytest.param(mean_k2, "token_mean", marks=pytest.mark.slow)]
+)
 def test_a_scalar_in_the_shape_of_one_number_is_a_scalar(loss, reduction):
     """Torch differentiates it as it does a scalar."""
 

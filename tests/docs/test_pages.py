@@ -129,6 +129,7 @@ def test_the_decision_page_as_it_is_has_no_wrong_number(planted_page):
     assert generate_docs.stale_pages(["decision.md"]) == []
 
 
+@pytest.mark.slow
 def test_a_wrong_number_in_the_stored_measurements_is_found(tmp_path, monkeypatch):
     """The pages would agree with it: it is compared with the exports."""
     planted = tmp_path / "advice_measured.yaml"

@@ -497,6 +497,7 @@ SLOW_BEFORE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("file", "text"), SLOW_BEFORE.values(), ids=SLOW_BEFORE)
 def test_many_of_one_thing_take_time_by_their_number_and_not_by_its_square(tmp_path, file, text):
     path = write(tmp_path, file, text)

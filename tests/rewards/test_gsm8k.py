@@ -69,7 +69,7 @@ def test_the_fixture_is_judged_as_published(name: str, pool: RewardPool) -> None
     assert disagreements(name, read(FIXTURE), pool) == []
 
 
-@pytest.mark.parametrize("name", ["math_verify", "exact_answer"])
+@pytest.mark.parametrize("name", [pytest.param("math_verify", marks=pytest.mark.slow), "exact_answer"])
 def test_all_published_verdicts_on_gsm8k(name: str, pool: RewardPool) -> None:
     rows = read(data_file("verify_gsm8k_openai.jsonl"))
     assert len(rows) == 5276

@@ -439,7 +439,7 @@ def start_two(tmp_path_factory):
     ("process_class", "number"),
     [
         (ForkedServer, signal.SIGKILL),
-        (ForkedServer, signal.SIGSTOP),
+        pytest.param(ForkedServer, signal.SIGSTOP, marks=pytest.mark.slow),
         pytest.param(ChildProcess, signal.SIGKILL, marks=pytest.mark.slow),
     ],
 )
@@ -512,9 +512,8 @@ def move_evenly(model):
                 weight.mul_(1.1).add_(0.01)
 
 
-@pytest.mark.parametrize(
-    ("kind", "transport"), [("tied lora", "gloo"), pytest.param("tied", "folder", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "transport"), [("tied lora", "gloo"), ("tied", "folder")])
 def test_an_engine_takes_the_weights_of_a_policy_in_shards(tmp_path, kind, transport):
     save_tied(tmp_path)
     of_rank_0, of_rank_1 = spawn(update_from_shards, tmp_path, kind, transport)

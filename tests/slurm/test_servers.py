@@ -154,6 +154,7 @@ def test_a_step_of_servers_that_never_starts_or_never_reports_ends_the_wait(job,
         await_servers()
 
 
+@pytest.mark.slow
 def test_a_server_whose_trainer_never_starts_gives_its_place_and_says_why(job, monkeypatch):
     """The trainer's step may wait for what the servers' step holds."""
     folder = job.folder

@@ -70,6 +70,7 @@ def test_tensorboard_compares_an_on_policy_run_with_one_on_older_samples(tmp_pat
     check_pair(configs, curves, folders)
 
 
+@pytest.mark.slow
 def test_wandb_compares_them_offline(tmp_path):
     pytest.importorskip("wandb")
     folders = train_pair("{name: wandb, options: {offline: true, group: lags}}", tmp_path)
