@@ -44,6 +44,9 @@ quickstart: setup
 	$(KL) train configs/quickstart.yaml resume=auto
 	$(KL) results table
 
+# Where it is set, each of the hundreds of processes that tests start would compile our modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The default suite: about five minutes on two cores. One worker a core, each with one thread.
 WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
