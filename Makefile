@@ -47,7 +47,7 @@ quickstart: setup
 # Where it is set, each of the hundreds of processes that tests start would compile our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The default suite: about five minutes on two cores. One worker a core, each with one thread.
+# The default suite: five to seven minutes on two cores, by the machine. One worker a core, each with one thread.
 WORKERS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 test: setup
