@@ -972,8 +972,8 @@ UNTESTED = (
     ),
     Mutant(
         "a renamed script of SFT is a run with a KL",
-        "_other_programs($parsed.started)",
-        "_other_programs(())",
+        "_run_by_name($parsed.started)",
+        "None",
         tests="tests/lab/test_launch_files.py",
     ),
     Mutant(

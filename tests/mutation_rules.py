@@ -99,9 +99,6 @@ def places(pattern: str, root: Path, inside: str | None = None) -> Iterator[Plac
         if inside is not None and inside not in source:
             continue
         for node in _nodes(source, inside):
-            # Most nodes are of another kind: a rule is compared with few of the package's.
-            if type(node) is not type(tree_of_pattern):
-                continue
             bindings: Bindings = {}
             if matches(tree_of_pattern, node, bindings):
                 yield Place(file=file, node=node, bindings=bindings)

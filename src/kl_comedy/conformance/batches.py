@@ -171,7 +171,7 @@ class Loss:
         # nan_to_num, because NaN differs from itself; a NaN is reported as a problem, not as a random loss.
         if not torch.equal(first.nan_to_num(), again.nan_to_num()):
             raise UserError(CHANGES)
-        # Of one completion, a scalar in the shape (1,) looks like the losses of a batch.
+        # Two completions tell as well: of one, a scalar in the shape (1,) looks like the losses of a batch.
         if first.dim() == 0 or self.value(batch).dim() == 0:
             self._check_padding(batch)
             loss_B = self._one_by_one(batch)
@@ -194,11 +194,14 @@ class Loss:
     def _one_by_one(self, batch: Batch) -> Tensor:
         """Losses ``[B]`` of a function that returns a scalar, which does not say which completion it is of."""
         mask_BT = batch.tensors["mask"]
-        values = [self._value(batch, slice(row, row + 1)).reshape(()) for row in range(len(mask_BT))]
-        loss_B = torch.stack(values)
+        loss_B = torch.stack([self._scalar_of(row, batch) for row in range(len(mask_BT))])
         if self.reduction == "token_mean":
             loss_B = loss_B * mask_BT.sum(-1)
         return loss_B
+
+    def _scalar_of(self, row: int, batch: Batch) -> Tensor:
+        """The scalar that the loss returns for one completion, perhaps in the shape (1,)."""
+        return self._value(batch, slice(row, row + 1)).reshape(())
 
     def _check_pair(self, batch: Batch) -> None:
         """Raise :class:`UserError` where the scalar of two completions is neither their losses' sum nor mean."""
@@ -207,8 +210,7 @@ class Loss:
         pair = [int(tokens_B.argmin()), int(tokens_B.argmax())]
         if len(set(pair)) < 2:
             return
-        alone = [self._value(batch, slice(row, row + 1)).detach().reshape(()) for row in pair]
-        alone_2 = torch.stack(alone).double()
+        alone_2 = torch.stack([self._scalar_of(row, batch).detach() for row in pair]).double()
         together = self._value(batch, pair).detach().double()
         if together.dim() != 0 or not bool(torch.cat([alone_2, together[None]]).isfinite().all()):
             return
@@ -306,6 +308,7 @@ class Loss:
         # A loss may compute on a device of its own.
         value = value.cpu()
         shape_BT = batch.tensors["mask"][rows, columns].shape
+        # One number for several completions is a scalar in any shape, as torch's backward takes it.
         if shape_BT[0] > 1 and value.numel() == 1:
             value = value.reshape(())
         if value.shape not in ((), shape_BT[:1], shape_BT):

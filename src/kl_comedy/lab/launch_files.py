@@ -51,6 +51,7 @@ OTHER_PROGRAMS = (
 )
 """Names of scripts, in any system, that train without the KL flags; authors rename and copy those of the systems."""
 RL_PROGRAM = re.compile(r"(.*_)?(rl|rlhf|rlvr|grpo|ppo|rloo|dapo|gspo|reinforce)(_.*)?")
+"""Names of scripts that train by RL, perhaps after SFT."""
 MAX_NAMED = 3
 """Keys and programs that one message names."""
 CUSTOM = "custom"
@@ -531,27 +532,36 @@ def _refuse_other_runs(system: System, parsed: Parsed) -> None:
                 f"{found[0]} has none of the KL flags of {system.title} that explain knows: it is {run.name}. "
                 f"--system {system.name} reads the file all the same"
             )
-    if any(_flag_of(system, setting.key) for setting in parsed.settings):
-        return
-    for program, run_name in _other_programs(parsed.started):
+    # A renamed script is none of the names above. What its name says counts only where the file sets no flag of the KL.
+    sets_a_flag = any(_flag_of(system, setting.key) for setting in parsed.settings)
+    named = _run_by_name(parsed.started)
+    if named is not None and not sets_a_flag:
+        program, run_name = named
         raise UserError(
             f"{program[:100]} has none of the KL flags of {system.title} that explain knows: by its name it is "
             f"{run_name}. --system {system.name} reads the file all the same"
         )
 
 
-def _other_programs(started: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The programs whose names are of SFT, DPO and the like, with what they train; none beside one of RL."""
-    stems = {}
-    for program in started:
-        name = program.rpartition("/")[2].removesuffix(".py").removesuffix(".sh")
-        stems[program] = name.rpartition(".")[2].replace("-", "_").lower()
-    if any(RL_PROGRAM.fullmatch(stem) for stem in stems.values()):
-        return
-    for program, stem in stems.items():
+def _run_by_name(started: Sequence[str]) -> tuple[str, str] | None:
+    """The first program whose name is of SFT, DPO or the like, and what it trains; None where one is of RL."""
+    names = {program: _name_of(program) for program in started}
+    if any(RL_PROGRAM.fullmatch(name) for name in names.values()):
+        return None
+    for program, name in names.items():
         for run_name, pattern in OTHER_PROGRAMS:
-            if pattern.fullmatch(stem):
-                yield program, run_name
+            if pattern.fullmatch(name):
+                return program, run_name
+    return None
+
+
+def _name_of(program: str) -> str:
+    """``train_sft``, of the file ``openrlhf/cli/train-sft.py`` and of the module ``openrlhf.cli.train_sft``."""
+    file_name = program.rpartition("/")[2]
+    for suffix in (".py", *SHELL_SUFFIXES):
+        file_name = file_name.removesuffix(suffix)
+    last_part = file_name.rpartition(".")[2]
+    return last_part.replace("-", "_").lower()
 
 
 # --- flags by their keys ------------------------------------------------------------------------------------------
