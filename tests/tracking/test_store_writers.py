@@ -36,8 +36,8 @@ def manifest(folder, *stores):
     )
 
 
-def write_runs(uri, folder, *, may_fail=False):
-    """Log twenty runs from twenty processes at once; ``may_fail``: a write may fail and be sent again later."""
+def write_runs(uri, folder):
+    """Log twenty runs from twenty processes at once."""
     create_stores(manifest(folder, (uri, "many"), ("none", "many")))
     create_stores(manifest(folder, (uri, "many")))  # a second time changes nothing
 
@@ -49,7 +49,7 @@ def write_runs(uri, folder, *, may_fail=False):
             if step % 5 == 0:
                 logger.commit(step)
         logger.finish()
-        assert may_fail or logger._uploader._retry_at == 0.0, "the store failed"
+        assert logger._uploader._retry_at == 0.0, "the store never failed"
 
     children = [multiprocessing.get_context("fork").Process(target=write, args=(str(n),)) for n in range(WRITERS)]
     for child in children:
@@ -90,6 +90,6 @@ def server(tmp_path):
 @pytest.mark.timeout(900)
 def test_twenty_writers_through_a_server_on_postgres_lose_no_metric(server, tmp_path, monkeypatch):
     """A run gives a server ten seconds and a second try, then spools for a minute; twenty at once on a busy machine may
-    wait longer or be turned away, and the test is about what arrives."""
+    wait longer, and the test is about what arrives."""
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "300")
-    write_runs(server, tmp_path, may_fail=True)
+    write_runs(server, tmp_path)
