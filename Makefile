@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KL := $(BIN)/kl-comedy
 
-.PHONY: setup setup-vllm quickstart test test-all test-vllm test-integrations lint docs site mutation smollm2 gsm8k chain-sum peers synthetic \
+.PHONY: setup setup-vllm quickstart test test-all test-vllm test-integrations lint docs site smollm2 gsm8k chain-sum peers synthetic \
 	open-problem policy-corrections register register-sources register-changes bench gpu clean verify-pins
 
 setup: $(STAMP)
@@ -63,10 +63,6 @@ test-all: setup
 gpu:
 	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu
 	$(PYTHON) bench/gpu.py
-
-# Plant one bug at a time and run the tests that must find it; prints the table.
-mutation: setup
-	$(BIN)/python tests/mutation.py
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """Flags of other systems as users paste them: what is read, what is refused, what goes back to text."""
 
 import itertools
+import random
 import re
 
 import pytest
@@ -301,15 +302,17 @@ def values_of(flag):
     return (0.0, 0.01)
 
 
-SYSTEMS_BY_THREE = [name for name in SYSTEMS if name != "verl"]
-
-
-# verl's thirty flags have a hundred times as many threes as any other system's: half a minute.
-@pytest.mark.parametrize("name", [*SYSTEMS_BY_THREE, pytest.param("verl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SYSTEMS)
 def test_flags_that_are_read_with_the_kl_off_are_not_refused_with_it_on(name):
-    """For any three flags: a rule that refuses them stands before the one that ends the reading without a KL."""
+    """For any three flags: a rule that refuses them stands before the one that ends the reading without a KL.
+
+    Of a system with many flags some threes are drawn: verl's thirty have a hundred times as many as any other's.
+    """
     system = SYSTEMS[name]
-    for flags in itertools.combinations(system.flags, 3):
+    threes = list(itertools.combinations(system.flags, 3))
+    if len(threes) > 200:
+        threes = random.Random(0).sample(threes, 200)
+    for flags in threes:
         for values in itertools.product(*[values_of(flag) for flag in flags]):
             given = {flag.name: value for flag, value in zip(flags, values, strict=True)}
             try:
