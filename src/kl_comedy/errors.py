@@ -37,6 +37,30 @@ COMPARED = 100
 """Characters of a name that is compared with others: the comparison's time grows with the product of the lengths."""
 CANDIDATES = 1000
 """Names with which one name is compared."""
+LISTED = 20
+"""Allowed names that a message lists; the hint stands before them."""
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "acc": ("accuracy",),
+    "batch_size": ("prompts_per_batch", "rollout.prompts_per_batch"),
+    "beta": ("kl.0.beta",),
+    "coef": ("beta", "kl.0.beta"),
+    "epochs": ("updates_per_batch", "algorithm.updates_per_batch"),
+    "estimator": ("kl.0.estimator",),
+    "group_size": ("rollout.group_size",),
+    "kl_coef": ("beta", "kl.0.beta"),
+    "learning_rate": ("lr", "optimizer.lr"),
+    "lr": ("optimizer.lr",),
+    "max_steps": ("train.steps",),
+    "model_name": ("source", "model.source"),
+    "model_name_or_path": ("source", "model.source"),
+    "num_generations": ("group_size", "rollout.group_size"),
+    "num_iterations": ("updates_per_batch", "algorithm.updates_per_batch"),
+    "off_policy": ("replayed",),
+    "steps": ("train.steps",),
+    "temperature": ("rollout.temperature",),
+}
+"""Names of other frameworks, and ours of the same thing. A name with dots is a key of the config, from its top."""
 
 
 def shown(value: object) -> str:
@@ -88,15 +112,35 @@ def nearest_names(given: str, allowed: Iterable[str], count: int) -> list[str]:
     return [name_of_lowered[match] for match in matches]
 
 
-def _hint(given: object, names: Iterable[str]) -> str:
-    """The end of a message: the nearest allowed name, where there is one."""
-    # The text of another value, as True or None, may resemble a name without meaning it.
-    if not isinstance(given, str):
-        return ""
-    near = nearest(given, names)
-    if not near:
-        return ""
-    return f"; did you mean {near!r}?"
+def meant(given: str, allowed: Iterable[str], *, top_level: bool = False) -> str | None:
+    """What a user meant by ``given``: the name here of what other frameworks call so, else the nearest allowed one.
+
+    ``top_level``: the allowed names are the config's sections, so that a key below one of them may be meant.
+
+    >>> meant("learning_rate", ["lr", "betas"]), meant("learning_rate", ["kl", "optimizer"], top_level=True)
+    ('lr', 'optimizer.lr')
+    """
+    names = list(allowed)
+    for alias in ALIASES.get(given.lower(), ()):
+        section, dot, _ = alias.partition(".")
+        if alias in names or (dot and top_level and section in names):
+            return alias
+    return nearest(given, names)
+
+
+def alternatives(allowed: Iterable[str], meant_name: str | None = None) -> str:
+    """``did you mean 'k3'? allowed: k1, k2, k3``: what to write comes before what might be written.
+
+    >>> alternatives(["k1", "k3"]), alternatives(["k1", "k3"], "k3")
+    ('allowed: k1, k3', "did you mean 'k3'? allowed: k1, k3")
+    """
+    names = list(allowed)
+    listed = ", ".join(names[:LISTED]) or "(nothing)"
+    if len(names) > LISTED:
+        listed += f" and {len(names) - LISTED} more"
+    if meant_name is None:
+        return f"allowed: {listed}"
+    return f"did you mean {meant_name!r}? allowed: {listed}"
 
 
 def bad_value(key: str, given: object, allowed: Iterable[str] | str, why: str = "") -> UserError:
@@ -105,31 +149,31 @@ def bad_value(key: str, given: object, allowed: Iterable[str] | str, why: str = 
     ``allowed`` are names, of which the nearest is suggested, or a description. ``why`` is a remark in parentheses.
 
     >>> print(bad_value("kl.0.estimator", "k33", ["k1", "k2", "k3"]))
-    kl.0.estimator: got 'k33'; allowed: k1, k2, k3; did you mean 'k3'?
+    kl.0.estimator: got 'k33'; did you mean 'k3'? allowed: k1, k2, k3
     """
     if isinstance(allowed, str):
         # A description holds no names, so that nothing can be suggested.
-        hint = ""
-        description = allowed
+        instead = f"allowed: {allowed}"
     else:
         names = list(allowed)
-        hint = _hint(given, names)
-        description = ", ".join(names) or "(nothing)"
-    return UserError(f"{_cut(key)}: got {shown(given)}; allowed: {description}{hint}{_in_brackets(why)}")
+        # The text of another value, as True or None, may resemble a name without meaning it.
+        meant_name = meant(given, names) if isinstance(given, str) else None
+        instead = alternatives(names, meant_name)
+    return UserError(f"{_cut(key)}: got {shown(given)}; {instead}{_in_brackets(why)}")
 
 
 def unknown_key(key: str, given: object, allowed: Iterable[str], why: str = "") -> UserError:
     """Build the error for a key that does not exist; the last part of ``key`` is what was misspelt.
 
     >>> print(unknown_key("optimizer.lrr", 1, ["lr", "betas"]))
-    optimizer.lrr: no such key (given 1); allowed: lr, betas; did you mean 'lr'?
+    optimizer.lrr: no such key (given 1); did you mean 'lr'? allowed: lr, betas
     """
     names = list(allowed)
-    allowed_names = ", ".join(names) or "(none)"
     # The allowed names are those of one level, so only the key's last part is compared with them.
     misspelt = key.rsplit(".", 1)[-1]
     no_such_key = f"{_cut(key)}: no such key (given {shown(given)}){_in_brackets(why)}"
-    return UserError(f"{no_such_key}; allowed: {allowed_names}{_hint(misspelt, names)}")
+    meant_name = meant(misspelt, names, top_level="." not in key)
+    return UserError(f"{no_such_key}; {alternatives(names, meant_name)}")
 
 
 def _in_brackets(remark: str) -> str:

@@ -62,8 +62,12 @@ def test_a_narrow_terminal_folds_and_cuts_nothing(monkeypatch, width):
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
     assert text.count("more") == 40
-    folded = "".join(line.split("│")[1].strip() for line in text.splitlines() if "│" in line)
+    # The first column ends where the first run of dashes does.
+    (rule,) = [line for line in text.splitlines() if set(line.strip()) == {"-", " "}]
+    first = len(rule.split(" ")[0])
+    folded = "".join(line[:first].strip() for line in text.splitlines())
     assert "exact_reverse_token" in folded
+    assert not set(text) & set("│┃━─┏└"), "one style: no boxes"
     assert "[red]" in text, "no markup"
     assert "\x1b[2J" not in terminal.getvalue()
 

@@ -189,7 +189,7 @@ def test_an_unquoted_boolean_for_text_in_a_file_says_what_yaml_made_of_it(tmp_pa
 
 @pytest.mark.parametrize("value", ["yes", "nver", "runs"])
 def test_resume_takes_two_words_and_paths(value):
-    with pytest.raises(UserError, match=rf"resume: got '{value}'; allowed: never, auto, the folder of a run"):
+    with pytest.raises(UserError, match=rf"resume: got '{value}'; .*allowed: never, auto, the folder"):
         load_config(None, [f"resume={value}"])
     assert load_config(None, ["resume=runs/R"]).resume == "runs/R"
 
@@ -662,3 +662,43 @@ def test_the_hashes_of_stored_runs_stay(file, tmp_path):
     every = max(len(frame) // 3, 1)
     for row in frame.iloc[::every].to_dict("records"):
         assert config_hash(load_config(runs.config(row["run_id"], tmp_path))) == row["tags.config.hash"]
+
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("beta=0.1", "'kl.0.beta'"),
+        ("lr=1e-5", "'optimizer.lr'"),
+        ("learning_rate=1e-5", "'optimizer.lr'"),
+        ("optimizer.learning_rate=1e-5", "'lr'"),
+        ("kl=[{estimator: k3, coef: 0.1}]", "'beta'"),
+        ("kl=k3", "'kl=[{estimator: k3, placement: loss}]'"),
+        ("kl.estimator=k3", "kl.0.estimator"),
+        ("kl.7.beta=1", "kl.0.beta"),
+        ("lag.mode=off_policy", "'replayed'"),
+        ("batch_size=4", "'rollout.prompts_per_batch'"),
+        ("model_name=x", "'model.source'"),
+        ("num_iterations=2", "'algorithm.updates_per_batch'"),
+    ],
+)
+def test_a_name_of_another_framework_is_answered_with_ours(override, meant):
+    from kl_comedy.kl import resolve_terms
+
+    with pytest.raises(UserError) as caught:
+        resolve_terms(load_config(QUICKSTART, [override]).kl)
+    before_the_list, _, _ = str(caught.value).partition("allowed:")
+    assert f"did you mean {meant}" in before_the_list
+
+
+def test_every_alias_leads_to_a_key_that_exists():
+    """Of the config's keys; a name without dots is one of some section, or a value."""
+    from kl_comedy.config import flatten, to_plain
+    from kl_comedy.errors import ALIASES
+
+    keys = set(flatten(to_plain(load_config(QUICKSTART))))
+    for names in ALIASES.values():
+        for name in names:
+            assert "." not in name or name in keys, name

@@ -202,7 +202,7 @@ def backward_raises(logp, mask):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: adapt(k2, {"logp": "log"}), "arguments.logp: got 'log'; allowed: logp, .* did you mean 'logp'"),
+        (lambda: adapt(k2, {"logp": "log"}), "arguments.logp: got 'log'; did you mean 'logp'"),
         (lambda: adapt(k2, {"log": "logp"}), "arguments.log: no such key .* did you mean 'logp'"),
         (
             lambda: adapt(in_a_dictionary, SAME_NAMES, "los"),

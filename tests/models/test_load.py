@@ -237,7 +237,7 @@ def test_a_head_that_is_no_linear_layer_is_refused():
 # --- GGUF files -------------------------------------------------------------------------------------------------------
 def test_a_misspelled_gguf_file_names_the_nearest(tmp_path):
     (tmp_path / "tiny.gguf").write_bytes(b"no such format")
-    with pytest.raises(UserError, match=r"got 'tny\.gguf'; allowed: tiny\.gguf; did you mean"):
+    with pytest.raises(UserError, match=r"got 'tny\.gguf'; did you mean 'tiny\.gguf'\? allowed: tiny\.gguf"):
         load(tmp_path, options={"gguf_file": "tny.gguf"})
 
 

@@ -50,7 +50,11 @@ WRONG_OPTIONS = [
     (InProcessOptions, {"max_model_len": 1}, "max_model_len: got 1; allowed: at least 2"),
     (InProcessOptions, {"enforce_eager": 1}, "enforce_eager: got 1; allowed: true or false"),
     (InProcessOptions, {"kv_cache_gib": True}, "kv_cache_gib: got True; allowed: a number"),
-    (InProcessOptions, {"dtype": "fp32"}, "dtype: got 'fp32'; allowed: float32, bfloat16, float16; did you mean"),
+    (
+        InProcessOptions,
+        {"dtype": "fp32"},
+        "dtype: got 'fp32'; did you mean 'float32'? allowed: float32",
+    ),
     (InProcessOptions, {"probe_tolerance": 0}, "probe_tolerance: got 0.0; allowed: above 0"),
     (InProcessOptions, {"urls": ["http://127.0.0.1:1"]}, "urls: no such key"),
     (VLLMServerOptions, {"urls": "http://127.0.0.1:1"}, "urls: got 'http://127.0.0.1:1'; allowed: a list"),
@@ -66,7 +70,7 @@ WRONG_OPTIONS = [
     (
         VLLMServerOptions,
         {"transport": "ncll"},
-        "transport: got 'ncll'; allowed: auto, folder, adapter, gloo, nccl, ipc",
+        "transport: got 'ncll'; did you mean 'nccl'? allowed: auto, folder",
     ),
 ]
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
+from rich.box import Box
 from rich.console import Console
+from rich.table import Table
 
 from kl_comedy import io
 from kl_comedy.cli.completion import complete_config, complete_override
@@ -219,6 +221,31 @@ def stdout_console() -> Console:
     return Console(width=PIPE_WIDTH, markup=False)
 
 
+RULE_UNDER_HEAD = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
+"""Lines of a table: dashes under its head and nothing else, as tables of ``certify``, ``plan`` and ``results`` have."""
+
+
+def plain_table(*columns: str, title: str | None = None) -> Table:
+    """An empty table in the style of every command: a head, a rule of dashes, and rows. Long words are folded.
+
+    Print it with :func:`stdout_console`, which cuts nothing in a pipe.
+    """
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="",
+        header_style="",
+        box=RULE_UNDER_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        # The divider between two columns is a space too.
+        padding=(0, 1, 0, 0),
+    )
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
 def print_columns(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None) -> None:
     """Print texts as a table on a terminal, in which long words are folded; else one line per row, with tabs.
 
@@ -229,11 +256,7 @@ def print_columns(columns: Sequence[str], rows: Iterable[Sequence[str]], *, titl
         for row in (columns, *rows):
             print("\t".join(" ".join(printable(text).split()) for text in row))
         return
-    from rich.table import Table
-
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    table = plain_table(*columns, title=title)
     for row in rows:
         table.add_row(*(printable(text) for text in row))
     console.print(table)

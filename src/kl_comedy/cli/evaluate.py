@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from kl_comedy.cli.common import (
     Plugins,
@@ -21,6 +20,7 @@ from kl_comedy.cli.common import (
     load_plugins,
     load_run_plugins,
     options_in_a_record,
+    plain_table,
     stderr_console,
     stdout_console,
 )
@@ -195,7 +195,7 @@ def show_sets(rows: Sequence[Mapping[str, Any]], format: str) -> None:
         return
     # A config without a reference measures no KL: rows without numbers are left out.
     measured = [name for name in MEASURED if any(name in row for row in rows)]
-    table = Table("set", *(row["set"] for row in rows))
+    table = plain_table("set", *(row["set"] for row in rows))
 
     def add_score(heading: str, cells: Sequence[str]) -> None:
         table.add_row(heading, *cells)
@@ -229,7 +229,7 @@ def show_suites(rows: Sequence[Mapping[str, Any]], format: str) -> None:
         names = _all_keys(cells)
         print(markdown(names, [[row.get(name, "") for name in names] for row in cells]))
         return
-    table = Table("suite", "problems", "score", f"value [95%, {rows[0]['interval']}]")
+    table = plain_table("suite", "problems", "score", f"value [95%, {rows[0]['interval']}]")
     for row in rows:
         # Name and size stand in the first row of a suite only.
         first_cells = [row["suite"], _size(row)]

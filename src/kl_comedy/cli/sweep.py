@@ -19,6 +19,7 @@ from kl_comedy.cli.common import (
     TableOrJson,
     load_plugins,
     message,
+    plain_table,
     print_frame,
     stderr_console,
     stdout_console,
@@ -133,7 +134,7 @@ def status(sweep: SweepArgument, format: TableOrJson = "table") -> None:
     columns = ["cell", "name", "seed", "state", "step", "reward", "node", "job", "tries", "evaluated", "why"]
     if loaded.manifest.evaluate is None:
         columns.remove("evaluated")
-    table = Table(*columns)
+    table = plain_table(*columns)
     for row in sweep_status.rows:
         reward = "" if row.reward is None else f"{row.reward:.3f}"
         texts = {
@@ -470,7 +471,7 @@ def _cells_table(sweep: Sweep) -> Table:
     columns = ["cell", "name", "seed", "updates"]
     if sizes_differ:
         columns.append("nodes x processes")
-    table = Table(*columns, *keys, "config", title=f"{sweep.path}: {len(cells)} cells")
+    table = plain_table(*columns, *keys, "config", title=f"{sweep.path}: {len(cells)} cells")
     for cell in cells:
         texts = [str(cell.index), cell.name, str(cell.seed), str(cell.steps)]
         if sizes_differ:

@@ -577,8 +577,7 @@ def _set(node: Any, schema: Any, parts: Sequence[str], item: Any, key: str) -> N
     name: Any = parts[0]
     if isinstance(node, list):
         if not name.isdigit() or int(name) >= len(node):
-            allowed = f"a position in the list, which has {len(node)} item(s)"
-            raise bad_value(key, item, allowed, f"{name!r} is not a valid position")
+            raise _not_a_position(key, item, parts, len(node))
         name = int(name)
     part_schema = _schema_within(schema, parts[0])
     if len(parts) == 1:
@@ -593,6 +592,19 @@ def _set(node: Any, schema: Any, parts: Sequence[str], item: Any, key: str) -> N
         child = {}
     node[name] = child
     _set(child, part_schema, parts[1:], item, key)
+
+
+def _not_a_position(key: str, item: Any, parts: Sequence[str], length: int) -> UserError:
+    """The error for a ``key`` whose last ``parts`` begin within a list of ``length`` and name none of its items."""
+    if length == 0:
+        return bad_value(key, item, "a position in the list", "which has 0 item(s)")
+    above = key.split(".")[: -len(parts)]
+    if parts[0].isdigit():
+        parts = parts[1:]
+    meant_key = ".".join([*above, "0", *parts])
+    return UserError(
+        f"{key}: got {shown(item)}; did you mean {meant_key}? ({'.'.join(above)} is a list of {length}, counted from 0)"
+    )
 
 
 def _item(node: Any, name: Any) -> Any:

@@ -59,7 +59,7 @@ def parse_record(schema: type[T], raw: Any, *, key: str = "", origin: str = "") 
     >>> parse_record(Server, {"prt": 80}, key="servers.0")
     Traceback (most recent call last):
         ...
-    kl_comedy.errors.UserError: servers.0.prt: no such key (given 80); allowed: port; did you mean 'port'?
+    kl_comedy.errors.UserError: servers.0.prt: no such key (given 80); did you mean 'port'? allowed: port
     """
     with error_prefix(origin) if origin else contextlib.nullcontext():
         return _record(schema, raw, key)

@@ -12,10 +12,10 @@ from functools import partial
 from typing import Any
 
 from kl_comedy.config.validate import option, parse_record
-from kl_comedy.errors import bad_value
+from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl.beta import NEGATIVE, Beta, first_value, parse_beta
 from kl_comedy.kl.term import KLTerm
-from kl_comedy.registry import RECIPES
+from kl_comedy.registry import ESTIMATORS, RECIPES
 
 
 def _recipe(name: str, summary: str, source: str, *terms: KLTerm) -> None:
@@ -316,6 +316,11 @@ def _names_a_recipe(value: Any) -> bool:
 
 def _parse_recipe(value: Any, key: str) -> tuple[KLTerm, ...]:
     if isinstance(value, str):
+        if value in ESTIMATORS and value not in RECIPES:
+            raise UserError(
+                f"{key}: got {value!r}, an estimator; did you mean '{key}=[{{estimator: {value}, placement: loss}}]'? "
+                "(or the name of a recipe: kl-comedy list recipes)"
+            )
         return recipe(value, key=key)
     use = parse_record(RecipeUse, value, key=key)
     return recipe(use.recipe, beta=use.beta)

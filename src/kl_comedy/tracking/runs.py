@@ -25,7 +25,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kl_comedy.errors import UserError, bad_value, nearest
+from kl_comedy.errors import UserError, bad_value, meant
 from kl_comedy.tracking import database, store
 from kl_comedy.tracking.database import StoredRun
 from kl_comedy.tracking.provenance import mark_dead_runs, search_runs
@@ -824,7 +824,7 @@ def _hint(frame: pd.DataFrame, key: str, names: Sequence[str]) -> str:
     keys_below = [name for name in names if name.startswith(f"{key}.")]
     if keys_below:
         return f"; it is a group of keys: {', '.join(keys_below[:8])}"
-    near = nearest(short(key), names)
+    near = meant(short(key), names)
     if not near:
         return ""
     if near == short(key):
