@@ -361,8 +361,6 @@ def _show(reading: Reading, known: Sequence[str] = ()) -> None:
         print("It is: " + " + ".join(f"{term.label()}, beta {term.beta:g}" for term in reading.terms))
         certificates = list(reading.certificates().values())
         _print_numbers(certificates)
-        for certificate in certificates:
-            print(f"{_dashed(certificate.regime)}: {certificate.verdict}")
         # A framework may treat stale samples in a way that no term of ours has, and yet be one of ours on-policy.
         missing = [_dashed(regime) for regime in REGIMES if regime not in reading.holds_in]
         if missing:
@@ -383,7 +381,7 @@ def _print_numbers(certificates: Sequence[Certificate]) -> None:
 
 
 def _numbers(certificate: Certificate) -> tuple[str, ...]:
-    from kl_comedy.cli.first_answer import target_in_words
+    from kl_comedy.cli.first_answer import nearest_in_words, target_in_words
     from kl_comedy.kl.claims import NO_TARGET
 
     row = _dashed(certificate.regime)
@@ -392,7 +390,7 @@ def _numbers(certificate: Certificate) -> tuple[str, ...]:
         pull = "zero" if certificate.regime == "on_policy" else "towards the sampler"
         return (row, pull, "-", "-", "-")
     target = certificate.target or certificate.near_target
-    follows = NO_TARGET
+    follows = f"{NO_TARGET}; {nearest_in_words(certificate)}"
     if target is not None:
         follows = target_in_words(target)
         if certificate.target is None:
