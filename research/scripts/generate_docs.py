@@ -217,7 +217,7 @@ def _described_target(terms: Sequence[KLTerm], regime: str) -> str:
         return enumerated_target(terms, regime)
     (term,) = terms
     target = claimed_target(term, regime) or "none"
-    assert verdict(term, regime).startswith(f"{target}:")
+    assert verdict(term, regime).startswith(NO_TARGET if target == "none" else f"{target}:")
 
     unbounded_term = dataclasses.replace(
         term, cap=None, cap_mode="truncate", window=None, input_clamp=None, output_clamp=None

@@ -224,7 +224,7 @@ def advice_on(terms: Sequence[KLTerm]) -> str:
                 use.append(f"{samples} samples, with {situation.has}")
             candidate = candidate_of(terms, situation)
             if situation.samples == samples and candidate is not None:
-                is_open.append(f"open on {samples} samples: {candidate.in_short}")
+                is_open.append(f"{samples}: open, {candidate.in_short}")
     if len(never) == len(REGIME_OF_SAMPLES):
         return "never"
     parts = [f"use on {samples}" for samples in use]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
 from kl_comedy.cli.certify_output import cosine_text
 from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
@@ -50,7 +51,9 @@ def explain(
     as_config: Annotated[
         bool, typer.Option("--as-config", help="Print only the part of a kl_comedy config that trains the same KL")
     ] = False,
-    full: Annotated[bool, typer.Option("--full", help="The table of all rows, notes, our config, and all advice")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="The table of all rows, notes, our config, and all advice")
+    ] = False,
     plugin: Plugins = None,
     format: TableOrJson = "table",
 ) -> None:

@@ -256,7 +256,9 @@ def _fresh(reading: Reading) -> list[str]:
         target = certificate.target or certificate.near_target
     goals = {item.goal.name: item for item in advise(find_system(reading.system))}
     if target == "sequence_reverse":
-        return _line("You have this", f"the reverse KL of completions is our advice on fresh samples; {_fresh_evidence()}")
+        return _line(
+            "You have this", f"the reverse KL of completions is our advice on fresh samples; {_fresh_evidence()}"
+        )
     sequence = goals["sequence"]
     change = sequence.why_not
     if sequence.flags is not None:

@@ -47,7 +47,11 @@ class FreshnessAnswer:
     sentence: str
 
 
-ROWS = {"on_policy": "the on-policy row holds", "off_policy": "the off-policy row holds", "mixed": "the mixed row holds"}
+ROWS = {
+    "on_policy": "the on-policy row holds",
+    "off_policy": "the off-policy row holds",
+    "mixed": "the mixed row holds",
+}
 
 
 def freshness_of(reading: Reading) -> FreshnessAnswer:
