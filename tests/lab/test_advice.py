@@ -321,7 +321,7 @@ def test_the_flags_of_a_candidate_are_that_form_in_the_system(name, system):
 
 @pytest.mark.parametrize(("name", "system"), CANDIDATES)
 def test_no_answer_tells_the_owner_of_a_candidate_to_undo_it(name, system):
-    """Who follows any of the answers is told on stale samples that he has a candidate, and never that it is forbidden."""
+    """Who follows an answer is told on stale samples that he has a candidate, and never that it is forbidden."""
     reading = read_flags(SYSTEMS[system], CANDIDATES[name, system])
     assert has_candidate(reading, advice().candidates[name])
     assert advice().forbidding(reading.terms, "stale") is None

@@ -48,8 +48,8 @@ def test_the_row_of_flags(text, updates, lag, regime):
         (
             "trl:generation_batch_size=512",
             "The number of updates per batch depends on the number of GPUs (generation_batch_size 512 / "
-            "(per_device_train_batch_size 8 by default x the number of GPUs)): the on-policy row holds where it is 1, else "
-            "the off-policy row.",
+            "(per_device_train_batch_size 8 by default x the number of GPUs)): the on-policy row holds where it is 1, "
+            "else the off-policy row.",
         ),
     ],
 )

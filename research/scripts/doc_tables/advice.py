@@ -98,7 +98,8 @@ def candidate_lines(situation: Situation) -> str:
     for item in advice().candidates_of(situation):
         line = f"- **{_capital(item.words)}** ({code_span(_written(item.kl))}): {item.gain}. Its risk: {item.risk}."
         if item.contrasts:
-            line += f" Trained: {evidence_in_words(item, advice(), measured())}; for / against / of: {strength(item, measured())}."
+            counts = strength(item, measured())
+            line += f" Trained: {evidence_in_words(item, advice(), measured())}; for / against / of: {counts}."
         lines.append(line)
     return "\n".join(lines)
 

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 REST = "--full shows the table of all rows, notes, our config, and what else can be set (docs/decision.md)"
 LEGEND = (
     "follows: the divergence whose gradient the expected gradient is. error, cosine: against the reverse KL that it is "
-    "taken for, of each visited prefix (loss) or of completions (reward). noise: the variance of one completion's gradient "
-    "over that of the quietest term with the same gradient, else with that of the reverse KL of completions. Small random "
-    "policies (3 tokens, up to 4 steps): errors grow with the distance from the reference; targets hold in general."
+    "taken for, of each visited prefix (loss) or of completions (reward). noise: the variance of one completion's "
+    "gradient over that of the quietest term with the same gradient, else with that of the reverse KL of completions. "
+    "Small random policies (3 tokens, up to 4 steps): errors grow with the distance from the reference; targets hold in general."
 )
 PASTED = "the pasted text"
 FILES = (".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".yaml", ".yml", ".json", ".toml")
@@ -41,8 +41,8 @@ def explain(
         list[str],
         typer.Argument(
             help="A recipe (kl-comedy list recipes), SYSTEM:FLAGS (kl-comedy list peers), a launch script or config of "
-            "another system (shell, Python, YAML, TOML), or a pasted command or GRPOConfig(...) in quotes; then key=value "
-            "for what it leaves open"
+            "another system (shell, Python, YAML, TOML), or a pasted command or GRPOConfig(...) in quotes; then "
+            "key=value for what it leaves open"
         ),
     ],
     system: Annotated[
@@ -51,9 +51,7 @@ def explain(
     as_config: Annotated[
         bool, typer.Option("--as-config", help="Print only the part of a kl_comedy config that trains the same KL")
     ] = False,
-    full: Annotated[
-        bool, typer.Option("--full", help="The table of all rows, notes, our config, and all advice")
-    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="The table of all rows, notes, our config, all advice")] = False,
     plugin: Plugins = None,
     format: TableOrJson = "table",
 ) -> None:

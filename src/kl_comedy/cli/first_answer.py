@@ -68,8 +68,8 @@ def first_answer(reading: Reading, freshness: FreshnessAnswer, remarks: Sequence
 def recipe_answer(terms: Sequence[KLTerm], certificates: Sequence[Certificate]) -> list[str]:
     """The lines for a recipe of this project, which does not say how old its samples are."""
     sentence = (
-        "A recipe does not say how old its samples are: the on-policy row holds with one update per batch, the off-policy "
-        "row with several, or with asynchronous sampling."
+        "A recipe does not say how old its samples are: the on-policy row holds with one update per batch, the "
+        "off-policy row with several, or with asynchronous sampling."
     )
     lines = textwrap.wrap(sentence, WIDTH)
     lines += _line("It is", terms_in_words(terms))
@@ -257,7 +257,7 @@ def _fresh(reading: Reading) -> list[str]:
     goals = {item.goal.name: item for item in advise(find_system(reading.system))}
     if target == "sequence_reverse":
         return _line(
-            "You have this", f"the reverse KL of completions is our advice on fresh samples; {_fresh_evidence()}"
+            "You have this", f"our advice on fresh samples is the reverse KL of completions; {_fresh_evidence()}"
         )
     sequence = goals["sequence"]
     change = sequence.why_not

@@ -85,7 +85,8 @@ class Situation:
 class Candidate:
     """One form among which an open situation leaves the choice: what speaks for it, and what it risks.
 
-    ``in_short`` is both in a few words. ``flags`` are the flags that set it, by system of ``kl-comedy list peers``; no flag of the others does.
+    ``in_short`` is both in a few words. ``flags`` are the flags that set it,
+    by system of ``kl-comedy list peers``; no flag of the others does.
     """
 
     name: str
@@ -311,10 +312,7 @@ def _check_names(table: AdviceTable) -> None:
         for name in judged.contrasts:
             if name not in table.contrasts:
                 raise bad_value(f"{judged.name}.contrasts", name, table.contrasts)
-    for situation in table.situations.values():
-        for name in situation.candidates:
-            if name not in table.candidates:
-                raise bad_value(f"situations.{situation.name}.candidates", name, table.candidates)
+    _check_candidates(table)
     advised: list[Situation | Rule] = [*table.situations.values(), *table.never.values()]
     for item in advised:
         for page in item.pages:
@@ -325,6 +323,13 @@ def _check_names(table: AdviceTable) -> None:
     for situation in table.situations.values():
         if not situation.words and situation.use not in table.names:
             raise bad_value(f"situations.{situation.name}.kl", situation.use, table.names, "or give words")
+
+
+def _check_candidates(table: AdviceTable) -> None:
+    for situation in table.situations.values():
+        for name in situation.candidates:
+            if name not in table.candidates:
+                raise bad_value(f"situations.{situation.name}.candidates", name, table.candidates)
 
 
 def _check_rule(rule: Rule) -> None:
@@ -396,7 +401,8 @@ class Cell:
     """One contrast in one cell: ``difference`` is the mean of a - b over ``pairs`` seeds, with its 95% interval.
 
     ``ahead`` and ``behind`` count the seeds in which ``a`` is above and below ``b``. ``a_collapsed`` of ``a_runs`` runs
-    collapsed, and so for ``b`` and for training without a KL (None where nothing was). The interval is not adjusted for the number of contrasts.
+    collapsed, and so for ``b`` and for training without a KL (None where nothing was).
+    The interval is not adjusted for the number of contrasts.
     """
 
     setting: str
