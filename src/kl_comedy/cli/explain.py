@@ -30,7 +30,8 @@ LEGEND = (
     "follows: the divergence whose gradient the expected gradient is. error, cosine: against the reverse KL that it is "
     "taken for, of each visited prefix (loss) or of completions (reward). noise: the variance of one completion's "
     "gradient over that of the quietest term with the same gradient, else with that of the reverse KL of completions. "
-    "Small random policies (3 tokens, up to 4 steps): errors grow with the distance from the reference; targets hold in general."
+    "Small random policies (3 tokens, up to 4 steps): errors grow with the distance from the reference; "
+    "targets hold in general."
 )
 PASTED = "the pasted text"
 FILES = (".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".yaml", ".yml", ".json", ".toml")
