@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kl_comedy.kl.claims import NO_TARGET
+
 Row = Mapping[str, Any]
 WORDS = {
     "sequence_reverse": "reverse KL of completions",
@@ -20,7 +22,7 @@ WORDS = {
     "token_policy_square": "half the mean square log-ratio, under the policy",
     "token_reference_square": "half the mean square log-ratio, under the reference",
     "zero": "nothing: noise of zero mean",
-    "none": "no divergence that has a name here",
+    "none": NO_TARGET,
 }
 """Of a table's cell, by the name of the objective."""
 LARGEST_ROUNDING = 1e-3

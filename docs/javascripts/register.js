@@ -15,7 +15,7 @@
     token_policy_square: "half the mean square log-ratio, under the policy",
     token_reference_square: "half the mean square log-ratio, under the reference",
     zero: "nothing: noise of zero mean",
-    none: "no divergence that has a name here",
+    none: "the gradient of no KL",
   };
   const SILENT = "nothing: no completion has a gradient";
   const KINDS = {

@@ -111,7 +111,19 @@ def cells_of(contrast: Contrast, runs: pd.DataFrame) -> Iterable[Cell]:
         setting = setting_in_words(contrast, place)
         if a.empty or b.empty:
             raise UserError(f"contrasts.{contrast.name}: no runs on one side of {setting}")
-        yield _cell(setting, a, b, f"metrics.{contrast.metric}")
+        cell = _cell(setting, a, b, f"metrics.{contrast.metric}")
+        without_kl = _without_kl(contrast, runs, place)
+        if not without_kl.empty:
+            collapsed = int(without_kl["collapsed"].sum())
+            cell = dataclasses.replace(cell, none_collapsed=collapsed, none_runs=len(without_kl))
+        yield cell
+
+
+def _without_kl(contrast: Contrast, runs: pd.DataFrame, place: Mapping[str, Any]) -> pd.DataFrame:
+    """The runs without a KL in the setting of a cell; beta is not a part of it."""
+    where = {**contrast.where, **contrast.without_kl, **place}
+    where.pop(BETA, None)
+    return side_of(restricted(runs, where), Side(kl="none"))
 
 
 def _cell(setting: str, a: pd.DataFrame, b: pd.DataFrame, metric: str) -> Cell:
@@ -201,6 +213,8 @@ def _flow(record: Cell | Range) -> str:
     """A record as a YAML mapping in one line."""
     parts = []
     for name, value in dataclasses.asdict(record).items():
+        if value is None:
+            continue
         text = f'"{value}"' if isinstance(value, str) else repr(value)
         parts.append(f"{name}: {text}")
     return "{" + ", ".join(parts) + "}"

@@ -5,15 +5,16 @@ import json
 import pytest
 
 from kl_comedy.kl import KLTerm, resolve_terms
+from kl_comedy.kl.claims import NO_TARGET
 from kl_comedy.lab.peers import SYSTEMS, read
 
 
 def test_verl_low_var_kl_in_words(kl_comedy):
-    code, out, _ = kl_comedy("explain", "verl:use_kl_loss=true,kl_loss_type=low_var_kl")
+    code, out, _ = kl_comedy("explain", "--full", "verl:use_kl_loss=true,kl_loss_type=low_var_kl")
     assert code == 0
     assert "k3_reverse_token in loss input clamped at 20 output clamped at 10, beta 0.001" in out
-    assert "token_forward while no bound acts" in out
-    assert "off-policy: biased" in out
+    assert "the forward KL of each visited prefix, while no bound acts" in out
+    assert NO_TARGET in out
     assert "gradient of the forward KL" in out
     assert "output_clamp: 10.0" in out
     assert "set   verl:algorithm.use_kl_in_reward=true" in out
@@ -41,7 +42,7 @@ def test_json_holds_everything(kl_comedy):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("trl:", ["No KL", "Switched on, as trl:beta=0.04", "token_reverse"]),
+        ("trl:", ["No KL", "Switched on, as trl:beta=0.04", "the reverse KL of each visited prefix"]),
         ("areal", ["No term of ours is equivalent", "entropy bonus"]),
         ("slime:kl_coef=0.1", ["Does nothing", "kl_coef with advantage_estimator=grpo"]),
         ("prime-rl:", ["towards the sampler"]),
@@ -50,7 +51,7 @@ def test_json_holds_everything(kl_comedy):
     ],
 )
 def test_flags_that_are_off_without_equivalent_or_without_effect(kl_comedy, text, expected):
-    code, out, _ = kl_comedy("explain", text)
+    code, out, _ = kl_comedy("explain", "--full", text)
     assert code == 0
     for phrase in expected:
         assert phrase in out
@@ -59,8 +60,8 @@ def test_flags_that_are_off_without_equivalent_or_without_effect(kl_comedy, text
 def test_a_recipe_still_is_explained(kl_comedy):
     code, out, _ = kl_comedy("explain", "grpo")
     assert code == 0
-    assert "token_forward" in out
-    assert "29%" in out
+    assert "the forward KL of each visited prefix" in out
+    assert "11% off" in out
 
 
 def test_a_recipe_is_explained_as_json(kl_comedy):
@@ -74,7 +75,7 @@ def test_a_recipe_is_explained_as_json(kl_comedy):
     [
         ("rb/full", "  - stale samples: never. Its costs are never negative"),
         # Off by default: the line is about what it would be switched on.
-        ("trl:", "  - stale samples: we advise k3 in the loss (comedy/k3_in_loss;"),
+        ("trl:", "  - stale samples: open, and this is one candidate: the right gradient"),
         (
             "verl:use_kl_loss=true,kl_loss_type=k1",
             "  - fresh samples: never. On fresh samples its gradient is zero-mean noise.",
@@ -82,7 +83,7 @@ def test_a_recipe_is_explained_as_json(kl_comedy):
     ],
 )
 def test_what_to_use_is_said_in_words_and_as_json(kl_comedy, text, line):
-    _, out, _ = kl_comedy("explain", text)
+    _, out, _ = kl_comedy("explain", "--full", text)
     assert line in out
     _, out, _ = kl_comedy("explain", text, "--format", "json")
     lines = [f"  - {sentence}" for sentence in json.loads(out)["what_to_use"]]
@@ -126,3 +127,35 @@ def test_list_peers_names_every_flag(kl_comedy):
     code, out, _ = kl_comedy("list", "peers")
     assert code == 0
     assert "torchforge" in out
+
+
+# --- the first answer -----------------------------------------------------------------------------------------------
+def test_the_first_answer_is_short_and_opens_with_the_row(kl_comedy):
+    _, out, _ = kl_comedy("explain", "trl:beta=0.04,num_iterations=4")
+    lines = out.splitlines()
+    assert lines[0] == "4 updates per batch (num_iterations 4): the off-policy row holds."
+    assert len(lines) <= 14
+    assert max(map(len, lines)) <= 100
+    assert "k3 x token ratio            you have this" in out
+    assert "set use_bias_correction_kl=false" in out
+    assert lines[-1].startswith("--full shows")
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_no_first_answer_is_a_wall(kl_comedy, system):
+    code, out, _ = kl_comedy("explain", f"{system}:")
+    assert code == 0
+    assert len(out.splitlines()) <= 26
+
+
+def test_a_pasted_call_is_answered(kl_comedy):
+    code, out, _ = kl_comedy("explain", 'GRPOConfig(beta=0.04, loss_type="dr_grpo", num_iterations=4)')
+    assert code == 0
+    assert out.startswith("4 updates per batch")
+
+
+def test_json_has_the_row(kl_comedy):
+    _, out, _ = kl_comedy("explain", "verl:use_kl_loss=true,train_batch_size=256", "--format", "json")
+    freshness = json.loads(out)["freshness"]
+    assert (freshness["updates"], freshness["regime"]) == (1, "on_policy")
+    assert freshness["given"] == {"train_batch_size": 256.0}

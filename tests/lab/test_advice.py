@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from kl_comedy.cli.first_answer import has_candidate
 from kl_comedy.errors import UserError
 from kl_comedy.kl import claimed_target
 from kl_comedy.kl.recipes import resolve_terms
@@ -24,7 +25,7 @@ from kl_comedy.lab.advice import (
     strength,
     what_to_use,
 )
-from kl_comedy.lab.peers import GOALS, SYSTEMS, advise, find_system, read
+from kl_comedy.lab.peers import GOALS, SYSTEMS, advise, find_system, read, read_flags
 
 
 @pytest.fixture
@@ -60,6 +61,8 @@ def test_nothing_is_both_recommended_and_forbidden():
 def test_a_planted_contradiction_is_found(changed, situation, recipe, rule):
     def plant(raw):
         raw["situations"][situation]["kl"] = recipe
+        raw["situations"][situation].pop("candidates", None)
+        raw["situations"][situation].pop("words", None)
         raw["names"][recipe] = recipe
 
     assert f"{situation} advises {recipe}, which {rule} forbids" in contradictions(changed(plant))
@@ -99,7 +102,7 @@ def test_evidence_about_another_term_is_found(changed):
 
 def test_an_advice_is_a_kl_or_a_config(changed):
     table = changed(lambda raw: raw["situations"]["sampler"].pop("config"))
-    assert contradictions(table) == ["sampler needs either kl or config"]
+    assert contradictions(table) == ["sampler needs either kl, config or candidates"]
 
 
 def test_k3_in_the_reward_is_allowed_beside_k3_in_the_loss():
@@ -146,7 +149,7 @@ def test_each_advice_names_what_was_trained_or_says_that_nothing_was(item):
 
 def test_every_contrast_is_evidence_for_something_and_is_measured():
     named = set()
-    for item in [*advice().situations.values(), *advice().never.values()]:
+    for item in [*advice().situations.values(), *advice().candidates.values(), *advice().never.values()]:
         named |= set(item.contrasts)
     assert named == set(advice().contrasts) == set(measured().contrasts)
     assert set(advice().spreads) == set(measured().spreads)
@@ -175,6 +178,7 @@ def made_up(name):
     """One contrast with a cell whose numbers all differ."""
     numbers = {"a_mean": 0.6, "b_mean": 0.5, "difference": 0.1234, "low": 0.0111, "high": 0.2555}
     counts = {"pairs": 7, "ahead": 5, "behind": 2, "a_collapsed": 3, "a_runs": 8, "b_collapsed": 1, "b_runs": 9}
+    counts |= {"none_collapsed": 6, "none_runs": 7}
     cells = (Cell(setting="somewhere", **numbers, **counts), cell(0.4, 0.6))
     return Measured(contrasts={name: cells}, spreads={})
 
@@ -190,7 +194,7 @@ def test_the_evidence_of_a_rule_is_how_many_runs_collapsed_on_each_side(changed)
     table = changed(lambda raw: raw["never"]["k1_in_loss"].update(contrasts=["k1_loss_behind_async"]))
     text = evidence_in_words(table.never["k1_in_loss"], table, made_up("k1_loss_behind_async"))
     other = table.words_of(table.contrasts["k1_loss_behind_async"].b)
-    assert text == f"collapsed in 3 of 8 runs (somewhere), {other} in 1 of 9"
+    assert text == f"collapsed in 3 of 8 runs (somewhere), {other} in 1 of 9, no KL in 6 of 7"
 
 
 def test_a_side_is_called_by_its_name_or_by_its_kl_and_beta():
@@ -245,10 +249,10 @@ def test_a_fault_of_the_file_is_named(changed, change, message):
         ("comedy/k1_in_loss", "never.", "never."),
         ("rb/full", "this is what we advise.", "never."),
         ("is/k3_per_decision", "we advise", "never."),
-        ("grpo", "we advise", "this is what we advise."),
-        ("verl/low_var_kl", "we advise", "this is what we advise, with clamps"),
+        ("grpo", "we advise", "open, and this is one candidate"),
+        ("verl/low_var_kl", "we advise", "open, and this is one candidate"),
         ("rb/token", "we advise exact KL in the reward, to go (rb/full;", "this is what we advise."),
-        ("liu/k2_loss", "we advise k1 in the reward", "we advise k3 in the loss"),
+        ("liu/k2_loss", "we advise k1 in the reward", "open, and this is one candidate"),
     ],
 )
 def test_what_to_use_on_fresh_and_on_stale_samples(kl, fresh, stale):
@@ -283,8 +287,62 @@ def test_nothing_is_said_without_terms_or_where_the_terms_do_not_hold():
 
 def test_the_goals_of_other_systems_have_the_advised_recipes():
     assert [goal.recipe for goal in GOALS.values()] == ["rb/full", "rb/token", "rb/token"]
-    assert advised("stale_sampled") == "comedy/k3_in_loss"
+    with pytest.raises(UserError, match="is not a recipe"):
+        advised("stale_sampled")
     with pytest.raises(UserError, match="is not a recipe"):
         advised("sampler")
     with pytest.raises(UserError, match="did you mean 'stale_full'"):
         advised("stale_ful")
+
+
+# --- one voice ------------------------------------------------------------------------------------------------------
+CANDIDATES = {
+    (candidate.name, system): flags
+    for candidate in advice().candidates.values()
+    for system, flags in candidate.flags.items()
+}
+
+
+@pytest.mark.parametrize(("name", "system"), CANDIDATES)
+def test_the_flags_of_a_candidate_are_that_form_in_the_system(name, system):
+    """Read by the system's rules; a ratio or a clamp may be bounded."""
+    (term,) = read_flags(SYSTEMS[system], CANDIDATES[name, system]).terms
+    form = (term.estimator, term.placement, term.correction, term.gradient)
+    if name == "k3_loss":
+        assert form == ("k3", "loss", "none", "natural")
+    elif name == "k3_ratio":
+        # OpenRLHF: the ratio, detached, times k2's gradient, whose expected gradient is the same.
+        assert form in (("k3", "loss", "token", "natural"), ("k3", "loss", "token_detached", "k2"))
+    elif name == "k2_loss":
+        assert form in (("k2", "loss", "none", "natural"), ("k3", "loss", "none", "k2"))
+    else:
+        assert (term.estimator, term.placement, term.credit, term.baseline) == ("k1", "reward", "to_go", "before")
+
+
+@pytest.mark.parametrize(("name", "system"), CANDIDATES)
+def test_no_answer_tells_the_owner_of_a_candidate_to_undo_it(name, system):
+    """Who follows an answer is told on stale samples that he has a candidate, and never that it is forbidden."""
+    reading = read_flags(SYSTEMS[system], CANDIDATES[name, system])
+    assert has_candidate(reading, advice().candidates[name])
+    assert advice().forbidding(reading.terms, "stale") is None
+
+
+FIXES = [
+    "verl:use_kl_loss=true,kl_loss_type=k3+",
+    "slime:use_kl_loss=true,kl_loss_coef=0.01,kl_loss_type=k3,use_unbiased_kl=true",
+    "slime:use_kl_loss=true,kl_loss_coef=0.01,kl_loss_type=k2",
+    "openrlhf:use_loss=true,kl_estimator=k3,unbiased_gradient=true",
+    "tunix:beta=0.04,kl_loss_mode=mse_kl",
+    "trl:beta=0.04,use_bias_correction_kl=true",
+]
+"""What symptom pages and rows of the register tell their readers to set."""
+
+
+@pytest.mark.parametrize("flags", FIXES)
+def test_what_the_pages_tell_to_set_is_a_candidate_or_the_advice(flags):
+    reading = read(flags)
+    answers = what_to_use(reading.terms)
+    assert not any("never" in answer for answer in answers)
+    kinds = [has_candidate(reading, candidate) for candidate in advice().candidates.values()]
+    plain = [(term.estimator, term.gradient) for term in reading.terms]
+    assert any(kinds) or plain == [("k3", "k2")]

@@ -11,29 +11,30 @@ from typing import Any
 from doc_tables.common import code_span, table
 
 from kl_comedy.kl import KLTerm, claimed_target
+from kl_comedy.kl.claims import NO_TARGET, TARGET_WORDS
 from kl_comedy.kl.recipes import resolve_terms
 from kl_comedy.lab.advice import (
     REGIME_OF_SAMPLES,
     UNTRAINED,
     AdviceTable,
+    Candidate,
     Cell,
     Measured,
     Range,
     Rule,
     Situation,
     advice,
+    candidate_of,
     evidence_in_words,
     measured,
     strength,
     with_interval,
 )
 
-TARGETS_IN_WORDS = {
-    "sequence_reverse": "the reverse KL of completions",
-    "token_reverse": "the reverse KL of each visited prefix",
+TARGETS_IN_WORDS: dict[str | None, str] = {
+    **TARGET_WORDS,
     "token_forward": "the **forward** KL of each visited prefix",
-    "zero": "nothing: zero-mean noise",
-    None: "no KL exactly",
+    None: NO_TARGET,
 }
 
 ORDINALS = {6: "six", 9: "nine"}
@@ -75,9 +76,43 @@ def _between(spread: Range) -> str:
 
 
 def first_screen() -> str:
-    """The table of the five situations, and the three lines of what never to use."""
+    """The table of the five situations, the candidates of those that are open, and what never to use."""
     situations, rules = advice().on_page("first_screen")
-    return f"{situation_table(situations)}\n\nNever:\n\n{never_lines(rules)}"
+    parts = [situation_table(situations)]
+    for situation in situations:
+        if situation.candidates:
+            parts.append(f"**Open:** {_lower(situation.samples)} samples, {situation.has}. {_reason(situation)}")
+            parts.append(candidate_lines(situation))
+    parts += ["Never:", never_lines(rules)]
+    return "\n\n".join(parts)
+
+
+def _reason(situation: Situation) -> str:
+    """Why a situation is open, without the word."""
+    return situation.why.removeprefix("Open. ")
+
+
+def candidate_lines(situation: Situation) -> str:
+    """One line per candidate: what speaks for it, what it risks, and what training showed."""
+    lines = []
+    for item in advice().candidates_of(situation):
+        line = f"- **{_capital(item.words)}** ({code_span(_written(item.kl))}): {item.gain}. Its risk: {item.risk}."
+        if item.contrasts:
+            counts = strength(item, measured())
+            line += f" Trained: {evidence_in_words(item, advice(), measured())}; for / against / of: {counts}."
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _written(kl: Any) -> str:
+    """A KL as one writes it in a config: a recipe, or a list of terms."""
+    if isinstance(kl, str):
+        return kl
+    return "[" + ", ".join(_flow(mapping) for mapping in kl) + "]"
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 def situation_table(situations: Sequence[Situation]) -> str:
@@ -108,12 +143,14 @@ def situation_table(situations: Sequence[Situation]) -> str:
 def _target(situation: Situation) -> str:
     # A policy loss regularizes without the gradient of a KL: there is nothing to hit.
     if not situation.terms:
-        return "-"
+        return "by the form" if situation.candidates else "-"
     return TARGETS_IN_WORDS[situation.target]
 
 
 def _use(situation: Situation) -> str:
     """In words, then what to write."""
+    if situation.candidates:
+        return "open: " + ", ".join(item.words for item in advice().candidates_of(situation))
     return f"{advice().words_of_use(situation)}: {code_span(situation.use)}"
 
 
@@ -133,6 +170,8 @@ def never_lines(rules: Sequence[Rule]) -> str:
 
 
 def _showed(item: Situation | Rule) -> str:
+    if isinstance(item, Situation) and item.candidates:
+        return "by the form, below"
     return evidence_in_words(item, advice(), measured())
 
 
@@ -162,7 +201,7 @@ def forms() -> str:
         (term,) = terms
         targets = [TARGETS_IN_WORDS[claimed_target(term, regime)] for regime in REGIME_OF_SAMPLES.values()]
         rows.append((name, code_span(_flow(kl[0])), *targets, advice_on(terms)))
-    head = ("configuration", "`kl:` in a config", "on fresh samples it optimizes", "on stale samples", "advice")
+    head = ("configuration", "`kl:` in a config", "on fresh samples it follows", "on stale samples", "advice")
     return table(head, rows)
 
 
@@ -176,6 +215,7 @@ def advice_on(terms: Sequence[KLTerm]) -> str:
     labels = [term.label() for term in terms]
     never = []
     use = []
+    is_open = []
     for samples in REGIME_OF_SAMPLES:
         if advice().forbidding(terms, samples) is not None:
             never.append(samples)
@@ -183,10 +223,14 @@ def advice_on(terms: Sequence[KLTerm]) -> str:
             is_this = situation.samples == samples and [term.label() for term in situation.terms] == labels
             if is_this:
                 use.append(f"{samples} samples, with {situation.has}")
+            candidate = candidate_of(terms, situation)
+            if situation.samples == samples and candidate is not None:
+                is_open.append(f"{samples}: open, {candidate.in_short}")
     if len(never) == len(REGIME_OF_SAMPLES):
         return "never"
     parts = [f"use on {samples}" for samples in use]
     parts += [f"never on {samples} samples" for samples in never]
+    parts += is_open
     return "; ".join(parts)
 
 
@@ -197,13 +241,19 @@ def evidence(table_of_advice: AdviceTable | None = None, cells: Measured | None 
     values = cells or measured()
     parts = []
     for situation in source.situations.values():
+        if situation.candidates:
+            parts.append(f"### {_title(situation)}\n\n{situation.why}")
+            for item in source.candidates_of(situation):
+                text = f"{_capital(item.gain)}. Its risk: {item.risk}. {_evidence_of(item, source, values)}"
+                parts.append(f"#### Candidate: {item.words}\n\n{text}")
+            continue
         parts.append(f"### {_title(situation)}\n\n{situation.why} {_evidence_of(situation, source, values)}")
     for rule in source.never.values():
         parts.append(f"### Never: {_lower(rule.words)}\n\n{rule.reasons} {_evidence_of(rule, source, values)}")
     return "\n\n".join(parts)
 
 
-def _evidence_of(item: Situation | Rule, source: AdviceTable, values: Measured) -> str:
+def _evidence_of(item: Situation | Candidate | Rule, source: AdviceTable, values: Measured) -> str:
     claims = _claims(item)
     if not item.contrasts:
         return f"{claims}{UNTRAINED[:1].upper()}{UNTRAINED[1:]}."
@@ -222,23 +272,27 @@ def _evidence_of(item: Situation | Rule, source: AdviceTable, values: Measured) 
         "seeds: a ahead / behind / of",
         "a: collapsed",
         "b: collapsed",
+        "no KL: collapsed",
     )
     counts = strength(item, values)
     sentence = f"{claims}For {counts.supporting}, against {counts.against}, of {counts.of} cells."
     return f"{sentence}\n\n{table(head, rows)}"
 
 
-def _claims(item: Situation | Rule) -> str:
+def _claims(item: Situation | Candidate | Rule) -> str:
     """What the terms claim to optimize on the samples in question; tests/exact enumerate whether it is so."""
     if isinstance(item, Situation):
         terms = item.terms
         ages = [item.samples]
+    elif isinstance(item, Candidate):
+        terms = item.terms
+        ages = ["stale"]
     else:
         terms = resolve_terms(item.recipe)
         ages = list(item.why)
     sentences = []
     for samples in ages:
-        targets = [claimed_target(term, REGIME_OF_SAMPLES[samples]) or "none" for term in terms]
+        targets = [claimed_target(term, REGIME_OF_SAMPLES[samples]) or NO_TARGET for term in terms]
         if targets:
             sentences.append(f"Target on {samples} samples: {code_span(' + '.join(targets))}. ")
     return "".join(sentences)
@@ -253,6 +307,7 @@ def _cell_texts(cell: Cell) -> tuple[str, ...]:
         f"{cell.ahead} / {cell.behind} / {cell.pairs}",
         f"{cell.a_collapsed} of {cell.a_runs}",
         f"{cell.b_collapsed} of {cell.b_runs}",
+        "-" if cell.none_runs is None else f"{cell.none_collapsed} of {cell.none_runs}",
     )
 
 

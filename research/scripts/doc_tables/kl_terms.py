@@ -82,6 +82,9 @@ def proof() -> str:
     """What enumeration finds of each advised term on samples of this age, and its noise."""
     rows = []
     for situation in advice().situations.values():
+        for candidate in advice().candidates_of(situation):
+            certificate = certificates(candidate.words, candidate.terms)[REGIME_OF_SAMPLES[situation.samples]]
+            rows.append((situation.samples, f"{candidate.words} (open)", outcome(certificate), noise(certificate)))
         # The advice for a KL to the sampler is a policy loss.
         if not situation.terms:
             continue

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from kl_comedy.kl.claims import NO_TARGET
+
 if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate_record import Certificate
     from kl_comedy.kl.oracle.part_claims import PartsCoverage
@@ -181,7 +183,7 @@ def term_table_row(certificate: Certificate) -> dict[str, Any]:
     return {
         "name": certificate.name,
         "regime": certificate.regime,
-        "optimizes": certificate.target or "none",
+        "optimizes": certificate.target or NO_TARGET,
         "bias": three_digits(certificate.relative_bias["sequence_reverse"]),
         "cosine": cosine_text(certificate.cosine["sequence_reverse"]),
         "noise": noise,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from kl_comedy.cli.certify_output import cosine_text
-from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins, stdout_console
+from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
 from kl_comedy.redaction import printable
 
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
     from kl_comedy.lab.launch_files import LaunchFile
     from kl_comedy.lab.peers import Advice, Reading
 
+REST = "--full shows the table of all rows, notes, our config, and what else can be set (docs/decision.md)"
+LEGEND = (
+    "follows: the divergence whose gradient the expected gradient is. error, cosine: against the reverse KL that it is "
+    "taken for, of each visited prefix (loss) or of completions (reward). noise: the variance of one completion's "
+    "gradient over that of the quietest term with the same gradient, else with that of the reverse KL of completions. "
+    "Small random policies (3 tokens, up to 4 steps): errors grow with the distance from the reference; "
+    "targets hold in general."
+)
+PASTED = "the pasted text"
 FILES = (".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".yaml", ".yml", ".json", ".toml")
 
 
@@ -31,8 +41,9 @@ def explain(
     what: Annotated[
         list[str],
         typer.Argument(
-            help="A recipe (kl-comedy list recipes), SYSTEM:FLAGS (kl-comedy list peers), or a launch script or config "
-            "of another system (shell, Python, YAML, TOML), then key=value for what it leaves open"
+            help="A recipe (kl-comedy list recipes), SYSTEM:FLAGS (kl-comedy list peers), a launch script or config of "
+            "another system (shell, Python, YAML, TOML), or a pasted command or GRPOConfig(...) in quotes; then "
+            "key=value for what it leaves open"
         ),
     ],
     system: Annotated[
@@ -41,16 +52,19 @@ def explain(
     as_config: Annotated[
         bool, typer.Option("--as-config", help="Print only the part of a kl_comedy config that trains the same KL")
     ] = False,
+    full: Annotated[bool, typer.Option("--full", help="The table of all rows, notes, our config, all advice")] = False,
     plugin: Plugins = None,
     format: TableOrJson = "table",
 ) -> None:
-    """Say what a recipe, or the KL flags of another system, optimize, on- and off-policy; and which flags would.
+    """Say what the KL flags of another system, or a recipe, optimize; first for your samples: fresh or stale.
 
     Example: `kl-comedy explain grpo`
 
     Example: `kl-comedy explain "verl:use_kl_loss=true,kl_loss_type=low_var_kl"`
 
-    Example: `kl-comedy explain run_grpo.sh`
+    Example: `kl-comedy explain "GRPOConfig(beta=0.04, num_iterations=4)"`
+
+    Example: `kl-comedy explain run_grpo.sh --full`
 
     Example: `kl-comedy explain run_grpo.sh --as-config`
     """
@@ -68,15 +82,36 @@ def explain(
         if as_config:
             _print_config(launch)
         else:
-            _explain_file(path, launch, format)
+            _explain_file(str(path), launch, format, full)
+    elif is_pasted(first):
+        launch = _pasted(first, system, overrides)
+        if as_config:
+            _print_config(launch)
+        else:
+            _explain_file(PASTED, launch, format, full)
     elif system is not None:
         raise UserError(f"--system needs a file; {shown(first)} is not one")
     elif as_config:
         raise UserError(f"--as-config needs a launch script or config; {shown(first)} is not one")
     elif is_peer(text):
-        _explain_peer(read(text), format)
+        _explain_peer(read(text), format, full)
     else:
-        _explain_recipe(text, format)
+        _explain_recipe(text, format, full)
+
+
+def is_pasted(text: str) -> bool:
+    """Whether an argument is a command line or a call of Python, and neither flags of a system nor a recipe."""
+    # `verl: use_kl_loss=true` has spaces too; its colon comes first.
+    if re.match(r"\s*[\w-]+\s*:", text):
+        return False
+    return bool(re.search(r"\S\s+\S", text) or re.search(r"[\w.]+\(", text))
+
+
+def _pasted(text: str, system: str | None, overrides: Sequence[str]) -> LaunchFile:
+    from kl_comedy.lab.launch_files import read_launch_text
+
+    with error_prefix(PASTED):
+        return read_launch_text(text, system=system, overrides=overrides)
 
 
 def _launch_file(path: Path, system: str | None, overrides: Sequence[str]) -> LaunchFile:
@@ -101,28 +136,21 @@ def _print_config(launch: LaunchFile) -> None:
     print(OmegaConf.to_yaml(OmegaConf.create(config_of(reading))).rstrip())
 
 
-def _explain_file(path: Path, launch: LaunchFile, format: str) -> None:
+def _explain_file(name: str, launch: LaunchFile, format: str, full: bool) -> None:
     """Print where the KL of a launch script or config is and its traps; then what its flags optimize."""
     # Its errors name a flag only; which file sets it is known here.
-    with error_prefix(str(path)):
+    with error_prefix(name):
         reading = launch.reading()
     summary: dict[str, Any] = {
-        "file": str(path),
+        "file": name,
         "defaults_before": launch.defaults_before,
         "placement": placement_of(reading),
         "kl": _kl_rows(reading),
         "traps": _traps(reading),
         "remarks": [printable(remark) for remark in launch.remarks],
     }
-    if format == "table":
-        print(f"{path}: {launch.system.title}, read with the {_release_read(launch)}")
-        print(f"KL is on: {summary['placement']}")
-        if reading.corrections:
-            print(f"The policy loss has: {_corrections(reading)}")
-        _print_list("Traps", summary["traps"])
-        _print_list("Remarks", summary["remarks"])
-        print()
-    _explain_peer(reading, format, summary)
+    read_as = f"{name}: {launch.system.title}, read with the {_release_read(launch)}"
+    _explain_peer(reading, format, full, summary, read_as)
 
 
 def _release_read(launch: LaunchFile) -> str:
@@ -215,68 +243,91 @@ def _traps(reading: Reading) -> list[str]:
     return traps
 
 
-def _explain_recipe(name: str, format: str) -> None:
-    """Print the gradient of each term of a recipe in words, and the certificate of all its terms in each regime."""
+def _explain_recipe(name: str, format: str, full: bool) -> None:
+    """Print what a recipe follows on fresh and on stale samples; all rows with ``full``."""
+    from kl_comedy.cli.first_answer import recipe_answer
     from kl_comedy.kl import verdict
     from kl_comedy.kl.oracle.stored_certificates import certificates as stored_or_enumerated
     from kl_comedy.lab.advice import what_to_use
     from kl_comedy.registry import OWN_PART, RECIPES
 
     if name not in RECIPES:
-        hint = f"or flags, as verl:use_kl_loss=true (list peers); {OWN_PART}"
+        hint = f"or flags, as verl:use_kl_loss=true (list peers), a file, or a pasted command in quotes; {OWN_PART}"
         raise bad_value("RECIPE", name, sorted(RECIPES.names()), hint)
     terms: tuple[KLTerm, ...] = RECIPES.get(name).fn()
     # Together: the bias of a recipe is that of the sum of its terms.
     certificates = stored_or_enumerated(name, terms) if terms else []
     lines = what_to_use(terms)
-    rows = []
-    for term in terms:
-        verdicts = {regime: verdict(term, regime) for regime in ("on_policy", "off_policy")}
-        rows.append({"term": term.label(), "beta": str(term.beta), **verdicts})
     if format == "json":
+        rows = []
+        for term in terms:
+            verdicts = {regime: verdict(term, regime) for regime in ("on_policy", "off_policy")}
+            rows.append({"term": term.label(), "beta": str(term.beta), **verdicts})
         plain = {"recipe": name, "terms": rows, "certificates": [c.row() for c in certificates], "what_to_use": lines}
         print(json.dumps(plain, indent=1))
         return
-    console = stdout_console()
     if not terms:
-        console.print(f"{name}: no KL term")
+        print(f"{name}: no KL term")
         return
-    table = Table("term", "beta", "on-policy gradient", "off-policy gradient", title=name)
-    for row in rows:
-        table.add_row(*row.values())
-    console.print(table)
-    console.print(_numbers(certificates))
+    print("\n".join(recipe_answer(terms, certificates)))
+    if not full:
+        print(f"\n{REST}")
+        return
+    print()
+    _print_numbers(certificates)
     _print_list("What to use (docs/decision.md)", lines)
 
 
-def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | None = None) -> None:
-    """Print what another system's flags do, what they would do switched on, and which flags do better.
+def _explain_peer(
+    reading: Reading, format: str, full: bool, summary: Mapping[str, Any] | None = None, read_as: str = ""
+) -> None:
+    """Print what another system's flags do on the reader's samples; all rows and advice with ``full``.
 
-    ``summary`` is what JSON has besides, of a file.
+    ``summary`` is what JSON has besides, of a file, and ``read_as`` the line that says as what it was read.
     """
+    from kl_comedy.cli.first_answer import first_answer
     from kl_comedy.lab.advice import what_to_use
+    from kl_comedy.lab.freshness import freshness_of
     from kl_comedy.lab.peers import advise, find_system, switched_on
 
+    freshness = freshness_of(reading)
     # Many users ask about flags that turn the KL off by default: what they would get is shown too.
     acting = switched_on(reading)
     acting_plain = None
     if acting is not None:
         acting_plain = _plain(acting)
-    advice = advise(find_system(reading.system))
     # Flags without a KL say nothing to advise against; what they would be switched on does.
     asked = acting or reading
+    if format == "table":
+        remarks = (summary or {}).get("remarks", ())
+        print("\n".join(first_answer(reading, freshness, remarks)))
+        if read_as:
+            print(f"\n{read_as}")
+            _print_list("Remarks", remarks)
+        for key in reading.sampling.unused:
+            print(f"{key}: an option of {find_system(reading.system).title} that this answer does not use")
+        if not full:
+            print(f"\n{REST}")
+            return
+    advice = advise(find_system(reading.system))
     lines = what_to_use(asked.terms or (), asked.holds_in)
     if format == "json":
         plain = {
             **(summary or {}),
             **_plain(reading),
+            "freshness": {**asdict(freshness), **asdict(reading.sampling)},
             "switched_on": acting_plain,
             "advice": [_advice_row(item) for item in advice],
             "what_to_use": lines,
         }
         print(json.dumps(plain, indent=1))
         return
-    print(f"{reading.text}  ({reading.system} {reading.version})")
+    print(f"\n{reading.text}  ({reading.system} {reading.version})")
+    if summary is not None:
+        print(f"KL is on: {summary['placement']}")
+        if reading.corrections:
+            print(f"The policy loss has: {_corrections(reading)}")
+        _print_list("Traps", summary["traps"])
     _show(reading)
     if reading.corrections:
         print("The policy loss, in our config:\nalgorithm:\n  policy_loss: reinforce")
@@ -311,9 +362,7 @@ def _show(reading: Reading, known: Sequence[str] = ()) -> None:
     else:
         print("It is: " + " + ".join(f"{term.label()}, beta {term.beta:g}" for term in reading.terms))
         certificates = list(reading.certificates().values())
-        stdout_console().print(_numbers(certificates))
-        for certificate in certificates:
-            print(f"{_dashed(certificate.regime)}: {certificate.verdict}")
+        _print_numbers(certificates)
         # A framework may treat stale samples in a way that no term of ours has, and yet be one of ours on-policy.
         missing = [_dashed(regime) for regime in REGIMES if regime not in reading.holds_in]
         if missing:
@@ -324,28 +373,41 @@ def _show(reading: Reading, known: Sequence[str] = ()) -> None:
         print(f"In our config:\n{_yaml(reading.terms)}")
 
 
-def _numbers(certificates: Sequence[Certificate]) -> Table:
-    """Regime by regime: the target, and how far the expected gradient is from that of the whole completion's KL."""
-    table = Table("regime", "optimizes", "relative error vs. sequence-level reverse KL", "cosine", "noise")
-    for certificate in certificates:
-        regime = _dashed(certificate.regime)
-        # Against the reference a trust region has no error to show: it is not about the reference.
-        if all(term.reference == "sampler" for term in certificate.terms):
-            pull = "zero" if certificate.regime == "on_policy" else "towards the sampler"
-            table.add_row(regime, pull, "-", "-", "-")
-            continue
-        bias = certificate.relative_bias["sequence_reverse"]
-        cosine = cosine_text(certificate.cosine["sequence_reverse"])
-        table.add_row(regime, _target_text(certificate), f"{bias:.0%}", cosine, _noise(certificate))
-    return table
+def _print_numbers(certificates: Sequence[Certificate]) -> None:
+    """The table of all rows, with its legend."""
+    rows = [("row", "follows", "error", "cosine", "noise"), *(_numbers(certificate) for certificate in certificates)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(textwrap.fill(LEGEND, 100))
 
 
-def _target_text(certificate: Certificate) -> str:
-    if certificate.target:
-        return certificate.target
-    if certificate.near_target:
-        return f"{certificate.near_target}, while no bound acts"
-    return "not the gradient of any KL"
+def _numbers(certificate: Certificate) -> tuple[str, ...]:
+    from kl_comedy.cli.first_answer import nearest_in_words, target_in_words
+    from kl_comedy.kl.claims import NO_TARGET
+
+    row = _dashed(certificate.regime)
+    # Against the reference a trust region has no error to show: it is not about the reference.
+    if all(term.reference == "sampler" for term in certificate.terms):
+        pull = "zero" if certificate.regime == "on_policy" else "towards the sampler"
+        return (row, pull, "-", "-", "-")
+    target = certificate.target or certificate.near_target
+    follows = f"{NO_TARGET}; {nearest_in_words(certificate)}"
+    if target is not None:
+        follows = target_in_words(target)
+        if certificate.target is None:
+            follows += ", while no bound acts"
+    meant = _meant(certificate, target)
+    cosine = cosine_text(certificate.cosine[meant])
+    return (row, follows, f"{certificate.relative_bias[meant]:.0%}", cosine, _noise(certificate))
+
+
+def _meant(certificate: Certificate, target: str | None) -> str:
+    """The reverse KL that a term is taken for, as in the register: the one that it hits, else by its placement."""
+    if target in ("sequence_reverse", "token_reverse"):
+        return target
+    per_token = all(term.placement == "loss" or term.credit == "own" for term in certificate.terms)
+    return "token_reverse" if per_token else "sequence_reverse"
 
 
 def _plain(reading: Reading) -> dict[str, Any]:

@@ -266,6 +266,20 @@ def _is_whole_when_detached(facts: _Facts) -> bool:
     return facts.unbiased and (facts.exact or facts.pathwise == "zero")
 
 
+NO_TARGET = "the gradient of no KL"
+"""How every answer, table and page calls an expected gradient that equals no target. This is its one place."""
+
+TARGET_WORDS = {
+    "sequence_reverse": "the reverse KL of completions",
+    "token_reverse": "the reverse KL of each visited prefix",
+    "token_forward": "the forward KL of each visited prefix",
+    "sequence_forward": "the forward KL of completions",
+    "token_mixture": "the Jensen-Shannon divergence of each visited prefix",
+    "sequence_mixture": "the Jensen-Shannon divergences of completions",
+    "zero": "nothing: zero-mean noise",
+}
+"""The divergence of each target, for a line or a cell."""
+
 TARGET_MEANINGS = {
     "sequence_reverse": "optimizes the sequence-level reverse KL, what the objective states",
     "token_reverse": "optimizes the reverse KL of each visited prefix; ignores how a token changes later prefixes",
@@ -298,7 +312,7 @@ def verdict(term: KLTerm, regime: str) -> str:
     parts = (ESTIMATORS.get(term.estimator), CORRECTIONS.get(term.correction))
     if all(part.origin.startswith("kl_comedy.") for part in parts):
         # The exact tests fail where a built-in part hits a target that it does not claim, so no claim is no target.
-        return "none: a biased gradient that equals no target"
+        return NO_TARGET
     return "not claimed: kl-comedy certify computes what it optimizes"
 
 
@@ -317,7 +331,7 @@ def term_warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
             return []
         if target.startswith("token_forward") and term.direction == "forward":
             return []
-    return [f"{term.label()}: its target {regime.replace('_', '-')} is {verdict(term, regime)}"]
+    return [f"{term.label()}: {regime.replace('_', '-')} {verdict(term, regime)}"]
 
 
 def all_terms(estimators: Iterable[str] | None = None, corrections: Iterable[str] | None = None) -> list[KLTerm]:

@@ -45,7 +45,8 @@ class Situation:
 
     ``target`` is the claim of the terms in the regime of the samples, None where they have none; ``master_row`` is its
     row in tests/exact/test_claims.py. ``contrasts`` are names of contrasts whose side ``a`` is the advised one, the
-    quoted one first; empty where nothing was trained.
+    quoted one first; empty where nothing was trained. ``candidates`` are names of :class:`Candidate` where the choice
+    is open; then there is no ``kl``.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Situation:
     words: str = ""
     master_row: str = ""
     pages: tuple[str, ...] = ()
+    candidates: tuple[str, ...] = ()
 
     @property
     def terms(self) -> tuple[KLTerm, ...]:
@@ -77,6 +79,28 @@ class Situation:
         if isinstance(self.kl, str):
             return self.kl
         return self.config or " + ".join(term.label() for term in self.terms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One form among which an open situation leaves the choice: what speaks for it, and what it risks.
+
+    ``in_short`` is both in a few words. ``flags`` are the flags that set it,
+    by system of ``kl-comedy list peers``; no flag of the others does.
+    """
+
+    name: str
+    words: str
+    kl: Any
+    gain: str
+    risk: str
+    in_short: str
+    contrasts: tuple[str, ...]
+    flags: dict[str, dict[str, Any]]
+
+    @property
+    def terms(self) -> tuple[KLTerm, ...]:
+        return resolve_terms(self.kl, f"candidates.{self.name}.kl")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +156,10 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Contrast:
-    """Side ``a`` minus side ``b``, paired by seed, in every combination of ``cells``, among the runs of ``where``."""
+    """Side ``a`` minus side ``b``, paired by seed, in every combination of ``cells``, among the runs of ``where``.
+
+    ``without_kl`` replaces values of ``where`` for the runs without a KL that are counted beside them.
+    """
 
     name: str
     export: str
@@ -142,6 +169,7 @@ class Contrast:
     where: dict[str, Any] = option(dict)
     setting: str = ""
     metric: str = "eval/heldout/reward"
+    without_kl: dict[str, Any] = option(dict)
 
     @property
     def samples(self) -> str:
@@ -177,6 +205,7 @@ class AdviceTable:
 
     exports: Mapping[str, Export]
     situations: Mapping[str, Situation]
+    candidates: Mapping[str, Candidate]
     never: Mapping[str, Rule]
     contrasts: Mapping[str, Contrast]
     spreads: Mapping[str, Spread]
@@ -201,6 +230,10 @@ class AdviceTable:
     def words_of_use(self, situation: Situation) -> str:
         """What a situation advises, in words."""
         return situation.words or self.names[situation.use]
+
+    def candidates_of(self, situation: Situation) -> list[Candidate]:
+        """The candidates of a situation that is open; else none."""
+        return [self.candidates[name] for name in situation.candidates]
 
     def forbidding(self, terms: Sequence[KLTerm], samples: str) -> Rule | None:
         """The first rule that forbids one of ``terms`` on samples of this age."""
@@ -245,6 +278,7 @@ def read_advice(path: Path = FILE) -> AdviceTable:
     table = AdviceTable(
         exports={name: parse_record(Export, item, key=f"exports.{name}") for name, item in raw["exports"].items()},
         situations=_named(Situation, "situations", raw),
+        candidates=_named(Candidate, "candidates", raw),
         never=_named(Rule, "never", raw),
         contrasts=_named(Contrast, "contrasts", raw),
         spreads={name: parse_record(Spread, item, key=f"spreads.{name}") for name, item in raw["spreads"].items()},
@@ -274,11 +308,13 @@ def _check_names(table: AdviceTable) -> None:
     for contrast in table.contrasts.values():
         if contrast.export not in table.exports:
             raise bad_value(f"contrasts.{contrast.name}.export", contrast.export, table.exports)
+    for judged in (*table.situations.values(), *table.candidates.values(), *table.never.values()):
+        for name in judged.contrasts:
+            if name not in table.contrasts:
+                raise bad_value(f"{judged.name}.contrasts", name, table.contrasts)
+    _check_candidates(table)
     advised: list[Situation | Rule] = [*table.situations.values(), *table.never.values()]
     for item in advised:
-        for name in item.contrasts:
-            if name not in table.contrasts:
-                raise bad_value(f"{item.name}.contrasts", name, table.contrasts)
         for page in item.pages:
             if page not in PAGES:
                 raise bad_value(f"{item.name}.pages", page, PAGES)
@@ -287,6 +323,13 @@ def _check_names(table: AdviceTable) -> None:
     for situation in table.situations.values():
         if not situation.words and situation.use not in table.names:
             raise bad_value(f"situations.{situation.name}.kl", situation.use, table.names, "or give words")
+
+
+def _check_candidates(table: AdviceTable) -> None:
+    for situation in table.situations.values():
+        for name in situation.candidates:
+            if name not in table.candidates:
+                raise bad_value(f"situations.{situation.name}.candidates", name, table.candidates)
 
 
 def _check_rule(rule: Rule) -> None:
@@ -310,8 +353,12 @@ def contradictions(table: AdviceTable) -> list[str]:
         rule = table.forbidding(situation.terms, situation.samples)
         if rule is not None:
             faults.append(f"{situation.name} advises {situation.use}, which {rule.name} forbids")
-        if bool(situation.terms) == bool(situation.config):
-            faults.append(f"{situation.name} needs either kl or config")
+        if [bool(situation.terms), bool(situation.config), bool(situation.candidates)].count(True) != 1:
+            faults.append(f"{situation.name} needs either kl, config or candidates")
+        for candidate in table.candidates_of(situation):
+            rule = table.forbidding(candidate.terms, situation.samples)
+            if rule is not None:
+                faults.append(f"{situation.name} has the candidate {candidate.name}, which {rule.name} forbids")
     for rule in table.never.values():
         # The certificates and the runs of a rule are of its example: it must be one.
         example = resolve_terms(rule.recipe, f"never.{rule.name}.recipe")
@@ -324,13 +371,14 @@ def contradictions(table: AdviceTable) -> list[str]:
 def _strange_sides(table: AdviceTable) -> list[str]:
     """Each contrast that is not about what it is evidence for."""
     faults = []
-    for situation in table.situations.values():
-        for name in situation.contrasts:
+    advised: list[Situation | Candidate] = [*table.situations.values(), *table.candidates.values()]
+    for item in advised:
+        for name in item.contrasts:
             side = table.contrasts[name].a
             # A side that is chosen by its name is not a KL, or is one among other settings.
-            is_advised = side.kl is None or _labels(resolve_terms(side.kl)) == _labels(situation.terms)
+            is_advised = side.kl is None or _labels(resolve_terms(side.kl)) == _labels(item.terms)
             if not is_advised:
-                faults.append(f"{situation.name} quotes {name}, which is about {side.kl}")
+                faults.append(f"{item.name} quotes {name}, which is about {side.kl}")
     for rule in table.never.values():
         for name in rule.contrasts:
             terms = resolve_terms(table.contrasts[name].a.kl)
@@ -339,8 +387,8 @@ def _strange_sides(table: AdviceTable) -> list[str]:
     return faults
 
 
-def _without_clamps(terms: Sequence[KLTerm]) -> list[KLTerm]:
-    return [replace(term, input_clamp=None, output_clamp=None) for term in terms]
+def _without_bounds(terms: Sequence[KLTerm]) -> list[KLTerm]:
+    return [replace(term, input_clamp=None, output_clamp=None, cap=None) for term in terms]
 
 
 def _labels(terms: Sequence[KLTerm]) -> list[str]:
@@ -353,7 +401,8 @@ class Cell:
     """One contrast in one cell: ``difference`` is the mean of a - b over ``pairs`` seeds, with its 95% interval.
 
     ``ahead`` and ``behind`` count the seeds in which ``a`` is above and below ``b``. ``a_collapsed`` of ``a_runs`` runs
-    collapsed, and so for ``b``. The interval is not adjusted for the number of contrasts.
+    collapsed, and so for ``b`` and for training without a KL (None where nothing was).
+    The interval is not adjusted for the number of contrasts.
     """
 
     setting: str
@@ -369,6 +418,8 @@ class Cell:
     a_runs: int
     b_collapsed: int
     b_runs: int
+    none_collapsed: int | None = None
+    none_runs: int | None = None
 
     @property
     def direction(self) -> int:
@@ -425,14 +476,14 @@ class Strength:
         return f"{self.supporting} / {self.against} / {self.of}"
 
 
-def strength(item: Situation | Rule, cells: Measured) -> Strength:
+def strength(item: Situation | Candidate | Rule, cells: Measured) -> Strength:
     """The strength of an advice over every cell of its contrasts. ``a`` should be ahead, and for a rule behind."""
-    sign = 1 if isinstance(item, Situation) else -1
+    sign = -1 if isinstance(item, Rule) else 1
     directions = [sign * cell.direction for name in item.contrasts for cell in cells.contrasts[name]]
     return Strength(directions.count(1), directions.count(-1), len(directions))
 
 
-def quoted(item: Situation | Rule, table: AdviceTable, samples: str = "") -> Contrast | None:
+def quoted(item: Situation | Candidate | Rule, table: AdviceTable, samples: str = "") -> Contrast | None:
     """The first contrast, or the first on samples of this age; None where nothing was trained."""
     for name in item.contrasts:
         contrast = table.contrasts[name]
@@ -441,7 +492,9 @@ def quoted(item: Situation | Rule, table: AdviceTable, samples: str = "") -> Con
     return None
 
 
-def evidence_in_words(item: Situation | Rule, table: AdviceTable, cells: Measured, samples: str = "") -> str:
+def evidence_in_words(
+    item: Situation | Candidate | Rule, table: AdviceTable, cells: Measured, samples: str = ""
+) -> str:
     """What training showed: the difference of reward of an advice, the collapsed runs of a rule, in one setting."""
     contrast = quoted(item, table, samples)
     if contrast is None:
@@ -449,10 +502,14 @@ def evidence_in_words(item: Situation | Rule, table: AdviceTable, cells: Measure
     cell = cells.contrasts[contrast.name][0]
     other = table.words_of(contrast.b)
     if isinstance(item, Rule):
-        return (
+        text = (
             f"collapsed in {cell.a_collapsed} of {cell.a_runs} runs ({cell.setting}), "
             f"{other} in {cell.b_collapsed} of {cell.b_runs}"
         )
+        # Without it a reader takes for harm what is only no help.
+        if cell.none_runs is None:
+            return f"{text}; without a KL nothing was trained there"
+        return f"{text}, no KL in {cell.none_collapsed} of {cell.none_runs}"
     return f"{with_interval(cell)} against {other}; {cell.setting}, {cell.pairs} seeds"
 
 
@@ -489,7 +546,10 @@ def _answer(terms: Sequence[KLTerm], samples: str) -> str:
     rule = table.forbidding(terms, samples)
     situation = table.situation_for(terms, samples)
     instead = ""
-    if situation is not None:
+    if situation is not None and situation.candidates:
+        choice = "; ".join(f"{item.words} ({item.risk})" for item in table.candidates_of(situation))
+        instead = f"open, of {choice}"
+    elif situation is not None:
         instead = f"{table.words_of_use(situation)} ({situation.use}; needs {situation.has})"
     if rule is not None:
         text = f"never. {rule.why[samples]} In training: {evidence_in_words(rule, table, measured(), samples)}."
@@ -498,15 +558,37 @@ def _answer(terms: Sequence[KLTerm], samples: str) -> str:
         return text
     if situation is None:
         return ""
+    if situation.candidates:
+        return _open_answer(terms, situation)
     shown = f"held-out reward {evidence_in_words(situation, table, measured())}"
     if not situation.contrasts:
         shown = UNTRAINED
     if _labels(situation.terms) == _labels(terms):
         return f"this is what we advise. In training: {shown}."
     # Frameworks clamp k3 far from the reference. It is the same form there, and the runs are not theirs.
-    if _labels(situation.terms) == _labels(_without_clamps(terms)):
+    if _labels(situation.terms) == _labels(_without_bounds(terms)):
         return f"this is what we advise, with clamps that our runs did not have. In training: {shown}."
     return f"we advise {instead}. In training: {shown}."
+
+
+def candidate_of(terms: Sequence[KLTerm], situation: Situation) -> Candidate | None:
+    """The candidate of an open situation that ``terms`` are, bounds aside."""
+    plain = _labels(_without_bounds(terms))
+    for candidate in advice().candidates_of(situation):
+        if _labels(candidate.terms) == plain:
+            return candidate
+    return None
+
+
+def _open_answer(terms: Sequence[KLTerm], situation: Situation) -> str:
+    mine = candidate_of(terms, situation)
+    others = []
+    for candidate in advice().candidates_of(situation):
+        if candidate is not mine:
+            others.append(f"{candidate.words}: {candidate.gain}; its risk: {candidate.risk}")
+    if mine is None:
+        return f"open, and this is none of the candidates. {'. '.join(others)}."
+    return f"open, and this is one candidate: {mine.gain}; its risk: {mine.risk}. Others: {'. '.join(others)}."
 
 
 def advised(name: str) -> str:

@@ -15,26 +15,29 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
+from kl_comedy.lab.freshness import sampling_of
 from kl_comedy.lab.launch_releases import Release, numbers_of, release_of
 from kl_comedy.lab.launch_settings import Parsed, Setting, Unread
-from kl_comedy.lab.launch_syntax import parse
+from kl_comedy.lab.launch_syntax import parse, parse_text
 from kl_comedy.lab.peers import (
     SWITCH,
     SYSTEMS,
     Flag,
     Marks,
     Reading,
+    Sampling,
     System,
     Value,
     VersionChange,
     conditions_hold,
     find_system,
     flag_key,
+    flag_of_key,
     format_value,
     read_flags,
 )
 
-__all__ = ["LaunchFile", "Parsed", "parse", "read_launch_file", "recognise"]
+__all__ = ["LaunchFile", "Parsed", "parse", "read_launch_file", "read_launch_text", "recognise"]
 
 ENOUGH_HINTS = 2
 """Marks that several systems share, each on its own a coincidence."""
@@ -69,9 +72,10 @@ class LaunchFile:
     given: Mapping[str, Value]
     remarks: tuple[str, ...]
     defaults_before: str = ""
+    sampling: Sampling = field(default_factory=Sampling)
 
     def reading(self) -> Reading:
-        return read_flags(self.system, self.given)
+        return read_flags(self.system, self.given, self.sampling)
 
 
 def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequence[str] = ()) -> LaunchFile:
@@ -81,38 +85,50 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
     of another kind, and a value that a flag cannot have.
     """
     with error_prefix(str(path)):
-        parsed = parse(path)
-        # Named systems first: a file of a fork may have the marks of the original.
-        chosen = find_system(system) if system else recognise(parsed)
-        for override in overrides:
-            _add_override(override, chosen, parsed)
-        values = _Values(chosen, parsed)
-        values.read()
-        # Who names the system wants its defaults.
-        if system is None:
-            _refuse_settings_elsewhere(values)
-        remarks = list(values.remarks())
-        if not values.given and not remarks:
-            remarks.append(f"no flag of the KL is set in the file: the answer is the defaults of {chosen.title}")
-        remarks += _unread_remarks(chosen, parsed)
-        if not values.given:
-            remarks += _started_remarks(chosen, parsed)
-        remarks += _foreign_key_remarks(chosen, parsed)
-        # Last: what the remarks above say of a file that sets no flag is not about values of an earlier release.
-        remarks += values.take_release()
-        return LaunchFile(
-            system=chosen,
-            given=values.given,
-            remarks=tuple(dict.fromkeys(remarks)),
-            defaults_before=values.defaults_before,
-        )
+        return launch_of(parse(path), system=system, overrides=overrides)
+
+
+def read_launch_text(text: str, *, system: str | None = None, overrides: Sequence[str] = ()) -> LaunchFile:
+    """As :func:`read_launch_file`, of a command line, or of Python that is pasted in place of a file's name."""
+    return launch_of(parse_text(text), system=system, overrides=overrides)
+
+
+def launch_of(parsed: Parsed, *, system: str | None, overrides: Sequence[str]) -> LaunchFile:
+    """The KL flags of what was parsed."""
+    # Named systems first: a file of a fork may have the marks of the original.
+    chosen = find_system(system) if system else recognise(parsed)
+    for override in overrides:
+        _add_override(override, chosen, parsed)
+    values = _Values(chosen, parsed)
+    values.read()
+    # Who names the system wants its defaults.
+    if system is None:
+        _refuse_settings_elsewhere(values)
+    remarks = list(values.remarks())
+    if not values.given and not remarks:
+        remarks.append(f"no flag of the KL is set in the file: the answer is the defaults of {chosen.title}")
+    remarks += _unread_remarks(chosen, parsed)
+    if not values.given:
+        remarks += _started_remarks(chosen, parsed)
+    remarks += _foreign_key_remarks(chosen, parsed)
+    # Last: what the remarks above say of a file that sets no flag is not about values of an earlier release.
+    remarks += values.take_release()
+    told = [name for name, marks in chosen.freshness.told_by.items() if any(True for _ in _found(marks, parsed))]
+    return LaunchFile(
+        system=chosen,
+        given=values.given,
+        remarks=tuple(dict.fromkeys(remarks)),
+        defaults_before=values.defaults_before,
+        sampling=sampling_of(chosen, _in_scope(chosen, parsed.settings), told),
+    )
 
 
 def _add_override(override: str, system: System, parsed: Parsed) -> None:
     """Take ``key=value`` of the command line. Raises :class:`UserError` for an unknown key."""
     key, equals, text = override.partition("=")
-    if not equals or _flag_of(system, flag_key(key)) is None:
-        raise bad_value("override", override, [f"{flag.where}=VALUE" for flag in system.flags])
+    flags = (*system.flags, *system.freshness.options)
+    if not equals or flag_of_key(flags, flag_key(key)) is None:
+        raise bad_value("override", override, [f"{flag.where}=VALUE" for flag in flags])
     parsed.add(Setting(key, text))
 
 
@@ -567,36 +583,10 @@ def _name_of(program: str) -> str:
 # --- flags by their keys ------------------------------------------------------------------------------------------
 def _flag_of(system: System, key: str) -> Flag | None:
     """The flag that a key of a file means: its name, its path (perhaps under a root), or a tail of two components."""
-    _, dot, last_part = key.rpartition(".")
+    last_part = key.rpartition(".")[2]
     if last_part not in _last_parts(system.name):  # quick: most keys of a file are not those of a flag
         return None
-    exact: list[Flag] = []
-    tail: list[Flag] = []
-    nested: list[Flag] = []
-    for flag in system.flags:
-        if _is_exact(flag, key):
-            exact.append(flag)
-        if dot and f".{flag_key(flag.where)}".endswith(f".{key}"):
-            tail.append(flag)
-        # A flag without a path, in a file that has sections.
-        if dot and "." not in flag.where and last_part == flag.name:
-            nested.append(flag)
-    # From the surest to the least sure; several that fit equally well are none.
-    for matches in (exact, tail, nested):
-        if len(matches) == 1:
-            return matches[0]
-    return None
-
-
-def _is_exact(flag: Flag, key: str) -> bool:
-    """Whether a key is a flag's name, an alias, or one of its paths, perhaps under a root of the file's own."""
-    if key == flag.name or key in flag.aliases:
-        return True
-    paths = [flag.where]
-    for alias in flag.aliases:
-        if "." in alias:
-            paths.append(alias)
-    return any(f".{key}".endswith(f".{flag_key(path)}") for path in paths)
+    return flag_of_key(system.flags, key)
 
 
 @functools.cache

@@ -10,9 +10,11 @@ Nothing in a file is executed or imported. What a file leaves to others (a base 
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,7 @@ ENVIRONMENTS = ("env", "envs", "environment", "environ", "env_vars", "envvars", 
 def parse(path: Path) -> Parsed:
     """Read a file by its suffix (``.py``, ``.ipynb``, ``.yaml``, ``.yml``, ``.json``, ``.toml``; else shell)."""
     parsed = Parsed(is_config=path.suffix in CONFIG_SUFFIXES, readers=READERS)
-    try:
+    with _reasons():
         limit = MAX_NOTEBOOK_BYTES if path.suffix == ".ipynb" else MAX_FILE_BYTES
         text = read_text(path, limit=limit)
         if MAKEFILE.fullmatch(path.name):
@@ -48,6 +50,33 @@ def parse(path: Path) -> Parsed:
         else:
             parsed.read(text, path.suffix)
         _read_configs(parsed, path)
+    return parsed
+
+
+def parse_text(text: str) -> Parsed:
+    """Read a pasted command line, or pasted Python such as ``GRPOConfig(beta=0.04)``."""
+    parsed = Parsed(readers=READERS)
+    with _reasons():
+        parsed.read(text, ".py" if is_python(text) else "")
+        # Configs that the command names lie where the user is.
+        _read_configs(parsed, Path("pasted"))
+    return parsed
+
+
+def is_python(text: str) -> bool:
+    """Whether a text is Python that calls something."""
+    try:
+        nodes = ast.walk(ast.parse(text.strip()))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(isinstance(node, ast.Call) for node in nodes)
+
+
+@contextlib.contextmanager
+def _reasons() -> Iterator[None]:
+    """Raise a parser's error as a :class:`UserError`, in one line."""
+    try:
+        yield
     except UserError:
         raise
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
@@ -55,7 +84,6 @@ def parse(path: Path) -> Parsed:
         if "integer string conversion" in reason:  # advice of Python for its programmers
             reason = "a number of more than 4,300 digits"
         raise UserError(f"cannot be read: {reason}") from None
-    return parsed
 
 
 def _read_configs(parsed: Parsed, path: Path) -> None:

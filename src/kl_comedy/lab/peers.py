@@ -13,6 +13,8 @@ inside a text for the value as one types it, ``{of: name, value: result, else: r
 ``{twice: name}`` for twice a number. A term is ``{loss: estimator, ...}`` (differentiated), ``{cost: estimator, ...}``
 (a cost in the reward, from the log-probs at rollout) or the fields of a :class:`~kl_comedy.kl.KLTerm`.
 
+``freshness`` says how old the samples are that a system learns from; :mod:`kl_comedy.lab.freshness` computes it.
+
 The facts are from the sources of the versions that the files name; no code of those systems is imported.
 """
 
@@ -81,6 +83,9 @@ NAMES = (
 )
 """The systems, in the order of every table. Each has a file in ``peer_systems``."""
 
+KL_PART = re.compile(r"(^|[_.])(kl|beta|init_coef)([_.]|$)")
+"""Words in the names of flags that say where a KL is or how much it counts."""
+
 MAX_FLAGS = 20_000
 """Characters of flags on the command line: they are matched against every flag, and echoed in messages."""
 
@@ -124,7 +129,7 @@ class Flag:
     @property
     def is_of_kl(self) -> bool:
         """Whether the flag says where the KL is or how much it counts, and not another part of the objective."""
-        return re.search(r"(^|[_.])(kl|beta|init_coef)([_.]|$)", f"{self.name}.{self.path}") is not None
+        return KL_PART.search(f"{self.name}.{self.path}") is not None
 
     @property
     def is_switch(self) -> bool:
@@ -187,6 +192,12 @@ class Flag:
         """The flag as one row of ``kl-comedy list peers``."""
         default = format_value(self.default)
         return {"flag": self.where, "allowed": self.allowed, "default": default, "meaning": self.meaning}
+
+
+def _flag(name: str, facts: Mapping[str, Any]) -> Flag:
+    # Tuples: a flag is frozen, with all that it holds.
+    lists = {list_name: tuple(facts.get(list_name, ())) for list_name in ("choices", "aliases")}
+    return Flag(name=name, **{**facts, **lists})
 
 
 def format_value(value: Value) -> str:
@@ -258,6 +269,45 @@ class Releases:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Freshness:
+    """What decides how old a system's samples are: ``options``, which are no flags of the KL, and the cases to compute.
+
+    The first case of ``updates`` and of ``lag`` counts whose ``when`` holds and whose ``given`` options are set. The
+    updates per batch are the product of ``times`` over that of ``over``; ``times_unknown`` and ``over_unknown`` are
+    factors that no option names. ``versions`` is how many versions older samples may be: a number, an option, or null
+    for no bound; ``by`` is the option that switches this on, ``mixed`` whether one completion may have several
+    versions, ``unit`` what is counted. ``told_by`` are switches that a file gives by a command or a section.
+    """
+
+    source: str = ""
+    options: tuple[Flag, ...] = ()
+    updates: Rules = ()
+    lag: Rules = ()
+    told_by: Mapping[str, Marks] = field(default_factory=dict)
+
+    @classmethod
+    def from_plain(cls, data: Mapping[str, Any]) -> Freshness:
+        """The record of a ``freshness`` section."""
+        options = [_flag(name, {"meaning": "", **facts}) for name, facts in data.get("options", {}).items()]
+        told_by = {name: Marks(**marks) for name, marks in data.get("told_by", {}).items()}
+        cases = {name: tuple(data.get(name, ())) for name in ("updates", "lag")}
+        return cls(source=data["source"], options=tuple(options), told_by=told_by, **cases)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What was given of a system's freshness options.
+
+    ``given`` are values by option. ``unknown`` are options that are given by something else than a value, as a
+    variable, with that text. ``unused`` are other options that the system is known to have, and no answer needs.
+    """
+
+    given: Mapping[str, Value] = field(default_factory=dict)
+    unknown: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class System:
     """A system: its KL flags, and the rules that say what they do.
 
@@ -292,6 +342,7 @@ class System:
     classes: Sequence[str] = ()
     versions: Sequence[VersionChange] = ()
     releases: Releases = field(default_factory=Releases)
+    freshness: Freshness = field(default_factory=Freshness)
 
     @classmethod
     def load(cls, name: str) -> System:
@@ -312,13 +363,21 @@ class System:
         for end in ("until", "since"):
             releases[end] = tuple(releases.get(end, {}).items())
         data["releases"] = Releases(**releases)
-        flags = []
-        for flag_name, facts in data.pop("flags").items():
-            # Tuples: a flag is frozen, with all that it holds.
-            for list_name in ("choices", "aliases"):
-                facts[list_name] = tuple(facts.get(list_name, ()))
-            flags.append(Flag(name=flag_name, **facts))
+        data["freshness"] = Freshness.from_plain(data["freshness"])
+        flags = [_flag(flag_name, facts) for flag_name, facts in data.pop("flags").items()]
         return cls(name=name, flags=tuple(flags), **data)
+
+    def knows(self, key: str) -> bool:
+        """Whether a key that is no flag is an option by which files of this system are told.
+
+        A key of a KL is not: it is a misspelled flag, or one of an author's own.
+        """
+        if KL_PART.search(key):
+            return False
+        lists = [self.marks.keys, self.hints.keys, self.config_hints.keys, self.rl_runs.keys, self.rl_runs.config_keys]
+        for _, patterns in (*self.releases.until, *self.releases.since):
+            lists.append(patterns)
+        return any(re.fullmatch(pattern, key) for patterns in lists for pattern in patterns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +394,7 @@ class Reading:
     - ``corrections``: this project's policy corrections, with options, that make its ``reinforce`` the system's policy
       loss; empty where none is stated.
     - ``switch_on``: the flags that turn the KL on, where it is off.
+    - ``sampling``: what was given of the options that decide how old the samples are.
     """
 
     system: str
@@ -351,6 +411,7 @@ class Reading:
     policy_ratio: str
     corrections: Mapping[str, Mapping[str, float]]
     switch_on: Mapping[str, Value]
+    sampling: Sampling = field(default_factory=Sampling)
 
     def certified_terms(self) -> tuple[KLTerm, ...]:
         """The terms as the policy loss leaves them: a cost inside the reward carries its ratio."""
@@ -455,10 +516,25 @@ def read(text: str) -> Reading:
     """
     name, pairs = split(text)
     system = find_system(name)
-    return read_flags(system, resolve(system, pairs))
+    options = {option.name for option in system.freshness.options}
+    given = {}
+    of_samples = {}
+    for key, value in resolve(system, [pair for pair in pairs if not _is_unused(system, pair[0])]).items():
+        if key in options:
+            of_samples[key] = value
+        else:
+            given[key] = value
+    unused = tuple(key for key, _ in pairs if _is_unused(system, key))
+    return read_flags(system, given, Sampling(given=of_samples, unused=unused))
 
 
-def read_flags(system: System, given: Mapping[str, Value]) -> Reading:
+def _is_unused(system: System, key: str) -> bool:
+    """Whether a key is a known option of the system that no answer needs."""
+    flags = (*system.flags, *system.freshness.options)
+    return not any(flag.matches(key) for flag in flags) and system.knows(key)
+
+
+def read_flags(system: System, given: Mapping[str, Value], sampling: Sampling | None = None) -> Reading:
     """Apply the rules of a system to its flags, defaults included. Raises :class:`UserError` where a rule refuses."""
     # Defaults first: what a user did not set acts too.
     flags: dict[str, Value] = {flag.name: flag.default for flag in system.flags}
@@ -487,6 +563,7 @@ def read_flags(system: System, given: Mapping[str, Value]) -> Reading:
         policy_ratio=result.policy_ratio,
         corrections=result.corrections,
         switch_on=result.switch_on,
+        sampling=sampling or Sampling(),
     )
 
 
@@ -505,7 +582,7 @@ def switched_on(reading: Reading) -> Reading | None:
     """The same flags with the KL turned on, where it is off and a flag turns it on; else None."""
     if not reading.switch_on:
         return None
-    return read_flags(SYSTEMS[reading.system], {**reading.given, **reading.switch_on})
+    return read_flags(SYSTEMS[reading.system], {**reading.given, **reading.switch_on}, reading.sampling)
 
 
 def config_of(reading: Reading) -> dict[str, Any]:
@@ -596,9 +673,10 @@ def render(system: System, given: Mapping[str, Value]) -> str:
 def _find_flag(system: System, key: str, text: str | None) -> Flag:
     """The flag that ``key`` means. Raises :class:`UserError` for none and for several; ``text`` is for the message."""
     full_key = f"{system.name}.{key}"
-    matching = [flag for flag in system.flags if key == flag.name]
+    flags = (*system.flags, *system.freshness.options)
+    matching = [flag for flag in flags if key == flag.name]
     if not matching:
-        matching = [flag for flag in system.flags if flag.matches(key)]
+        matching = [flag for flag in flags if flag.matches(key)]
     if len(matching) == 1:
         return matching[0]
     if matching:
@@ -608,11 +686,43 @@ def _find_flag(system: System, key: str, text: str | None) -> Flag:
     # A known name under another path: the place is wrong and not the spelling.
     _, dot, last_part = key.rpartition(".")
     # With a dot only: a bare name that fits is not misplaced.
-    misplaced = [flag.where for flag in system.flags if dot and flag.matches(last_part)]
+    misplaced = [flag.where for flag in flags if dot and flag.matches(last_part)]
     if misplaced:
         raise UserError(f"{full_key}: no such key (given {shown(text)}); the flag is at {' or '.join(misplaced)}")
     given = "true" if text is None else text
-    raise unknown_key(full_key, given, [flag.name for flag in system.flags])
+    raise unknown_key(full_key, given, [flag.name for flag in flags])
+
+
+def flag_of_key(flags: Sequence[Flag], key: str) -> Flag | None:
+    """The flag that a key of a file means: its name, its path (perhaps under a root), or a tail of two components."""
+    _, dot, last_part = key.rpartition(".")
+    exact: list[Flag] = []
+    tail: list[Flag] = []
+    nested: list[Flag] = []
+    for flag in flags:
+        if _is_exact(flag, key):
+            exact.append(flag)
+        if dot and f".{flag_key(flag.where)}".endswith(f".{key}"):
+            tail.append(flag)
+        # A flag without a path, in a file that has sections.
+        if dot and "." not in flag.where and last_part == flag.name:
+            nested.append(flag)
+    # From the surest to the least sure; several that fit equally well are none.
+    for matches in (exact, tail, nested):
+        if len(matches) == 1:
+            return matches[0]
+    return None
+
+
+def _is_exact(flag: Flag, key: str) -> bool:
+    """Whether a key is a flag's name, an alias, or one of its paths, perhaps under a root of the file's own."""
+    if key == flag.name or key in flag.aliases:
+        return True
+    paths = [flag.where]
+    for alias in flag.aliases:
+        if "." in alias:
+            paths.append(alias)
+    return any(f".{key}".endswith(f".{flag_key(path)}") for path in paths)
 
 
 def flag_key(key: str) -> str:

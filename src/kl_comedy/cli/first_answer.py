@@ -1,0 +1,367 @@
+"""The first answer of ``kl-comedy explain``: about twelve lines, of which the first says which row is the reader's."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kl_comedy.kl.claims import NO_TARGET, TARGET_WORDS
+from kl_comedy.lab.advice import (
+    REGIME_OF_SAMPLES,
+    Candidate,
+    Situation,
+    advice,
+    candidate_of,
+    evidence_in_words,
+    measured,
+    strength,
+)
+from kl_comedy.lab.peers import (
+    SENTENCES,
+    SYSTEMS,
+    Reading,
+    Value,
+    advise,
+    find_system,
+    format_value,
+    read,
+    switched_on,
+)
+
+if TYPE_CHECKING:
+    from kl_comedy.kl import KLTerm
+    from kl_comedy.kl.oracle.certificate_record import Certificate
+    from kl_comedy.lab.freshness import FreshnessAnswer
+
+WIDTH = 100
+LABEL = 13
+"""Columns of the first word of a line."""
+SAMPLES_OF_REGIME = {"on_policy": "fresh", "off_policy": "stale", "mixed": "stale"}
+
+
+def first_answer(reading: Reading, freshness: FreshnessAnswer, remarks: Sequence[str] = ()) -> list[str]:
+    """The lines for the flags of another system."""
+    lines = textwrap.wrap(freshness.sentence, WIDTH)
+    acting = None
+    if reading.terms == ():
+        acting = switched_on(reading)
+    asked = acting or reading
+    lines += _line("It is", what_it_is(reading, acting))
+    if asked.terms is None:
+        return lines
+    regimes = _regimes(freshness.regime)
+    if asked.terms:
+        certificates = asked.certificates(tuple(regimes))
+        for regime in regimes:
+            label = "It follows" if len(regimes) == 1 else SAMPLES_OF_REGIME[regime].capitalize()
+            lines += _line(label, _follows(regime, certificates, asked))
+    trap = _trap(reading, asked, regimes, remarks)
+    if trap:
+        lines += _line("Trap", trap)
+    if asked.terms:
+        for samples in dict.fromkeys(SAMPLES_OF_REGIME[regime] for regime in regimes):
+            lines += _what_to_set(asked, samples)
+    return lines
+
+
+def recipe_answer(terms: Sequence[KLTerm], certificates: Sequence[Certificate]) -> list[str]:
+    """The lines for a recipe of this project, which does not say how old its samples are."""
+    sentence = (
+        "A recipe does not say how old its samples are: the on-policy row holds with one update per batch, the "
+        "off-policy row with several, or with asynchronous sampling."
+    )
+    lines = textwrap.wrap(sentence, WIDTH)
+    lines += _line("It is", terms_in_words(terms))
+    by_regime = {certificate.regime: certificate for certificate in certificates}
+    for regime in ("on_policy", "off_policy"):
+        lines += _line(SAMPLES_OF_REGIME[regime].capitalize(), _follows_in_words(by_regime[regime]))
+    for samples in REGIME_OF_SAMPLES:
+        never = _never(terms, samples)
+        if never:
+            lines += _line("Trap", never)
+        situation = advice().situation_for(terms, samples)
+        if situation is not None:
+            lines += _advice_in_recipes(terms, situation)
+    return lines
+
+
+# --- what it is -------------------------------------------------------------------------------------------------------
+def what_it_is(reading: Reading, acting: Reading | None = None) -> str:
+    """The reader's own words, then the name of the formula; where no KL acts, what ``acting`` would be, switched on."""
+    if reading.terms is None:
+        return f"no term of ours: {reading.instead}"
+    if reading.terms:
+        return f"{_set_by(reading)}: {terms_in_words(reading.terms)}"
+    if acting is None or acting.terms is None:
+        return f"no KL, by {_set_by(reading)}: nothing holds the policy to a reference"
+    return f"no KL, by {_set_by(reading)}. With {_differences(reading, acting.given)}: {terms_in_words(acting.terms)}"
+
+
+def _set_by(reading: Reading) -> str:
+    """The flags that were given, in the reader's words."""
+    if not reading.given:
+        return f"{SYSTEMS[reading.system].title}'s defaults"
+    return ", ".join(f"{_short(reading, name)}={format_value(value)}" for name, value in reading.given.items())
+
+
+def _short(reading: Reading, name: str) -> str:
+    """The last part of a flag's path, which a reader knows."""
+    for flag in SYSTEMS[reading.system].flags:
+        if flag.name == name:
+            return flag.where.rpartition(".")[2]
+    return name
+
+
+def terms_in_words(terms: Sequence[KLTerm]) -> str:
+    """As ``k3 in the loss, clamped (log-ratio at 20, value at 10), beta 0.001``."""
+    return " + ".join(_term_in_words(term) for term in terms)
+
+
+def _term_in_words(term: KLTerm) -> str:
+    place = "the loss"
+    if term.placement == "reward":
+        place = {"total": "the reward, whole completion", "to_go": "the reward, to go", "own": "each token's reward"}[
+            str(term.credit)
+        ]
+    parts = [f"{term.estimator} in {place}"]
+    if term.gradient == "k2":
+        parts.append("with the gradient of k2")
+    if term.correction == "none":
+        parts.append("without a ratio")
+    else:
+        ratio = f"times the {term.correction.replace('_', ' ')} ratio"
+        if term.cap is not None:
+            ratio += f" up to {term.cap:g}"
+        parts.append(ratio)
+    clamps = []
+    if term.input_clamp is not None:
+        clamps.append(f"log-ratio at {term.input_clamp:g}")
+    if term.output_clamp is not None:
+        clamps.append(f"value at {term.output_clamp:g}")
+    if clamps:
+        parts.append(f"clamped ({', '.join(clamps)})")
+    if term.reference != "initial":
+        parts.append(f"reference: {term.reference}")
+    beta = f"{term.beta:g}" if isinstance(term.beta, int | float) else str(term.beta)
+    parts.append(f"beta {beta}")
+    return ", ".join(parts)
+
+
+# --- what it follows --------------------------------------------------------------------------------------------------
+def _regimes(regime: str | None) -> list[str]:
+    """The rows of the answer: one, or both where it is not known which."""
+    if regime is None:
+        return ["on_policy", "off_policy"]
+    return [regime]
+
+
+def _follows(regime: str, certificates: Mapping[str, Certificate], reading: Reading) -> str:
+    if regime not in reading.holds_in:
+        return "no term of ours is equivalent on such samples; Notes say why"
+    return _follows_in_words(certificates[regime])
+
+
+def _follows_in_words(certificate: Certificate) -> str:
+    """The direction of the expected gradient, and the noise of one completion's."""
+    from kl_comedy.kl.oracle.certificate_record import pulls_to_sampler
+
+    if pulls_to_sampler(certificate.terms):
+        return "a pull to the policy that sampled (a trust region), not to a reference"
+    target = certificate.target or certificate.near_target
+    if target == "zero":
+        return TARGET_WORDS["zero"]
+    if target is None:
+        text = f"{NO_TARGET}; {nearest_in_words(certificate)}"
+    else:
+        text = target_in_words(target)
+        if certificate.target is None:
+            text += ", while no bound acts"
+    return f"{text}{noise_in_words(certificate)}"
+
+
+def target_in_words(target: str) -> str:
+    """A target as a divergence."""
+    base = target.removesuffix("_weighted")
+    words = TARGET_WORDS[base]
+    if base != target:
+        words += ", weighted by certainty"
+    return words
+
+
+def nearest_in_words(certificate: Certificate) -> str:
+    """The divergence whose gradient is nearest, with the distance."""
+    distances = {name: value for name, value in certificate.relative_bias.items() if name != "zero"}
+    nearest = min(distances, key=lambda name: distances[name])
+    # Further away than zero: it is no help to name it.
+    if distances[nearest] >= 1:
+        return "none is near it"
+    return f"nearest is {target_in_words(nearest)} ({distances[nearest]:.0%} off)"
+
+
+def noise_in_words(certificate: Certificate) -> str:
+    """The end of a line: the noise, with what it is measured against."""
+    if certificate.variance_ratio is None:
+        return ""
+    against = certificate.target or certificate.near_target or "sequence_reverse"
+    if against == certificate.target or against == certificate.near_target:
+        return f"; noise {certificate.variance_ratio:.2g}x the quietest term for it"
+    return f"; noise {certificate.variance_ratio:.2g}x the quietest term for {target_in_words(against)}"
+
+
+# --- the trap ---------------------------------------------------------------------------------------------------------
+def _trap(reading: Reading, asked: Reading, regimes: Sequence[str], remarks: Sequence[str]) -> str:
+    """The one thing that these flags do against expectation; empty where there is none."""
+    if SENTENCES["both"] in reading.notes:
+        return f"counted twice: {SENTENCES['both']}"
+    if reading.no_ops:
+        return f"does nothing: {reading.no_ops[0]}"
+    for regime in regimes:
+        if asked.terms and regime in asked.holds_in:
+            never = _never(asked.terms, SAMPLES_OF_REGIME[regime])
+            if never:
+                return never
+    if reading.notes:
+        return reading.notes[0]
+    return remarks[0] if remarks else ""
+
+
+def _never(terms: Sequence[KLTerm], samples: str) -> str:
+    """Why these terms are never to be used on such samples, and what runs showed; empty where they may be."""
+    rule = advice().forbidding(terms, samples)
+    if rule is None:
+        return ""
+    showed = evidence_in_words(rule, advice(), measured(), samples)
+    return f"never on {samples} samples. {rule.why[samples]} It {showed}."
+
+
+# --- what to set ------------------------------------------------------------------------------------------------------
+def _what_to_set(reading: Reading, samples: str) -> list[str]:
+    """The advice for samples of this age, in flags of the reader's system."""
+    situation = advice().situation_for(reading.terms or (), samples)
+    if situation is None or situation.reference != "initial":
+        return []
+    if situation.samples == "stale" and not situation.candidates:
+        situation = advice().situations["stale_sampled"]
+    if situation.candidates:
+        return _candidates(reading, situation)
+    return _fresh(reading)
+
+
+def _fresh(reading: Reading) -> list[str]:
+    """On fresh samples: the reverse KL of completions is the advice; per prefix it is a flag's work in most systems."""
+    certificate = reading.certificates(["on_policy"]).get("on_policy")
+    target = None
+    if certificate is not None:
+        target = certificate.target or certificate.near_target
+    goals = {item.goal.name: item for item in advise(find_system(reading.system))}
+    if target == "sequence_reverse":
+        return _line(
+            "You have this", f"our advice on fresh samples is the reverse KL of completions; {_fresh_evidence()}"
+        )
+    sequence = goals["sequence"]
+    change = sequence.why_not
+    if sequence.flags is not None:
+        change = f"set {_differences(reading, read(sequence.flags).given)}"
+    lines = _line("To change", f"for the reverse KL of completions {change}; {_fresh_evidence()}")
+    token = goals["low_noise"]
+    if target != "token_reverse" and token.flags is not None:
+        lines += _line("", f"for that of each visited prefix set {_differences(reading, read(token.flags).given)}")
+    return lines
+
+
+def _fresh_evidence() -> str:
+    """Whether training showed a difference."""
+    counts = strength(advice().situations["fresh_sampled"], measured())
+    if counts.supporting == counts.against == 0:
+        return f"training showed no difference in {counts.of} comparisons"
+    return f"in training {counts.supporting} of {counts.of} comparisons are for it, {counts.against} against"
+
+
+def _candidates(reading: Reading, situation: Situation) -> list[str]:
+    """A table of the candidates: form, flags or "you have this", and the risk in short."""
+    title = "Stale samples: which form to take is open, until runs with a reward that can be hacked are in."
+    rows = []
+    for candidate in advice().candidates_of(situation):
+        rows.append((candidate.words, _how(reading, candidate), candidate.in_short))
+    return [title, *_rows(rows)]
+
+
+def _rows(rows: Sequence[tuple[str, str, str]]) -> list[str]:
+    """One row per candidate, aligned by its form."""
+    lines = []
+    for words, how, in_short in rows:
+        text = f"{how}; {in_short}"
+        lines += textwrap.wrap(
+            text, WIDTH, initial_indent=f"  {words:<26}  ", subsequent_indent=" " * 30, break_on_hyphens=False
+        )
+    return lines
+
+
+def _how(reading: Reading, candidate: Candidate) -> str:
+    if has_candidate(reading, candidate):
+        return "you have this"
+    flags = candidate.flags.get(reading.system)
+    if flags is None:
+        return f"no flag of {SYSTEMS[reading.system].title}"
+    return f"set {_differences(reading, flags)}"
+
+
+def has_candidate(reading: Reading, candidate: Candidate) -> bool:
+    """Whether a reading is a candidate: by its flags where the system has such, and by its terms."""
+    flags = candidate.flags.get(reading.system)
+    if flags is not None and not _changed(reading, flags):
+        return True
+    situation = advice().situations["stale_sampled"]
+    return candidate_of(reading.terms or (), situation) is candidate
+
+
+def _changed(reading: Reading, flags: Mapping[str, Value]) -> dict[str, Value]:
+    """The flags whose values are not those of the reading; a coefficient is one that is on."""
+    changed = {}
+    for name, value in flags.items():
+        current = reading.flags[name]
+        both_on = all(isinstance(item, float) and item > 0 for item in (current, value))
+        synonyms = _synonyms(reading.system, name)
+        if not both_on and synonyms.get(str(current), current) != synonyms.get(str(value), value):
+            changed[name] = value
+    return changed
+
+
+def _synonyms(system: str, name: str) -> Mapping[str, str]:
+    """Values of a flag that are one estimate, under two names."""
+    if name in ("kl_loss_type", "kl_penalty"):
+        return {"low_var_kl": "k3", "mse": "k2", "kl": "k1"}
+    return {}
+
+
+def _differences(reading: Reading, flags: Mapping[str, Value]) -> str:
+    """What to set, in the reader's words."""
+    changed = _changed(reading, flags)
+    return " ".join(f"{_short(reading, name)}={format_value(value)}" for name, value in changed.items())
+
+
+def _advice_in_recipes(terms: Sequence[KLTerm], situation: Situation) -> list[str]:
+    """The advice for a recipe, in recipes."""
+    label = f"{situation.samples.capitalize()} samples"
+    if situation.candidates:
+        rows = []
+        for candidate in advice().candidates_of(situation):
+            how = candidate.kl if isinstance(candidate.kl, str) else "baseline: before"
+            if candidate_of(terms, situation) is candidate:
+                how = "you have this"
+            rows.append((candidate.words, how, candidate.in_short))
+        title = "Stale samples: which form to take is open, until runs with a reward that can be hacked are in."
+        return [title, *_rows(rows)]
+    if [term.label() for term in situation.terms] == [term.label() for term in terms]:
+        return _line(label, f"you have what we advise; {evidence_in_words(situation, advice(), measured())}")
+    return _line(label, f"we advise {advice().words_of_use(situation)} ({situation.use})")
+
+
+def _line(label: str, text: str) -> list[str]:
+    """A label and its text, wrapped and aligned."""
+    indent = " " * (LABEL + 2)
+    first = f"{label:<{LABEL}}  "
+    return textwrap.wrap(
+        " ".join(text.split()), WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
+    )
