@@ -74,6 +74,41 @@ READ = [
     Case("verl_bypass_kl_in_reward.sh", "verl", "reward (k1, ratio sequence, beta 0.01)"),
     Case("verl_k3plus.sh", "verl", "loss (k3, gradient of k2, ratio none, beta 0.001)"),
     Case("verl_kl_cov.sh", "verl", "none"),
+    Case("verl_prime_recipe.sh", "verl", "none"),
+    Case("verl_flowrl_recipe.sh", "verl", OUTSIDE),
+    Case(
+        "verl_gvpo_recipe.sh",
+        "verl",
+        "loss (k3, ratio none, beta 0.01)",
+    ),
+    Case(
+        "verl_own_recipe.sh",
+        "verl",
+        "loss (k3, ratio none, beta 0.002)",
+        ("recipe.mine.main_mine has a trainer of its own, which was not read",),
+    ),
+    Case("verl_experimental.sh", "verl", "reward (k1, ratio token, beta 0.003)"),
+    Case(
+        "verl_variable.sh",
+        "verl",
+        "loss (k3, ratio none, beta 0.001)",
+        ("use_kl_loss: '${use_kl_loss}' is no literal: the file never sets this variable",),
+    ),
+    Case(
+        "verl_variable_alone.sh",
+        "verl",
+        "none",
+        ("use_kl_in_reward: '$USE_KL' is no literal: the file never sets this variable",),
+    ),
+    Case("verl_both_coefficients.sh", "verl", "loss (k3, ratio none, beta 0.002)"),
+    Case("verl_kl_cov_old.sh", "verl", "none"),
+    Case(
+        "miles_adaptive.sh",
+        "slime",
+        "loss (k3, ratio none, beta 0.01)",
+        ("kl_ctrl=adaptive is not a flag of slime", "kl_target=0.1 is not a flag of slime"),
+    ),
+    Case("trl_module_of_a_command.py", "trl", "loss (k3, ratio token, beta 0.04)"),
     Case("verl_before_0.4.sh", "verl", "reward (k1, ratio token, beta 0.001)", ("new in verl 0.4.0",)),
     Case("skyrl_custom_estimator.sh", "skyrl", "loss (k2, ratio none, beta 0.001)", ("registered elsewhere",)),
     Case("open_instruct_estimator.sh", "open-instruct", "loss (k1, ratio token, beta 0.001)"),
@@ -145,6 +180,10 @@ REFUSED = {
     "trl_online_dpo.py": "it is preference training",
     "roll_sft.yaml": "it is supervised fine-tuning",
     "roll_dpo.py": "it is preference training",
+    "openrlhf_reward_server.sh": "it is a tool",
+    "axolotl_merge.sh": "it is a tool",
+    "skyrl_generate.sh": "it is a generation or an evaluation",
+    "verl_generation_server.sh": "it is a data or model tool",
     "verl_generation.sh": "it is a data or model tool",
 }
 
@@ -164,6 +203,13 @@ CONFIG_NOT_READ = {
     "open_r1_launch.sh": "the config recipes/small/grpo/config_demo.yaml",
     "verl_config_name.sh": "the config my_ppo",
 }
+
+STARTS_NOTHING = {
+    "trl_trainer_module.py": "it defines classes and functions and starts nothing",
+    "verl_worker_module.py": "it defines classes and functions and starts nothing",
+    "openrlhf_unknown_command.sh": r"openrlhf\.cli\.\$X, which it starts, is named by a variable",
+}
+"""Files whose run is another program, or one that a variable of the caller names."""
 
 SETTINGS_ELSEWHERE = ("rllm_hydra.py", "areal_command_line.py", "roll_compose.py")
 """Programs of a known system that take every setting from a config of their caller."""
@@ -220,6 +266,43 @@ def test_without_a_flag_and_without_the_config_that_may_hold_them_there_is_no_an
     assert any(part in remark and " is not read" in remark for remark in launch.remarks)
 
 
+@pytest.mark.parametrize("file", STARTS_NOTHING)
+def test_a_file_that_starts_nothing_has_no_answer_unless_the_system_is_named(file):
+    with pytest.raises(UserError, match=STARTS_NOTHING[file]) as error:
+        read_launch_file(CASES / file)
+    system = str(error.value).partition("--system ")[2].partition(" ")[0]
+    assert read_launch_file(CASES / file, system=system).given == {}
+
+
+def test_recipes_that_train_by_preferences_or_from_a_teacher_are_refused(tmp_path):
+    for recipe, reason in (("spin", "by preferences"), ("gkd", "distillation from a teacher")):
+        script = tmp_path / f"{recipe}.sh"
+        script.write_text(f"python3 -m recipe.{recipe}.main_{recipe} actor_rollout_ref.actor.use_kl_loss=True\n")
+        with pytest.raises(UserError, match=reason):
+            read_launch_file(script).reading()
+
+
+def test_what_a_recipe_does_instead_is_said():
+    assert "never applies the KL" in explained("verl_prime_recipe.sh")
+    assert "FlowRL squares log Z" in explained("verl_flowrl_recipe.sh")
+    assert "a pull to the old policy" in explained("verl_gvpo_recipe.sh")
+
+
+def test_the_coefficient_of_a_kl_that_is_off_is_said_to_do_nothing():
+    (no_op,) = read_launch_file(CASES / "verl_both_coefficients.sh").reading().no_ops
+    assert no_op.startswith("algorithm.kl_ctrl.kl_coef=0.005: it acts with algorithm.use_kl_in_reward=true only")
+
+
+def test_a_switch_before_a_variable_of_more_arguments_still_stands_alone(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("python3 train.py --advantage-estimator grpo --eps-clip 0.2 --use-kl-loss $MORE --sglang-a 1\n")
+    assert read_launch_file(script, system="slime").given["use_kl_loss"] is True
+
+
+def test_the_old_keys_of_kl_cov_are_its_flags():
+    assert "kl_cov adds 0.7 |log policy/old|" in explained("verl_kl_cov_old.sh")
+
+
 def test_flags_of_another_part_of_the_objective_do_not_say_where_the_kl_is(tmp_path):
     script = tmp_path / "run.sh"
     script.write_text("python -m verl.trainer.main_ppo --config-name=mine algorithm.adv_estimator=grpo\n")
@@ -237,6 +320,7 @@ def test_a_config_of_the_system_itself_has_its_defaults(tmp_path):
 
 def test_every_file_of_the_cases_has_an_answer_here():
     answered = {case.file for case in READ} | {*REFUSED, *NOT_RECOGNISED, *SETTINGS_ELSEWHERE, *CONFIG_NOT_READ}
+    answered |= set(STARTS_NOTHING)
     assert {path.name for path in CASES.iterdir()} == answered
 
 

@@ -140,7 +140,8 @@ def _take_option(word: Word, waiting: list[Word], parsed: Parsed, depth: int) ->
     _take_named_files(key, value, parsed)
     is_lone = not equals and not takes_next
     origin = value.origin.within(word.origin)
-    parsed.add(Setting(key, None if is_lone else value.text, _is_known(value.text), origin))
+    text_of_value = None if is_lone else value.text
+    parsed.add(Setting(key, text_of_value, _is_known(value.text), origin, is_next_word=takes_next))
 
 
 def _is_override(text: str) -> bool:

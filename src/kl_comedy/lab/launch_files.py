@@ -46,6 +46,7 @@ CLEARLY_MORE = 2
 KL_KEY = re.compile(r"(.*_)?kl(_.*)?|(.*_)?reg(ularizer|_coef|_weight)|beta", re.IGNORECASE)
 """The last part of keys that an author gives to a KL of his own."""
 SWEEP = re.compile(r"(choice\()?\s*(?P<first>[\d.eE+-]+)\s*(,\s*[\d.eE+-]+\s*)+\)?")
+VARIABLE = re.compile(r"\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\}")
 SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
 OTHER_PROGRAMS = (
     ("supervised fine-tuning (SFT)", re.compile(r"(.*_)?(sft|supervised)(_.*)?")),
@@ -55,6 +56,8 @@ OTHER_PROGRAMS = (
 """Names of scripts, in any system, that train without the KL flags; authors rename and copy those of the systems."""
 RL_PROGRAM = re.compile(r"(.*_)?(rl|rlhf|rlvr|grpo|ppo|rloo|dapo|gspo|reinforce)(_.*)?")
 """Names of scripts that train by RL, perhaps after SFT."""
+TRAINER = re.compile(r"(.*_)?(main|train|trainer|ppo|grpo|rloo|rl|dapo)(_.*)?")
+"""Names of programs that train: scripts that prepare data or convert checkpoints have others."""
 MAX_NAMED = 3
 """Keys and programs that one message names."""
 CUSTOM = "custom"
@@ -108,7 +111,9 @@ def launch_of(parsed: Parsed, *, system: str | None, overrides: Sequence[str]) -
     if not values.given and not remarks:
         remarks.append(f"no flag of the KL is set in the file: the answer is the defaults of {chosen.title}")
     remarks += _unread_remarks(chosen, parsed)
-    if not values.given:
+    if values.given:
+        remarks += _own_trainer_remarks(chosen, parsed)
+    else:
         remarks += _started_remarks(chosen, parsed)
     remarks += _foreign_key_remarks(chosen, parsed)
     # Last: what the remarks above say of a file that sets no flag is not about values of an earlier release.
@@ -144,6 +149,12 @@ def _refuse_settings_elsewhere(values: _Values) -> None:
         raise UserError(
             "cannot tell from this file: it takes all settings from a config that its caller names, which is not "
             f"read; explain that config (--system {system.name} gives the defaults)"
+        )
+    if parsed.is_imported and not values.given:
+        raise UserError(
+            "cannot tell from this file: it defines classes and functions and starts nothing; its settings come from "
+            f"the program that imports it, which is not read; explain that program (--system {system.name} gives the "
+            "defaults)"
         )
     if values.named:
         return
@@ -211,8 +222,11 @@ class _Values:
             self.named.add(flag.name)
         if not _is_readable(setting, flag):
             taken = "the earlier value" if flag.name in self.given else "its default"
+            why = "is not a literal"
+            if VARIABLE.fullmatch(str(setting.text).strip("\"'")):
+                why = "is no literal: the file never sets this variable, which decides"
             self.notes[flag.name] = [
-                f"{setting.key}: {shown(setting.text)} is not a literal; {taken} is taken (give {flag.name}=...)"
+                f"{setting.key}: {shown(setting.text)} {why}; {taken} is taken (give {flag.name}=...)"
             ]
             return
         value = self._value(flag, setting)
@@ -273,7 +287,12 @@ class _Values:
 
     def _matters(self, change: VersionChange) -> bool:
         """Whether the file leaves to a default what the change is about."""
-        if change.flag in self.given or not all(name in self.given for name in change.given):
+        # Of a flag that the file sets to a variable, no default acts.
+        if (
+            change.flag in self.given
+            or change.flag in self.named
+            or not all(name in self.given for name in change.given)
+        ):
             return False
         flags = {flag.name: flag.default for flag in self.system.flags}
         flags.update(self.given)
@@ -318,8 +337,9 @@ def _written(setting: Setting) -> str:
 
 def _is_readable(setting: Setting, flag: Flag) -> bool:
     """Whether the value of a flag can be known from the file."""
-    # A switch that is followed by a variable stands alone: `--use_kl_loss ${EXTRA_ARGS}`.
-    is_lone_switch = flag.is_switch and str(setting.text).startswith("$")
+    # A switch that is followed by a variable stands alone: `--use_kl_loss ${EXTRA_ARGS}`. One that is set to a variable
+    # does not: `use_kl_loss=${USE_KL}` may be either.
+    is_lone_switch = flag.is_switch and setting.is_next_word and str(setting.text).startswith("$")
     return setting.literal or is_lone_switch
 
 
@@ -378,6 +398,25 @@ def _started_remarks(system: System, parsed: Parsed) -> Iterator[str]:
                 f"{program[:100]}, which the file starts, is not read: where it sets flags of the KL, they act and "
                 f"not the defaults of {system.title}"
             )
+
+
+def _own_trainer_remarks(system: System, parsed: Parsed) -> Iterator[str]:
+    """Programs that get the system's flags and are none of its trainers: a recipe with a ``fit`` of its own."""
+    if not system.trainers:
+        return
+    trainers = [re.compile(pattern) for pattern in system.trainers]
+    programs = []
+    for program in dict.fromkeys(parsed.started):
+        if any(trainer.fullmatch(program) for trainer in trainers):
+            # The flags are those of this one; the others prepare data or convert checkpoints.
+            return
+        if TRAINER.fullmatch(_name_of(program)) and not program.endswith(SHELL_SUFFIXES):
+            programs.append(program)
+    for program in programs:
+        yield (
+            f"{program[:100]} has a trainer of its own, which was not read: the answer is what the trainer of "
+            f"{system.title} does with these flags"
+        )
 
 
 def _foreign_key_remarks(system: System, parsed: Parsed) -> Iterator[str]:
@@ -548,6 +587,12 @@ def _refuse_other_runs(system: System, parsed: Parsed) -> None:
                 f"{found[0]} has none of the KL flags of {system.title} that explain knows: it is {run.name}. "
                 f"--system {system.name} reads the file all the same"
             )
+    unknown = [program for program in parsed.started if re.search(r"(^|\.)\$\{?\w+\}?$", program)]
+    if unknown and not any(_flag_of(system, setting.key) for setting in parsed.settings):
+        raise UserError(
+            f"cannot tell from this file: {unknown[0][:100]}, which it starts, is named by a variable that the file "
+            f"never sets, and no flag of the KL is there (--system {system.name} gives the defaults)"
+        )
     # A renamed script is none of the names above. What its name says counts only where the file sets no flag of the KL.
     sets_a_flag = any(_flag_of(system, setting.key) for setting in parsed.settings)
     named = _run_by_name(parsed.started)

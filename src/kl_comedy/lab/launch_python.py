@@ -21,13 +21,40 @@ from kl_comedy.lab.peers import flag_key
 TRAINING = re.compile(r".*(train|run|launch|experiment|main|fit|learn).*", re.IGNORECASE)
 """Names that a program takes from a module of its own, which trains."""
 
+COMMAND_DECORATOR = re.compile(r"hydra\.main|command|entrypoint|\.function|\bapp\b|\bcli\b|flow|task")
+"""Decorators of functions that a command line or a cluster calls: of Hydra, click, typer, Modal, Prefect."""
+
 
 def python(text: str, parsed: Parsed) -> None:
     """Keyword arguments, dictionaries, attributes and defaults of options; ``--flags`` in strings."""
     # `# dependencies = ["trl==0.17.0"]`, which uv reads.
     for comment in re.findall(r"(?m)^#.*$", text):
         parsed.words += [requirement[0] for requirement in REQUIREMENT.finditer(comment)]
-    _Module(ast.parse(text), parsed).read()
+    tree = ast.parse(text)
+    _Module(tree, parsed).read()
+    # A here-document and a cell belong to a program that runs.
+    if not parsed.started and not parsed.documents:
+        parsed.is_imported = not _starts(tree)
+
+
+def _starts(tree: ast.Module) -> bool:
+    """Whether a program does something itself: it has a main part, calls, or a decorator that makes it a command."""
+    for statement in tree.body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names = " ".join(ast.unparse(decorator) for decorator in statement.decorator_list)
+            if COMMAND_DECORATOR.search(names):
+                return True
+            continue
+        if isinstance(statement, ast.If) and _is_main(statement.test):
+            return True
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call) and TRAINING.fullmatch(name_of(node.func) or "fire"):
+                return True
+            if isinstance(node, ast.Call) and name_of(node.func).endswith(("Config", "Fire", "app", "cli")):
+                return True
+    return False
 
 
 def notebook(text: str, parsed: Parsed) -> None:
@@ -56,6 +83,7 @@ def notebook(text: str, parsed: Parsed) -> None:
             continue
         program.append(cell_text)
     python("\n".join(program), parsed)
+    parsed.is_imported = False
 
 
 UNKNOWN = object()

@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kl_comedy.errors import UserError, shown
@@ -23,7 +23,8 @@ class Setting:
     """A key with its text: None for a lone ``--key``. ``literal``: whether the text is the value.
 
     ``scope`` is the class or function of Python that gets it; empty elsewhere. ``is_added``: written as Hydra's
-    ``+key``, which is an error for a key that the config has.
+    ``+key``, which is an error for a key that the config has. ``is_next_word``: the text is the word that follows
+    ``--key``, which may be an argument of its own.
     """
 
     key: str
@@ -32,6 +33,7 @@ class Setting:
     origin: Origin = CERTAIN
     scope: str = ""
     is_added: bool = False
+    is_next_word: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Parsed:
     """Modules from which a Python program imports a function that trains, by its name."""
     is_config: bool = False
     """Whether the file is YAML, JSON or TOML, and no program."""
+    is_imported: bool = False
+    """Whether the file is a Python module that only defines classes and functions: another program imports it."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that a job or the script around a command gives it."""
     written_files: list[str] = field(default_factory=list)
@@ -85,7 +89,7 @@ class Parsed:
         if self.origin.kind != "loop" or str(setting.text) in re.split(r"[ ,]", self.origin.why):
             origin = origin.within(self.origin)
         is_added = setting.key.startswith("+") and not setting.key.startswith("++")
-        self.settings.append(Setting(key, setting.text, setting.literal, origin, setting.scope, is_added))
+        self.settings.append(replace(setting, key=key, origin=origin, is_added=is_added))
         parts = key.split(".")
         for n in range(1, len(parts)):
             self.sections.add(".".join(parts[:n]))

@@ -320,7 +320,8 @@ class System:
     which this is a fork or a patch, whose marks its files have too. ``rl_runs`` tell a run with these flags, and where
     none is there, ``other_runs`` one without. ``told_by`` are values of flags that a file gives by a class or a
     command. ``classes`` are the patterns of the Python classes whose arguments are flags. ``versions`` are defaults
-    that changed between ``releases``.
+    that changed between ``releases``. ``trainers`` are the patterns of the programs whose trainers the rules describe:
+    any other program that gets the flags has a trainer of its own.
     """
 
     name: str
@@ -340,6 +341,7 @@ class System:
     other_runs: Sequence[OtherRun] = ()
     told_by: Mapping[str, Mapping[str, Marks]] = field(default_factory=dict)
     classes: Sequence[str] = ()
+    trainers: Sequence[str] = ()
     versions: Sequence[VersionChange] = ()
     releases: Releases = field(default_factory=Releases)
     freshness: Freshness = field(default_factory=Freshness)

@@ -1,0 +1,1 @@
+axolotl merge-lora config.yml --lora-model-dir=out

@@ -1,0 +1,1 @@
+uv run --isolated -m skyrl_train.entrypoints.main_generate generator.backend=vllm
