@@ -94,6 +94,61 @@ def test_chat_writes_the_template_the_turns_and_the_prefill(tokenizer):
     assert prompt.token_ids.count(tokenizer.bos_token_id) == 1
 
 
+WITHOUT_BOS = TEMPLATE.removeprefix("{{ bos_token }}")
+BOS, EOS, PAD, START, END = range(5)
+
+
+def ids_by_hand(*pieces):
+    """Ids of control tokens (numbers) and ASCII texts by the vocabulary of :func:`make_tokenizer`: one a byte."""
+    from tokenizers import pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = []
+    for piece in pieces:
+        if isinstance(piece, int):
+            ids.append(piece)
+            continue
+        # GPT-2's letters for the bytes that are not printed.
+        for character in piece.replace(" ", "\u0120").replace("\n", "\u010a"):
+            ids.append(5 + letters.index(character))
+    return tuple(ids)
+
+
+ENDS = {"nothing": ("", ""), "a beginning": ("<s>", ""), "both": ("<s>", "</s>")}
+
+
+@pytest.mark.parametrize("added", ENDS)
+@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize("prefill", ["", "So "])
+def test_tokens_of_a_chat_are_those_of_its_template_and_no_others(added, system, prefill):
+    """A template that writes no beginning token has none, whatever the tokenizer puts before plain text."""
+    config = PromptConfig(template="chat", prefix="Q ", suffix=" ?", system=system, prefill=prefill)
+    turns = [START, "user\nQ 4-1 ?", END, "\n", START, "assistant\n" + prefill]
+    if system is not None:
+        turns = [START, "system\n" + system, END, "\n", *turns]
+    for template, begin in ((TEMPLATE, [BOS]), (WITHOUT_BOS, [])):
+        (prompt,), _ = render([problem("4-1")], config, make_tokenizer(chat=template, ends=ENDS[added]))
+        assert prompt.token_ids == ids_by_hand(*begin, *turns)
+
+
+@pytest.mark.parametrize("added", ENDS)
+@pytest.mark.parametrize("spelled", [False, True])
+def test_tokens_of_plain_text_have_one_beginning_and_no_end(added, spelled):
+    config = PromptConfig(prefix="<s>Q " if spelled else "Q ", suffix=" =", prefill=" x")
+    (prompt,), _ = render([problem("4-1")], config, make_tokenizer(ends=ENDS[added]))
+    begins = spelled or added != "nothing"
+    assert prompt.token_ids == ids_by_hand(*[BOS] * begins, "Q 4-1 = x")
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, WITHOUT_BOS])
+@pytest.mark.parametrize("kind", ["plain", "chat"])
+def test_a_choice_adds_its_own_tokens_to_the_prompt(kind, template):
+    tokenizer = make_tokenizer(chat=template)
+    (prompt,), _ = render([problem("4-1")], PromptConfig(template=kind, suffix=" is"), tokenizer)
+    added = prompts.continuation_ids(prompt, " (B", tokenizer, special=kind == "plain")
+    assert added == ids_by_hand(" (B")
+
+
 @pytest.mark.parametrize("hostile", ["{text}", "{0.__class__}", "{{ 7 * 7 }}", "{% raw %}", "%s {", "\x00\u2028"])
 def test_nothing_in_a_problem_is_interpreted(tokenizer, hostile):
     config = PromptConfig(template="chat", prefill="Again: {text} {other} {{text}}")

@@ -1,5 +1,7 @@
 """Top-k KL terms, by enumeration in float64: the sampled tail is exact in every regime, the other forms are biased."""
 
+import math
+
 import pytest
 import torch
 
@@ -244,3 +246,19 @@ def test_an_impossible_number_of_tokens_is_refused(k, allowed):
 
 def test_the_defaults_of_top_k_claim_a_target_on_a_mixture():
     assert claimed_target(KLTerm("top_k", placement="loss"), "mixed") == "token_reverse"
+
+
+@pytest.mark.parametrize("rest_p", [1e-3, 2e-7, 1e-7, 3e-8, 1e-10])
+@pytest.mark.parametrize("rest_q", [1e-3, 2e-6, 2e-7, 1e-7, 3e-8, 1e-10])
+def test_a_bucket_below_a_ten_millionth_counts_as_one(rest_p, rest_q):
+    """Two tokens in S; the mass of all others is counted as it is down to 1e-7, and below as 1e-7."""
+    p = [0.75 * (1 - rest_p), 0.25 * (1 - rest_p)]
+    q = [0.5 * (1 - rest_q), 0.5 * (1 - rest_q)]
+    expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    expected += max(rest_p, 1e-7) * math.log(max(rest_p, 1e-7) / max(rest_q, 1e-7))
+    logp = torch.tensor([[p]], dtype=torch.float64).log()
+    ref_logp = torch.tensor([[q]], dtype=torch.float64).log()
+    top = TopTokens(logp, ref_logp, torch.ones(1, 1, dtype=torch.bool))
+    argument = TopK(top=top, logp_BT=logp[..., 0], ref_logp_BT=ref_logp[..., 0], behaviour_logp_BT=logp[..., 0])
+    value = ESTIMATORS.get("top_k").fn(argument, form="bucket")
+    assert float(value) == pytest.approx(expected, rel=1e-9, abs=1e-13)

@@ -792,3 +792,79 @@ def test_autocast_keeps_the_share_that_is_assumed(small_decoder):
     _, model = small_decoder
     share = saved_bytes(model, autocast=True) / saved_bytes(model, autocast=False)
     assert share == pytest.approx(AUTOCAST_SHARE, abs=0.1)
+
+
+# --- planned memory, added up by hand ---------------------------------------------------------------------------------
+ASYNC = ["lag.mode=async", "rollout.backend=hf_server"]
+MEMORY_SETTINGS = {
+    "sync": [],
+    "sync, adapter": ["model.lora={rank: 8}"],
+    "sync, ema": ["kl=[{estimator: k3, placement: loss, beta: 0.1, reference: ema}]"],
+    "sync, ranks": ["train.strategy=ddp", "train.devices=4"],
+    "shards": ["train.strategy=fsdp", "train.devices=4"],
+    "shards, ema": [
+        "train.strategy=fsdp",
+        "train.devices=4",
+        "kl=[{estimator: k3, placement: loss, beta: 0.1, reference: ema}]",
+    ],
+    "async": ["lag.mode=async"],
+    "async, server": ASYNC,
+    "async, adapter": [*ASYNC, "model.lora={rank: 8}"],
+    "colocated vllm": ["rollout.backend=vllm"],
+    "colocated vllm, awake": ["rollout.backend=vllm", "rollout.options={sleep: false}"],
+}
+
+
+@pytest.mark.parametrize("name", MEMORY_SETTINGS)
+@pytest.mark.parametrize("device", [H100, device_named("cpu")], ids=["gpu", "cpu"])
+def test_the_peak_is_what_is_there_at_the_same_time(name, device):
+    """One phase after the other reuses memory; an asynchronous run samples while it learns, and needs both."""
+    try:
+        plan = Plan(config_of(*MEMORY_SETTINGS[name]), device)
+    except UserError as error:
+        pytest.skip(str(error))
+    phases = {"always": 0.0, "learning": 0.0, "sampling": 0.0}
+    for component in plan.components:
+        assert component.bytes > 0
+        phases[component.phase] += component.bytes
+    if name == "async" and device.kind == "cpu":
+        # Its engine shares the machine, or there would be nothing to add.
+        assert phases["sampling"] > 0
+    if name.startswith("async"):
+        expected = phases["always"] + phases["learning"] + phases["sampling"]
+    else:
+        expected = phases["always"] + max(phases["learning"], phases["sampling"])
+    assert plan.peak_bytes == pytest.approx(expected, rel=1e-12)
+
+    # What is always there, from the numbers of parameters alone.
+    whole = QWEN.parameters * 4
+    adapter = 0
+    if "adapter" in name:
+        adapter = shape_of(plan.config.model).trainable
+        whole += adapter * 4
+    trained = adapter * 4 or whole
+    shards = 4 if name.startswith("shards") else 1
+    assert bytes_of(plan, "parameters") == pytest.approx(whole / shards)
+    assert bytes_of(plan, "gradients") == pytest.approx(trained / shards)
+    assert bytes_of(plan, "optimizer") == pytest.approx(2 * trained / shards)
+    assert bytes_of(plan, "reference") == pytest.approx(0 if adapter else whole / shards)
+    if "ema" in name:
+        assert bytes_of(plan, "ema reference") == pytest.approx(2 * trained / shards), "the average and its weights"
+
+
+def test_processes_of_one_machine_share_its_memory_and_gpus_do_not():
+    """A rank may take what its device has: a GPU of its own, or an equal part of the machine's memory."""
+    config = config_of("train.strategy=ddp", "train.devices=4")
+    cpu = device_named("cpu")
+    assert Plan(config, cpu).limit_bytes == cpu.memory_bytes / 4
+    assert Plan(config, H100).limit_bytes == H100.memory_bytes
+    just_enough = Plan(config, cpu).peak_bytes
+    for memory, fits in ((4.01 * just_enough, True), (3.99 * just_enough, False)):
+        assert Plan(config, dataclasses.replace(cpu, memory_bytes=memory)).fits == fits
+
+
+def test_a_teacher_takes_the_bytes_of_its_own_dtype():
+    teacher = "reference.teacher={source: Qwen/Qwen2.5-1.5B, dtype: bfloat16}"
+    config = config_of("kl=[{estimator: k3, placement: loss, beta: 0.1, reference: teacher}]", teacher)
+    parameters = shape_of(config_of(source="Qwen/Qwen2.5-1.5B").model).parameters
+    assert bytes_of(Plan(config, H100), "teacher") == 2 * parameters

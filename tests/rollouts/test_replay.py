@@ -143,10 +143,34 @@ def test_an_exhausted_recording_is_told_before_training(recorded, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_recording_may_repeat(recorded, tmp_path):
+def test_a_recording_may_repeat(recorded, tmp_path, monkeypatch):
+    """Batches 9 and 10 of the run are the recording's first and second, completion by completion."""
+    rows_of_batch = []
+    take = Recorded.take
+
+    def watched(self, iteration):
+        batch = take(self, iteration)
+        rows_of_batch.append([(row.rollout.completion_ids, row.reward.value) for row in batch.rows])
+        return batch
+
+    monkeypatch.setattr(Recorded, "take", watched)
     options = f"rollout.options={{path: {recorded.path}/rollouts, repeat: true}}"
-    done = go(tmp_path, "rollout.backend=replay", options, "train.steps=9", "train.eval_every=0")
+    fast = ["train.steps=10", "train.eval_every=0", "train.checkpoint_every=0"]
+    done = go(tmp_path, "rollout.backend=replay", options, *fast)
     assert done.summary["status"] == "FINISHED"
+    assert rows_of_batch[:8] == recorded_batches(recorded)
+    assert rows_of_batch[8:] == rows_of_batch[:2]
+
+
+def recorded_batches(recorded):
+    """Ids and reward of every completion by batch, read from the files without the package."""
+    import pyarrow.parquet
+
+    batches = {}
+    for part in sorted((recorded.path / "rollouts").iterdir()):
+        for row in pyarrow.parquet.read_table(part).to_pylist():
+            batches.setdefault(row["batch"], []).append((tuple(row["completion_ids"]), row["reward"]))
+    return [batches[number] for number in sorted(batches)]
 
 
 def without_log_probs(rows):

@@ -248,6 +248,12 @@ def test_evaluation_and_report_depend_on_training_and_accounting_says_why(site, 
     assert rows["good"]["evaluated"]
     assert not rows["lost"]["evaluated"]
     assert (site.folder / "sweeps/pair/report/report.md").exists()
+    # max_parallel bounds both together: the evaluation of one cell waits for the training of all.
+    site.wait(lambda: "Unknown" not in site.run("sacct", "-n", "-X", "-P", f"-j{jobs[1]}_0", "--format=End").stdout)
+    trained = site.run("sacct", "-n", "-X", "-P", f"-j{jobs[0]}", "--format=End").stdout.split()
+    (began,) = site.run("sacct", "-n", "-X", "-P", f"-j{jobs[1]}_0", "--format=Start").stdout.split()
+    assert len(trained) == 2
+    assert max(trained) <= began, "in ISO's form, so that text is ordered as time"
 
 
 def test_a_thousand_cells_are_submitted_queried_and_cancelled(site):

@@ -59,12 +59,12 @@ def test_arrays_are_cut_where_the_site_bounds_indices_and_chained(sweep, slurm):
     submit_cells(sweep, 0, 1, 3, 5, 9, profile=profile, evaluate=(2,))
     assert shown(slurm, sweep) == [
         "--array=0-1,3%3 train.sbatch 0",
-        "--array=0-1,3%3 --dependency=aftercorr:1 evaluate.sbatch 0",
+        "--array=0-1,3%3 --dependency=aftercorr:1,afterany:1 evaluate.sbatch 0",
         "--array=1%1 train.sbatch 4",
-        "--array=1%1 --dependency=aftercorr:3 evaluate.sbatch 4",
+        "--array=1%1 --dependency=aftercorr:3,afterany:3 evaluate.sbatch 4",
         "--array=1%1 train.sbatch 8",
-        "--array=1%1 --dependency=aftercorr:5 evaluate.sbatch 8",
-        "--array=2%6 evaluate.sbatch 0",
+        "--array=1%1 --dependency=aftercorr:5,afterany:5 evaluate.sbatch 8",
+        "--array=2%1 evaluate.sbatch 0",
         "--dependency=afterany:1:2:3:4:5:6:7 report.sbatch",
     ]
 
@@ -124,11 +124,11 @@ def test_each_size_is_an_array_of_its_own_and_the_report_waits_for_all(slurm, si
     submit_cells(sizes, 0, 1, 2, 3, 4, profile=shapes)
     assert shown(slurm, sizes) == [
         "--array=0-2%2 train.sbatch 0",
-        "--array=0-2%2 --dependency=aftercorr:1 evaluate.sbatch 0",
+        "--array=0-2%2 --dependency=aftercorr:1,afterany:1 evaluate.sbatch 0",
         "--array=3%1 train-2x4.sbatch 0",
-        "--array=3%1 --dependency=aftercorr:3 evaluate-2x4.sbatch 0",
+        "--array=3%1 --dependency=aftercorr:3,afterany:3 evaluate-2x4.sbatch 0",
         "--array=4%1 train-1x2.sbatch 0",
-        "--array=4%1 --dependency=aftercorr:5 evaluate-1x2.sbatch 0",
+        "--array=4%1 --dependency=aftercorr:5,afterany:5 evaluate-1x2.sbatch 0",
         "--dependency=afterany:1:2:3:4:5:6 report.sbatch",
     ]
 

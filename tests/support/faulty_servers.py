@@ -2,10 +2,11 @@
 
 import contextlib
 import copy
+import json
 import socket
 import threading
 import time
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ KEY = "key-of-these-tests"
 class FaultyServer:
     """``faults``: how the next ``generate`` requests go wrong, in order: ``500``, ``drop``, ``hang``, ``down``.
 
-    ``answers``: what a path answers instead, ``(status, content)``; ``calls``: the paths that were asked for.
+    ``answers``: what a path answers instead, ``(status, content)``; ``calls``: the paths that were asked for;
+    ``requests``: all of each request that was answered, as method, path, parameters and body.
     """
 
     def __init__(self, policy, *, batch_sequences=8, delay_s=0.0, key=KEY, **options):
@@ -40,6 +42,7 @@ class FaultyServer:
         self.engine.server = self
         self.faults = []
         self.calls = []
+        self.requests = []
         self.answers = {}
         self.down = False
         port = free_port()
@@ -91,6 +94,18 @@ class FaultyHandler(hf_server.Handler):
         self.send(status, content)
 
     do_POST = do_GET
+
+    def _body(self):
+        data = super()._body()
+        server = getattr(self.engine, "server", None)
+        if server is not None:
+            url = urlsplit(self.path)
+            body = data or None
+            # Some tests send what is no JSON.
+            with contextlib.suppress(TypeError, ValueError, RecursionError):
+                body = json.loads(body)
+            server.requests.append((self.command, url.path, dict(parse_qsl(url.query)), body))
+        return data
 
 
 @pytest.fixture

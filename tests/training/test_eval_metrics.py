@@ -1,6 +1,7 @@
 """Exact values on given completions against the dense float64 formulas, and the reference that evaluation names."""
 
 import copy
+import dataclasses
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.models import LoadedModel, build_reference, load_model, weights_hash
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.training.metrics import completion_metrics, load_eval_reference
+from kl_comedy.training.packing import Packer
 from small_llama import V, llama, naive_logits
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
@@ -116,6 +118,27 @@ def test_values_are_the_dense_ones_whatever_the_micro_batches_and_chunks(tokens,
     rows, pairs = completions()
     values = measure_of(policy, other, tokens=tokens, chunk=chunk)(rows)
     assert values == pytest.approx(dense_values(policy, other, pairs), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("place", ["first", "last", "between"])
+def test_a_pass_that_only_keeps_step_counts_nowhere(monkeypatch, place):
+    """A rank without rows of its own passes over rows of another rank, which are counted there."""
+    rows, pairs = completions()
+    policy = llama()
+    other = llama(seed=3)
+    pack = Packer.micro_batches
+
+    def with_empty_packs(packer, rows):
+        packs = list(pack(packer, rows))
+        assert len(packs) > 1
+        empty = dataclasses.replace(packs[0], empty=True)
+        position = {"first": 0, "last": len(packs), "between": 1}[place]
+        return [*packs[:position], empty, *packs[position:]]
+
+    monkeypatch.setattr(Packer, "micro_batches", with_empty_packs)
+    measured = measure_of(policy, other, tokens=12)(rows)
+    for name, value in dense_values(policy, other, pairs).items():
+        assert measured[name] == pytest.approx(value, abs=1e-5), name
 
 
 def test_a_policy_measured_against_itself_differs_in_nothing():

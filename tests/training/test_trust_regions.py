@@ -89,6 +89,20 @@ def test_a_reference_is_replaced_once_the_kl_to_it_exceeds_its_bound_and_beta_ai
         beta = target.next(beta, logged[step, "reference/periodic/exact_reverse_sequence"])
 
 
+def test_the_bound_of_a_reference_is_per_token_and_not_per_completion(tmp_path):
+    """A bound between the two: the KL of a completion exceeds it, that of a token does not, and nothing moves."""
+    terms = "kl=[{estimator: exact, placement: loss, reference: periodic, beta: 0.1}]"
+    settings = [*SHORT, terms, "reference.options.period=null", "train.steps=2", "optimizer.lr=1.0e-2"]
+    free = metrics_of(go(tmp_path / "free", *settings, "reference.options.max_kl=1.0e+9").run)
+    of_token = free[2, "reference/periodic/exact_reverse_token"]
+    of_completion = free[2, "reference/periodic/exact_reverse_sequence"]
+    assert 0 < 1.5 * of_token < of_completion
+    between = math.sqrt(of_token * of_completion)
+    for bound, moves in ((between, 0.0), (0.9 * of_token, 1.0)):
+        run = go(tmp_path / str(moves), *settings, f"reference.options.max_kl={bound!r}").run
+        assert metrics_of(run)[2, "reference/periodic/moved"] == moves
+
+
 def test_the_measured_kl_is_that_to_the_terms_own_reference():
     values = {
         "train/length": 3.0,

@@ -124,11 +124,15 @@ def _letters_and_digits(text: str) -> str:
 
 
 def _normal_forms(problem: Problem) -> set[str]:
-    """The normal forms of the problem's text, and of its task's question where it has one.
+    """The normal forms of the problem's text, and of its question where that is another text.
 
-    The text of a reasoning-gym problem may be a part of the question (``text_after``).
+    The text of a problem with choices may have them below the question, in another order than another source. That of a
+    reasoning-gym problem may be a part of the question (``text_after``).
     """
     forms = {normalize(problem.text)}
+    question = problem.meta.get("question")
+    if "choices" in problem.meta and isinstance(question, str):
+        forms.add(normalize(question))
     entry = problem.meta.get("entry")
     if isinstance(entry, Mapping) and isinstance(entry.get("question"), str):
         forms.add(normalize(entry["question"]))

@@ -139,7 +139,20 @@ def parse_data_files(words: Sequence[str]) -> dict[str, SuiteFile]:
 def suite_problems(
     suite: SuiteConfig, *, root: Path | None = None, file: SuiteFile | None = None, limit: int | None = None
 ) -> list[Problem]:
-    """The first ``limit`` problems of the suite, with the text that :func:`question` writes.
+    """:func:`published_problems`, with the text that :func:`question` writes."""
+    problems = published_problems(suite, root=root, file=file, limit=limit)
+    return [asked(problem, suite) for problem in problems]
+
+
+def asked(problem: Problem, suite: SuiteConfig) -> Problem:
+    """The problem with the text that :func:`question` writes."""
+    return dataclasses.replace(problem, text=question(problem, suite))
+
+
+def published_problems(
+    suite: SuiteConfig, *, root: Path | None = None, file: SuiteFile | None = None, limit: int | None = None
+) -> list[Problem]:
+    """The first ``limit`` problems of the suite, with the text that their source has.
 
     ``root``: the folder of the suites' files. ``file``: one given with ``--data``; only its path and hash are used, and
     its number of problems is not checked. Raises :class:`UserError` for a missing file or a wrong hash, for rows
@@ -170,7 +183,7 @@ def suite_problems(
     if limit is not None:
         # Last, so that everything above was checked for the whole set.
         problems = subset(problems, limit, 0)
-    return [dataclasses.replace(problem, text=question(problem, suite)) for problem in problems]
+    return problems
 
 
 def _selected(problems: list[Problem], suite: SuiteConfig, key: str) -> list[Problem]:

@@ -154,6 +154,10 @@ class _Names:
         self.depth = 0
         for node in nodes:
             self._collect(node)
+        changes = [node for node in nodes if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Call)]
+        # In the order of the source: the walk has all statements of a level before the calls in them.
+        for change in sorted(changes, key=lambda node: (node.lineno, node.col_offset)):
+            self._collect_change(change)
         for node in nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 self._collect_arguments(node)
@@ -165,14 +169,15 @@ class _Names:
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
             self._collect_assignment(node.target, node.value)
         elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            self._collect_update(node.target.id, node.value)
+            # `beta *= 2` is a second value; `options |= {...}` is still the same dictionary, with other items.
+            if not isinstance(node.op, ast.BitOr):
+                self.values[node.target.id] = None
         elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
             self._collect_loop(node.target, node.iter)
         elif isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name):
                 self.calls.setdefault(node.func.id, []).append(node)
             self._collect_option(node)
-            self._collect_update_call(node)
         elif isinstance(node, ast.ClassDef):
             self._collect_fields(node)
 
@@ -190,7 +195,24 @@ class _Names:
             self.overridden.add(target.id)
         elif isinstance(target, ast.Name):
             self.values[target.id] = None if target.id in self.values else value
-        elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+
+    def _collect_change(self, node: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Call) -> None:
+        """What changes the items of a dictionary."""
+        if isinstance(node, ast.Call):
+            self._collect_update_call(node)
+        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            self._collect_update(node.target.id, node.value)
+        elif isinstance(node, ast.AugAssign):
+            # `options["beta"] *= 2`: a value that depends on itself is not known.
+            self._collect_item(node.target, ast.BinOp(node.target, node.op, node.value))
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+            self._collect_item(node.targets[0], node.value)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            self._collect_item(node.target, node.value)
+
+    def _collect_item(self, target: ast.expr, value: ast.expr) -> None:
+        """``options["beta"] = 0.04``."""
+        if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
             key = self.value(target.slice)
             if isinstance(key, str):
                 self.updates.setdefault(target.value.id, []).append((key, value))

@@ -87,7 +87,7 @@ class Grid:
     exclude: list[dict[str, Any]] = option(list)
     rows: dict[str, dict[str, Any] | None] = option(dict)
     evaluate: dict[str, Any] | None = None
-    max_parallel: int | None = option(None, minimum=1)
+    max_parallel: int | None = option(None, "cells that train or are evaluated at a time", minimum=1)
     axes: dict[str, list[Value]] = field(init=False)
 
     def __post_init__(self) -> None:

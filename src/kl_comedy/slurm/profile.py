@@ -211,7 +211,7 @@ class Profile(JobShape):
     """A site. Every field is a key of the profile's file; ``name`` is by default the name of that file."""
 
     name: str
-    max_parallel: int | None = option(None, minimum=1)
+    max_parallel: int | None = option(None, "cells that train or are evaluated at a time", minimum=1)
     max_array: int = option(1000, minimum=1)
     shapes: list[JobShape] = field(default_factory=list)
 

@@ -41,8 +41,6 @@ class Array:
     """The array's own index of a cell is the cell's index minus this."""
     indices: tuple[int, ...]
     """The cells."""
-    share: int | None
-    """How many of its tasks may run at a time; None: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +53,8 @@ class Resources:
     gpus: int
 
 
-def arrays(cells: Iterable[Cell], profile: Profile, limit: int | None) -> list[Array]:
-    """The arrays of ``cells``, at most ``limit`` tasks at a time in all (but one in each), the profile's size first.
+def arrays(cells: Iterable[Cell], profile: Profile) -> list[Array]:
+    """The arrays of ``cells``, the profile's size first.
 
     Raises :class:`UserError` for a cell whose size the profile has no shape for.
     """
@@ -69,12 +67,10 @@ def arrays(cells: Iterable[Cell], profile: Profile, limit: int | None) -> list[A
         blocks.setdefault((shape_number, offset), []).append(cell.index)
 
     # Sorted by shape, so that the profile's own size is submitted first; its number is 0.
-    ordered = sorted(blocks.items())
-    shares = share_out(limit, [len(indices) for _, indices in ordered])
     result = []
-    for ((shape_number, offset), indices), share in zip(ordered, shares, strict=True):
+    for (shape_number, offset), indices in sorted(blocks.items()):
         suffix = profile.suffix(shapes[shape_number])
-        result.append(Array(suffix=suffix, offset=offset, indices=tuple(indices), share=share))
+        result.append(Array(suffix=suffix, offset=offset, indices=tuple(indices)))
     return result
 
 

@@ -353,7 +353,7 @@ def unfinished_state(cell: CellHistory) -> tuple[str, str]:
 
     if cell.job is UNKNOWN:
         # SLURM does not answer. What may still be running does not count as lost, or resubmit would start it twice.
-        if cell.attempt is None:
+        if cell.waits_for_first_attempt:
             return "PENDING", UNKNOWN.why
         if cell.has_open_attempt:
             return "RUNNING", UNKNOWN.why

@@ -17,7 +17,7 @@ from pathlib import Path
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.slurm.manifest import Manifest, Submission, Sweep
 from kl_comedy.slurm.profile import Profile
-from kl_comedy.slurm.scripts import Array, array_ranges, arrays, scripts
+from kl_comedy.slurm.scripts import Array, array_ranges, arrays, scripts, share_out
 
 TIMEOUT_S = 60
 """How long a command of SLURM may take to answer."""
@@ -261,29 +261,39 @@ def _submit_jobs(
     """Call ``submit_job`` for one job after another; yield stage, array (None: the report) and id of each."""
     limits = [limit for limit in (sweep.manifest.max_parallel, profile.max_parallel) if limit is not None]
     limit = min(limits, default=None)
-    # Both before the first job: they raise an error for a cell that the profile has no shape for.
-    training = arrays([sweep.cell(index) for index in work.train], profile, limit)
-    evaluation = arrays([sweep.cell(index) for index in work.evaluate], profile, limit)
+    # Before the first job: an error is raised for a cell that the profile has no shape for.
+    training = arrays([sweep.cell(index) for index in work.train], profile)
+    evaluation = arrays([sweep.cell(index) for index in work.evaluate], profile)
+    # Together: cells that were trained earlier are evaluated beside the cells that are trained now.
+    shares = share_out(limit, [len(array.indices) for array in (*training, *evaluation)])
     jobs: list[str] = []
-    for array in training:
-        train_job = submit_job(_sbatch_words(sweep, "train", array, ""))
+    for array, share in zip(training, shares, strict=False):
+        train_job = submit_job(_sbatch_words(sweep, "train", array, share, ""))
         jobs.append(train_job)
         yield "train", array, train_job
         if sweep.manifest.evaluate is not None:
-            # aftercorr: each cell is evaluated as soon as it is trained, and not when all cells of its array are.
-            job = submit_job(_sbatch_words(sweep, "evaluate", array, f"aftercorr:{train_job}"))
+            # aftercorr: each cell is evaluated as soon as it is trained, and never where its training failed.
+            dependency = f"aftercorr:{train_job}"
+            if share is not None:
+                # afterany: and not before the whole array has ended, whose share of the limit it then takes over.
+                # Beside it, twice as many tasks as max_parallel would run.
+                dependency += f",afterany:{train_job}"
+            job = submit_job(_sbatch_words(sweep, "evaluate", array, share, dependency))
             jobs.append(job)
             yield "evaluate", array, job
-    for array in evaluation:
-        job = submit_job(_sbatch_words(sweep, "evaluate", array, ""))
+    for array, share in zip(evaluation, shares[len(training) :], strict=True):
+        job = submit_job(_sbatch_words(sweep, "evaluate", array, share, ""))
         jobs.append(job)
         yield "evaluate", array, job
     # afterany: the report shows failed cells too.
-    yield "report", None, submit_job(_sbatch_words(sweep, "report", None, f"afterany:{':'.join(jobs)}"))
+    yield "report", None, submit_job(_sbatch_words(sweep, "report", None, None, f"afterany:{':'.join(jobs)}"))
 
 
-def _sbatch_words(sweep: Sweep, stage: str, array: Array | None, dependency: str) -> list[str]:
-    """sbatch's command line for a stage of an array; without an array, for the report."""
+def _sbatch_words(sweep: Sweep, stage: str, array: Array | None, share: int | None, dependency: str) -> list[str]:
+    """sbatch's command line for a stage of an array, of which ``share`` tasks may run at a time (None: all).
+
+    Without an array, that of the report.
+    """
     offset = 0
     suffix = ""
     if array is not None:
@@ -292,8 +302,8 @@ def _sbatch_words(sweep: Sweep, stage: str, array: Array | None, dependency: str
     words = ["sbatch", "--parsable", f"--comment={_comment_mark(sweep)}:{stage}:{offset}"]
     if array is not None:
         option = f"--array={array_ranges(index - offset for index in array.indices)}"
-        if array.share:
-            option += f"%{array.share}"
+        if share is not None:
+            option += f"%{share}"
         words.append(option)
     if dependency:
         # Without the second a job whose dependency cannot come true would stay in the queue for ever.

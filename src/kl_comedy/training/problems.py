@@ -14,7 +14,7 @@ from kl_comedy.errors import bad_value
 from kl_comedy.evaluation import EvalSet, get_suite
 from kl_comedy.evaluation.likelihood import ChoiceSet, tokenize_choices
 from kl_comedy.evaluation.records import check_golds
-from kl_comedy.evaluation.suites import resolve_template, suite_problems, suite_prompts
+from kl_comedy.evaluation.suites import asked, published_problems, resolve_template, suite_prompts
 from kl_comedy.models import LoadedModel
 from kl_comedy.records import Problem, Prompt
 from kl_comedy.rewards import RewardPool, RewardSum, Scorer
@@ -58,21 +58,22 @@ def load_problem_sets(config: Config, *, train: bool = True) -> ProblemSets:
     if not train:
         return ProblemSets(train=[], evals=evals)
 
-    suites = _load_suites(config, taken_names=set(evals))
+    published = _load_suites(config, taken_names=set(evals))
+    suites = [(suite, [asked(problem, suite) for problem in problems]) for suite, problems in published]
     problems = load_problems(data.train, key="data.train", training=True, allow_test_split=data.allow_test_split)
     counts: dict[str, int] = {}
     # After the suites are loaded, because what they ask is removed from training too.
     if data.decontaminate:
-        held_out = dict(evals)
-        for suite, asked in suites:
-            # A suite may wrap the question in instructions; what training must not contain is the question itself.
-            held_out[suite.name] = [dataclasses.replace(p, text=p.meta.get("question", p.text)) for p in asked]
+        # As they were published: a suite may wrap the question in instructions, and what training must not contain is
+        # the question itself.
+        held_out = {**evals, **{suite.name: questions for suite, questions in published}}
         problems, removed = decontaminate(problems, held_out)
         counts = {f"decontaminated.{name}": count for name, count in removed.items()}
     return ProblemSets(train=problems, evals=evals, suites=suites, counts=counts)
 
 
 def _load_suites(config: Config, taken_names: set[str]) -> list[tuple[SuiteConfig, Sequence[Problem]]]:
+    """The suites of the config and their problems, as these were published."""
     root = None if config.eval.data_root is None else Path(config.eval.data_root)
     suites: list[tuple[SuiteConfig, Sequence[Problem]]] = []
     for name in config.eval.suites:
@@ -82,7 +83,7 @@ def _load_suites(config: Config, taken_names: set[str]) -> list[tuple[SuiteConfi
             raise bad_value("eval.suites", name, "names that neither data.eval nor another suite has")
         taken_names.add(suite.name)
         # Now, before a model is loaded: files may be missing or of another version.
-        suites.append((suite, suite_problems(suite, root=root)))
+        suites.append((suite, published_problems(suite, root=root)))
     return suites
 
 
@@ -116,16 +117,16 @@ def render_prompts(
         hashes["train"] = data_hash(problems.train)
 
     choice_sets: list[ChoiceSet] = []
-    for suite, asked in problems.suites:
-        prompts, report = suite_prompts(suite, asked, loaded.tokenizer)
+    for suite, suite_problems in problems.suites:
+        prompts, report = suite_prompts(suite, suite_problems, loaded.tokenizer)
         counts |= _render_counts(f"eval.{suite.name}", report)
-        hashes[f"eval.{suite.name}"] = data_hash(asked)
+        hashes[f"eval.{suite.name}"] = data_hash(suite_problems)
         if suite.kind == "likelihood":
             template = resolve_template(suite, loaded.tokenizer)
             # Scored by likelihood, without sampling.
             choice_sets.append(tokenize_choices(suite, prompts, loaded, template=template))
         else:
-            scorer = _suite_scorer(suite, asked, pool, ranks)
+            scorer = _suite_scorer(suite, suite_problems, pool, ranks)
             sampling = eval_sampling(config, suite)
             evals.append(EvalSet(name=suite.name, prompts=prompts, scorer=scorer, sampling=sampling))
     return PromptSets(train=train, evals=evals, choice_sets=choice_sets, counts=counts, hashes=hashes)
@@ -140,11 +141,11 @@ def _render_counts(name: str, report: RenderReport) -> dict[str, int]:
     }
 
 
-def _suite_scorer(suite: SuiteConfig, asked: Sequence[Problem], pool: RewardPool | None, ranks: Ranks) -> Scorer:
+def _suite_scorer(suite: SuiteConfig, problems: Sequence[Problem], pool: RewardPool | None, ranks: Ranks) -> Scorer:
     """The suite's verifier, once it has accepted the suite's own answers."""
     verifier = RewardSum([suite.reward], pool=pool)
     if ranks.is_rank_zero:  # the answers are the same on every rank
-        check_golds(verifier, asked)
+        check_golds(verifier, problems)
     if ranks.size == 1:
         return verifier
     return ShardedScorer(verifier, ranks)
