@@ -11,7 +11,7 @@ from kl_comedy.models.pocket import EOS, PAD, VOCABULARY, build_tokenizer
 
 
 @functools.cache
-def policy_folder():
+def policy_folder(seed=3):
     """A random Llama over the pocket policy's characters, in float64."""
     folder = Path(tempfile.mkdtemp(prefix="twin-"))
     config = LlamaConfig(
@@ -29,7 +29,7 @@ def policy_folder():
         bos_token_id=None,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+        torch.manual_seed(seed)
         model = LlamaForCausalLM(config).double()
         # Norms are not all one, so that a wrong one shows.
         for name, parameter in model.named_parameters():

@@ -44,6 +44,8 @@ def engine_quantities(update):
         "versions": [row["versions"] for row in rows],
         "tokens": [row["ids"] for row in rows],
         "log-probs of the sampler": [row["logps"] for row in rows],
+        "ends": [row["stop_reason"] for row in rows],
+        "texts": [row["text"] for row in rows],
         "rewards": [row["reward"] for row in rows],
         "log-probs of the policy": by_row(update["logp"], rows),
         "targets of the critic": by_row(update["value_target"], rows),
@@ -91,6 +93,8 @@ def scale_of(name, sizes):
 
 
 def differs(name, engine, twin, scale):
+    if name in ("ends", "texts"):
+        return engine != twin
     engine = as_vector(engine)
     twin = as_vector(twin)
     if engine is None or twin is None or engine.shape != twin.shape:
@@ -101,7 +105,10 @@ def differs(name, engine, twin, scale):
 
 def first_difference(engine, twin, step):
     """The first of the twin's quantities, in the order in which they are computed, that the engine has not."""
-    sizes = {name: float(as_vector(value).norm()) for name, value in twin.items()}
+    sizes = {}
+    for name, value in twin.items():
+        vector = None if name in ("ends", "texts") else as_vector(value)
+        sizes[name] = 0.0 if vector is None else float(vector.norm())
     for name, value in twin.items():
         other = engine.get(name)
         if differs(name, other, value, scale_of(name, sizes)):

@@ -14,10 +14,15 @@ from rich.console import Console
 
 from kl_comedy.config import load_config
 from kl_comedy.models import load
-from kl_comedy.registry import REWARDS
+from kl_comedy.registry import load_plugin_file
 from kl_comedy.training import module as training_module
+from kl_comedy.training import run_record
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run import train
+
+PARTS = Path(__file__).with_name("parts.py")
+NO_TAGS = dict.fromkeys(("kl.label", "kl.regime", "kl.verdict", "kl.relative_bias", "kl.cosine"), "")
+"""What a run asks of the certificate of its terms."""
 
 
 class Killed(BaseException):
@@ -27,13 +32,21 @@ class Killed(BaseException):
 @contextlib.contextmanager
 def in_float64():
     """Inside, the engine's float32 is float64."""
+    # Tables of torch that name both types are made before the two are one.
+    torch.storage._dtype_to_storage_type_map()
+    torch.storage._storage_type_to_dtype_map()
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         with (
             mock.patch.object(torch, "float32", torch.float64),
+            mock.patch.object(torch, "float", torch.float64),
             mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
             mock.patch.dict(load.DTYPES, {"float32": torch.float64}),
+            # Certificates and lists of packages take longer than the run.
+            mock.patch.object(run_record, "term_tags", lambda config, terms: NO_TAGS),
+            mock.patch.object(run_record, "policy_tags", lambda config: {}),
+            mock.patch.object(run_record, "provenance_files", lambda *_: {}),
         ):
             yield
     finally:
@@ -174,6 +187,7 @@ def run_engine(path, overrides=(), *, kill_at=None):
 
     ``kill_at``: the run ends before that update, and is resumed. Returns the recorded updates and the run's folder.
     """
+    load_plugin_file(PARTS)
     console = Console(file=io.StringIO(), width=200)
     overrides = [*overrides, "resume=auto"]
     updates = {}
@@ -196,10 +210,3 @@ def run_engine(path, overrides=(), *, kill_at=None):
         "repeated": sorted(repeated),
         "policy": Path(outcome.run.policy),
     }
-
-
-@REWARDS.register("twin_letters", source="tests", claims=("unit_interval",))
-def twin_letters(completion, answer, meta):
-    """A reward that most completions differ in: the mean of the codes of its letters, modulo 3."""
-    places = [ord(letter) % 3 for letter in completion]
-    return sum(places) / max(2 * len(places), 1)

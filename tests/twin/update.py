@@ -20,6 +20,8 @@ from tests.twin import algorithm, kl_terms
 from tests.twin.kl_terms import ZERO, number
 from tests.twin.model import ADAPTED, Sizes, Weights, hidden_states, log_probs
 
+from kl_comedy.models.pocket import EOS, PAD, VOCABULARY
+
 
 def sizes_of(folder):
     settings = json.loads((Path(folder) / "config.json").read_text())
@@ -79,6 +81,26 @@ def drawn_token(logs, number):
         if reached > number * total:
             return token
     return len(logs) - 1
+
+
+def text_of(ids):
+    """The characters of a completion, without special tokens."""
+    return "".join(VOCABULARY[token] for token in ids if VOCABULARY[token] not in (PAD, EOS))
+
+
+def end_of(config, ids):
+    """Why a completion ends where it does: ``early`` where it went on behind its end, or ended without a reason."""
+    for length in range(1, len(ids) + 1):
+        reason = None
+        if VOCABULARY[ids[length - 1]] == EOS:
+            reason = "eos"
+        elif any(stop in text_of(ids[:length]) for stop in config.rollout.stop):
+            reason = "stop"
+        elif length == config.rollout.max_new_tokens:
+            reason = "length"
+        if reason is not None:
+            return reason if length == len(ids) else "early"
+    return "early"
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -300,19 +322,24 @@ def one_update(twin, step, rows, prompts):
     leaves = {name: tensor.clone().requires_grad_(True) for name, tensor in {**twin.trained, **twin.value}.items()}
     policy = twin.policy({name: leaves[name] for name in twin.trained})
     completions = [completion_of(twin, step, policy, row) for row in rows]
-    rewards = [reward_of(twin.config, row["text"]) for row in rows]
+    texts = [text_of(row["ids"]) for row in rows]
+    rewards = [reward_of(twin.config, text) for text in texts]
+    quantities["ends"] = [end_of(twin.config, row["ids"]) for row in rows]
+    quantities["texts"] = texts
     quantities["rewards"] = rewards
     quantities["log-probs of the policy"] = [[number(logp) for logp in one.terms.logp] for one in completions]
     losses = losses_of(twin, completions, rewards, leaves, quantities)
     for name, loss in losses.items():
         quantities[f"loss of {name}"] = number(loss)
     names = list(leaves)
-    # A loss without any gradient (all advantages 0) still has a graph through the log-probs.
     total = sum(losses.values(), ZERO)
-    found = torch.autograd.grad(total, [leaves[name] for name in names], allow_unused=True)
-    gradient = dict(zip(names, found, strict=True))
+    gradient = {name: torch.zeros_like(leaves[name]) for name in names}
+    # Where every token is clipped, the loss is a constant.
+    if total.requires_grad:
+        found = torch.autograd.grad(total, [leaves[name] for name in names], allow_unused=True)
+        gradient |= {name: tensor for name, tensor in zip(names, found, strict=True) if tensor is not None}
     for name in names:
-        quantities[f"gradient of {name}"] = gradient[name] if gradient[name] is not None else leaves[name] * 0
+        quantities[f"gradient of {name}"] = gradient[name]
     with torch.no_grad():
         optimize(twin, step, completions, gradient, quantities)
         follow(twin, step, completions, quantities)
@@ -521,7 +548,7 @@ def effective_share(completions):
 
 def clipped(gradient, bound):
     """The norm of some tensors together, and the factor that brings it to the bound."""
-    norm = math.sqrt(sum(number((tensor**2).sum()) for tensor in gradient.values() if tensor is not None))
+    norm = math.sqrt(sum(number((tensor**2).sum()) for tensor in gradient.values()))
     if bound is None:
         return norm, 1.0
     return norm, min(1.0, bound / (norm + 1e-6))
@@ -544,9 +571,7 @@ def optimize(twin, step, completions, gradient, quantities):
         quantities[f"gradient norm{label}"] = norm
         after = {}
         for name, weight in weights.items():
-            after[name] = weight
-            if gradient[name] is not None:
-                after[name] = twin.adam[name].after(weight, gradient[name] * scale, rate, settings.adamw)
+            after[name] = twin.adam[name].after(weight, gradient[name] * scale, rate, settings.adamw)
             quantities[f"update of {name}"] = after[name] - weight
         if weights is twin.trained:
             twin.trained = after
