@@ -10,24 +10,28 @@ import time
 
 from tests.twin.draw import covered, draw, needed
 
-CANDIDATES = 1500
+CANDIDATES = 1000
 
 
 def cover(count):
-    """Seeds among the first ones that cover all that is needed, greedily; then further ones up to ``count``."""
-    missing = needed()
+    """Seeds among the first ones that cover all that is needed, greedily, and again until there are ``count``."""
     by_seed = {}
     for seed in range(CANDIDATES):
         mapping, kill_at, _ = draw(seed)
         by_seed[seed] = covered(mapping, kill_at)
     chosen = []
-    while missing:
+    missing = needed()
+    while missing or len(chosen) < count:
         seed = max(by_seed, key=lambda candidate: len(by_seed[candidate] & missing))
         if not by_seed[seed] & missing:
+            if len(chosen) < count and missing != needed():
+                missing = needed()
+                continue
             sys.exit(f"no draw has {sorted(missing)}: the draws do not know it")
         missing -= by_seed.pop(seed)
         chosen.append(seed)
-    chosen += sorted(by_seed)[: max(count - len(chosen), 0)]
+        if not missing and len(chosen) < count:
+            missing = needed()
     print(sorted(chosen))
 
 

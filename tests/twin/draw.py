@@ -22,7 +22,7 @@ from kl_comedy.training.build import build_run
 ESTIMATOR_OPTIONS = {
     "k_lambda": {"lam": (0.3, 0.9, -0.5)},
     "exact_jsd": {"share": (0.2, 0.5, 0.9)},
-    "top_k": {"k": (1, 3, 5), "tokens": ("policy", "reference"), "form": TOP_K_FORMS},
+    "top_k": {"k": (1, 3, 5, 13), "tokens": ("policy", "reference"), "form": TOP_K_FORMS},
 }
 REDUCTIONS = ("token_mean", "sequence_mean_token_mean", "sequence_sum")
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -42,7 +42,7 @@ CORRECTION_OPTIONS = {
     "opsm": {"threshold": (0.005, 0.05)},
     "dppo_tv": {"threshold": (0.005, 0.05)},
     "dppo_kl": {"threshold": (1e-4, 1e-2)},
-    "cppo": {"threshold": (0.01, 0.05), "budget": (0.0, 0.01), "floor": (0.3, 0.8)},
+    "cppo": {"threshold": (0.01, 0.05), "budget": (0.0, 0.03), "floor": (0.3, 0.8)},
     "trm": {"threshold": (0.001, 0.05)},
     "prefix_budget": {"budget": (1e-3, 0.05)},
 }
@@ -202,7 +202,7 @@ def drawn_rollout(rng, parts):
         "prompts_per_batch": parts * rng.choice((1, 2, 2)),
         "group_size": rng.choice((2, 3, 4)),
         "max_new_tokens": rng.choice((3, 5, 6)),
-        "temperature": rng.choice((1.0, 1.0, 0.7, 1.5)),
+        "temperature": rng.choice((1.0, 1.0, 0.3, 0.7, 1.5)),
         "stop": rng.choice(([], [], ["+"], ["1", "23"])),
         "batch_sequences": rng.choice((2, 256)),
     }
@@ -241,8 +241,8 @@ def drawn_terms(rng, mapping):
     if chance(rng, 0.3):
         references += ["periodic"] * 2
         options["periodic"] = rng.choice(({"period": 1}, {"period": 2}, {"period": None}))
-        if chance(rng, 0.5) or options["periodic"]["period"] is None:
-            options["periodic"] = options["periodic"] | {"max_kl": near(rng, 1e-4, 0.05)}
+        if chance(rng, 0.7) or options["periodic"]["period"] is None:
+            options["periodic"] = options["periodic"] | {"max_kl": near(rng, 3e-4, 0.03)}
     if chance(rng, 0.15):
         references += ["teacher"] * 2
     terms = []
@@ -309,6 +309,22 @@ def draw(seed):
         refused += 1
 
 
+def draw_for_two(seed, strategy):
+    """As :func:`draw`, for two processes, whose prompts are a multiple of two."""
+    rng = random.Random(f"twin of two/{seed}")
+    refused = 0
+    while True:
+        mapping, kill_at = drawn(rng)
+        rollout = mapping["rollout"]
+        rollout["prompts_per_batch"] = 2 * mapping["algorithm"]["updates_per_batch"]
+        rollout.pop("backend", None)
+        mapping["data"]["train"]["limit"] = max(mapping["data"]["train"]["limit"], rollout["prompts_per_batch"])
+        mapping["train"] |= {"strategy": strategy, "devices": 2}
+        if refusal(mapping) is None:
+            return mapping, kill_at, refused
+        refused += 1
+
+
 def refusal(mapping):
     """Why the package refuses the config; None where it trains."""
     load_plugin_file(PARTS)
@@ -348,6 +364,7 @@ def covered(mapping, kill_at):
         per_batch = mapping["algorithm"]["updates_per_batch"] * mapping["algorithm"]["epochs_per_batch"]
         saved = kill_at - kill_at % mapping["train"]["checkpoint_every"]
         names.add("interrupted within a batch" if saved % per_batch else "interrupted between batches")
+        names |= covered_by_resuming(mapping, is_within_a_batch=saved % per_batch != 0)
         if saved != kill_at:
             names.add("updates repeated after a resume")
     return names
@@ -364,11 +381,36 @@ def covered_by_algorithm(algorithm):
     return names
 
 
+def covered_by_resuming(mapping, is_within_a_batch):
+    """What a checkpoint must have of this config."""
+    algorithm = mapping["algorithm"]
+    names = set()
+    if is_within_a_batch:
+        if algorithm.get("proximal") == "recomputed":
+            names.add("resumed with old log-probs")
+        if algorithm.get("advantage") == "gae":
+            names.add("resumed with old values")
+    for term in mapping["kl"]:
+        names.add(f"resumed with beta {kind_of_beta(term['beta'])}")
+        names.add(f"resumed with reference {term.get('reference', 'initial')}")
+    names.add(f"resumed with lag {mapping.get('lag', {}).get('mode', 'on_policy')}")
+    if "lora" in mapping["model"]:
+        names.add("resumed with an adapter")
+    return names
+
+
 def covered_by_term(term):
     fields = ("estimator", "placement", "level", "correction", "gradient", "anchor", "reference", "credit", "baseline")
     names = {f"{key} {term[key]}" for key in (*fields, "weight", "cap_mode") if key in term}
     names |= {key for key in ("window", "input_clamp", "output_clamp", "discount") if key in term}
     names.add(f"beta {kind_of_beta(term['beta'])}")
+    if term["beta"] != 0:
+        needs = ESTIMATORS.get(term["estimator"]).facts.get("needs", "log_ratio")
+        reads = "a sampled" if needs == "log_ratio" else "an exact"
+        names |= {f"{term[key]} in {term['placement']}" for key in ("estimator", "correction")}
+        names |= {f"{reads} estimator with {key} {term[key]}" for key in ("credit", "baseline") if key in term}
+        if "cap" in term and term.get("baseline") == "own":
+            names.add("own baseline with a cap")
     if "form" in term.get("options", {}):
         names.add(f"form {term['options']['form']}")
     return names
@@ -408,6 +450,17 @@ def needed():
     names |= {"share_prompt True", "share_prompt False", "head in bfloat16", "head in chunks"}
     names |= {"several updates_per_batch", "several epochs_per_batch", "moving max_kl", "moving ema_decay"}
     names |= {"interrupted within a batch", "interrupted between batches", "updates repeated after a resume"}
+    names |= {f"{name} in {placement}" for name in ESTIMATORS.names() for placement in kl_term.PLACEMENTS}
+    names |= {f"{name} in {placement}" for name in CORRECTIONS.names() for placement in kl_term.PLACEMENTS}
+    names |= {f"{reads} estimator with credit {c}" for reads in ("a sampled", "an exact") for c in kl_term.CREDITS}
+    for baseline in kl_term.BASELINES:
+        names.add(f"a sampled estimator with baseline {baseline}")
+        if baseline not in ("exact", "batch"):
+            names.add(f"an exact estimator with baseline {baseline}")
+    names |= {"own baseline with a cap", "resumed with old log-probs", "resumed with old values"}
+    names |= {f"resumed with beta {kind}" for kind in ("schedule", "target")}
+    names |= {"resumed with reference ema", "resumed with reference periodic", "resumed with lag replayed"}
+    names |= {"resumed with an adapter"}
     critic = ("gamma", "lam", "coefficient", "lr", "clip", "trunk", "bootstrap_truncated", "normalize")
     names |= {f"critic {name}" for name in critic}
     return names

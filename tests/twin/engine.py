@@ -100,7 +100,9 @@ class Recorder:
     Rows of an update that another process passed are not in its log-probs and advantages.
     """
 
-    def __init__(self, kill_at=None):
+    def __init__(self, kill_at=None, file=None):
+        """``file``: where the updates so far are saved after each of them."""
+        self.file = file
         self.updates = {}
         self.kill_at = kill_at
         self.start = None
@@ -144,6 +146,8 @@ class Recorder:
                 for name, reference in module.moving_references.items()
             }
             recorder.updates[update["version"]] = update
+            if recorder.file is not None:
+                torch.save({"updates": recorder.updates, "start": recorder.start}, recorder.file)
 
         def recorded_prepare(rows, plan, **arguments):
             micro_batches = prepare(rows, plan, **arguments)
