@@ -32,19 +32,19 @@ POLICY_LOSS_OPTIONS = {
     "cispo": {"clip_low": (0.02, 0.2), "clip_high": (0.03, 0.5)},
     "aipo": {"cap": (1.01, 1.2)},
 }
-CORRECTION_OPTIONS = {
-    "tis": {"cap": (1.02, 1.3)},
-    "icepop": {"low": (0.7, 0.95), "high": (1.05, 1.5)},
-    "sequence_tis": {"cap": (1.02, 1.5)},
-    "sequence_mis": {"low": (0.0, 0.8), "high": (1.1, 2.0)},
-    "geometric_tis": {"cap": (1.01, 1.1)},
-    "geometric_mask": {"low": (0.8, 0.97), "high": (1.03, 1.2)},
-    "opsm": {"threshold": (0.005, 0.05)},
-    "dppo_tv": {"threshold": (0.005, 0.05)},
-    "dppo_kl": {"threshold": (1e-4, 1e-2)},
-    "cppo": {"threshold": (0.01, 0.05), "budget": (0.0, 0.03), "floor": (0.3, 0.8)},
-    "trm": {"threshold": (0.001, 0.05)},
-    "prefix_budget": {"budget": (1e-3, 0.05)},
+CORRECTION_RANGES = {
+    "tis": {"cap": (1.01, 1.5)},
+    "icepop": {"low": (0.6, 0.97), "high": (1.03, 2.0)},
+    "sequence_tis": {"cap": (1.02, 2.0)},
+    "sequence_mis": {"low": (0.3, 0.9), "high": (1.1, 3.0)},
+    "geometric_tis": {"cap": (1.01, 1.2)},
+    "geometric_mask": {"low": (0.8, 0.98), "high": (1.02, 1.2)},
+    "opsm": {"threshold": (0.005, 0.2)},
+    "dppo_tv": {"threshold": (0.003, 0.1)},
+    "dppo_kl": {"threshold": (3e-4, 0.1)},
+    "cppo": {"threshold": (0.01, 0.1), "budget": (0.005, 0.1), "floor": (0.1, 0.8)},
+    "trm": {"threshold": (0.001, 0.2)},
+    "prefix_budget": {"budget": (1e-3, 0.2)},
 }
 """Values near what a few updates reach, so that every bound acts on some tokens and not on others."""
 
@@ -59,8 +59,13 @@ def some_options(rng, values):
 
 
 def near(rng, low, high):
-    """A number between the two, as often in each power of ten; two digits."""
-    return float(f"{low * (high / low) ** rng.random():.2g}")
+    """A number between the two, as often in each power of ten; three digits."""
+    return float(f"{low * (high / low) ** rng.random():.3g}")
+
+
+def some_numbers(rng, ranges):
+    """Most options with a number in their range, the others at their default."""
+    return {name: near(rng, low, high) for name, (low, high) in ranges.items() if chance(rng, 0.8)}
 
 
 def drawn_beta(rng):
@@ -164,7 +169,7 @@ def drawn_algorithm(rng):
     chosen = rng.sample(masks, rng.choice((0, 1, 2)))
     if algorithm["policy_loss"] == "reinforce" or algorithm.get("proximal") == "recomputed":
         chosen += rng.sample(ratios, rng.choice((0, 1)))
-    algorithm["correction"] = {name: some_options(rng, CORRECTION_OPTIONS.get(name, {})) for name in chosen}
+    algorithm["correction"] = {name: some_numbers(rng, CORRECTION_RANGES.get(name, {})) for name in chosen}
     algorithm["updates_per_batch"] = rng.choice((1, 1, 2))
     algorithm["epochs_per_batch"] = rng.choice((1, 1, 1, 2))
     algorithm["mask_truncated"] = chance(rng, 0.2)
@@ -173,7 +178,7 @@ def drawn_algorithm(rng):
 
 
 def drawn_optimizer(rng):
-    settings = {"lr": near(rng, 0.005, 0.05), "schedule": rng.choice(("constant", "linear", "cosine"))}
+    settings = {"lr": near(rng, 0.005, 0.2), "schedule": rng.choice(("constant", "linear", "cosine"))}
     settings["warmup_steps"] = rng.choice((0, 0, 2))
     settings["clip_norm"] = rng.choice((1.0, 0.05, 0.01, None))
     settings["ess_scaling"] = rng.choice(("none", "none", "sqrt", "linear"))
