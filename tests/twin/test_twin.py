@@ -31,7 +31,7 @@ from kl_comedy.registry import ADVANTAGES, CORRECTIONS, ESTIMATORS, POLICY_CORRE
 DEFAULT_SEEDS = [
     *(5, 6, 8, 10, 21, 22, 23, 27, 32, 34, 52, 73, 75, 86, 98, 156, 162, 170, 175, 214, 235, 238, 244, 254, 270),
     *(277, 288, 301, 322, 337, 342, 345, 376, 396, 410, 433, 447, 460, 469, 482, 490, 493, 494, 509, 612, 660, 669),
-    *(731, 779, 785, 801, 823, 865, 890, 900, 905, 959, 966, 986),
+    *(731, 779, 785, 801, 823, 865, 890, 900, 905, 959, 986),
 ]
 """Together they cover :func:`tests.twin.draw.needed`: `python -m tests.twin cover` finds such a list."""
 SLOW_SEEDS = range(10_000, 10_300)
