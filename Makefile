@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KL := $(BIN)/kl-comedy
 
-.PHONY: setup setup-vllm quickstart test test-all test-vllm test-integrations lint docs site smollm2 gsm8k chain-sum peers synthetic \
+.PHONY: setup setup-vllm quickstart test test-all test-vllm test-integrations lint docs site twin smollm2 gsm8k chain-sum peers synthetic \
 	open-problem policy-corrections register register-sources register-changes bench gpu clean verify-pins
 
 setup: $(STAMP)
@@ -63,6 +63,12 @@ test-all: setup
 gpu:
 	PYTHONPATH=src:$$PYTHONPATH $(PYTHON) -m pytest -m gpu tests/gpu
 	$(PYTHON) bench/gpu.py
+
+# Train COUNT drawn configs in float64 and compare every update with the slow twin (tests/twin); about a second each.
+COUNT ?= 1000
+SEED ?= 0
+twin: setup
+	PYTHONPATH=.:$$PYTHONPATH TQDM_DISABLE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.twin run --count $(COUNT) --seed $(SEED)
 
 lint: setup
 	$(BIN)/ruff check .

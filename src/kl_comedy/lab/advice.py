@@ -308,7 +308,12 @@ def _check_names(table: AdviceTable) -> None:
     for contrast in table.contrasts.values():
         if contrast.export not in table.exports:
             raise bad_value(f"contrasts.{contrast.name}.export", contrast.export, table.exports)
-    for judged in (*table.situations.values(), *table.candidates.values(), *table.never.values()):
+    with_evidence: list[Situation | Candidate | Rule] = [
+        *table.situations.values(),
+        *table.candidates.values(),
+        *table.never.values(),
+    ]
+    for judged in with_evidence:
         for name in judged.contrasts:
             if name not in table.contrasts:
                 raise bad_value(f"{judged.name}.contrasts", name, table.contrasts)
