@@ -14,7 +14,7 @@ from rich.table import Table
 from kl_comedy.cli.certify_output import cosine_text
 from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins, stdout_console
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
-from kl_comedy.redaction import printable
+from kl_comedy.redaction import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -95,9 +95,10 @@ def _print_config(launch: LaunchFile) -> None:
     from kl_comedy.lab.peers import config_of
 
     reading = launch.reading()
-    print(f"# The KL of {launch.system.title} {launch.system.version} with the flags {reading.text}")
-    for line in (*launch.remarks, *reading.notes):
-        print(f"# {printable(line)}")
+    first_line = f"The KL of {launch.system.title} {launch.system.version} with the flags {reading.text}"
+    # Remarks quote the file. What ended a comment here would let it write keys of the config.
+    for line in (first_line, *launch.remarks, *reading.notes):
+        print(f"# {one_line(line)}")
     print(OmegaConf.to_yaml(OmegaConf.create(config_of(reading))).rstrip())
 
 
@@ -112,10 +113,10 @@ def _explain_file(path: Path, launch: LaunchFile, format: str) -> None:
         "placement": placement_of(reading),
         "kl": _kl_rows(reading),
         "traps": _traps(reading),
-        "remarks": [printable(remark) for remark in launch.remarks],
+        "remarks": [one_line(remark) for remark in launch.remarks],
     }
     if format == "table":
-        print(f"{path}: {launch.system.title}, read with the {_release_read(launch)}")
+        print(f"{one_line(str(path))}: {launch.system.title}, read with the {_release_read(launch)}")
         print(f"KL is on: {summary['placement']}")
         if reading.corrections:
             print(f"The policy loss has: {_corrections(reading)}")
@@ -138,7 +139,7 @@ def _print_list(title: str, lines: Sequence[str]) -> None:
         return
     print(f"{title}:")
     for line in lines:
-        print(f"  - {line}")
+        print(f"  - {one_line(line)}")
 
 
 def placement_of(reading: Reading) -> str:
@@ -276,13 +277,13 @@ def _explain_peer(reading: Reading, format: str, summary: Mapping[str, Any] | No
         }
         print(json.dumps(plain, indent=1))
         return
-    print(f"{reading.text}  ({reading.system} {reading.version})")
+    print(f"{one_line(reading.text)}  ({reading.system} {reading.version})")
     _show(reading)
     if reading.corrections:
         print("The policy loss, in our config:\nalgorithm:\n  policy_loss: reinforce")
         print(f"  correction: {_corrections(reading)}")
     if acting is not None:
-        print(f"\nSwitched on, as {acting.text}:")
+        print(f"\nSwitched on, as {one_line(acting.text)}:")
         # Notes that were printed above are not repeated.
         _show(acting, known=(*reading.notes, *reading.no_ops))
     _print_list("\nWhat to use", lines)

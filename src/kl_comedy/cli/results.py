@@ -50,6 +50,7 @@ from kl_comedy.cli.results_options import (
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.io import atomic_write, existing_file
 from kl_comedy.progress import stages
+from kl_comedy.redaction import one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -228,7 +229,7 @@ def plot(wanted: PlotOptions) -> None:
     else:
         figure = _frontier(wanted)
     save_figure(figure, wanted.out)
-    typer.echo(str(wanted.out))
+    typer.echo(one_line(str(wanted.out)))
 
 
 def _curves(wanted: PlotOptions) -> Any:
@@ -369,7 +370,7 @@ def export(wanted: ExportOptions) -> None:
         if thinned:
             written += f", {thinned} of them of thinned curves"
     message(written)
-    typer.echo(str(out))
+    typer.echo(one_line(str(out)))
 
 
 @app.command(epilog="Example: `kl-comedy results sync runs/my-run --uri http://tracking:5000`")
@@ -528,7 +529,7 @@ def report(wanted: ReportOptions) -> None:
     if wanted.out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out: got {str(wanted.out)!r}; allowed: a file that ends in .html")
     write_report(wanted)
-    typer.echo(str(wanted.out))
+    typer.echo(one_line(str(wanted.out)))
 
 
 def write_report(wanted: ReportOptions) -> None:
