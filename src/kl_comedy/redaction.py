@@ -271,7 +271,11 @@ def _leaves(data: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def check_address(url: str, key: str) -> None:
     """Raise :class:`UserError` that names ``key`` where ``url`` is not a plain address of an HTTP server."""
-    if not _is_plain_address(urlsplit(url)):
+    try:
+        is_plain = url.isprintable() and _is_plain_address(urlsplit(url))
+    except ValueError:  # as a host in one bracket
+        is_plain = False
+    if not is_plain:
         raise bad_value(key, redact(url), "addresses such as http://127.0.0.1:8000, without user or key")
 
 
@@ -279,7 +283,7 @@ def _is_plain_address(parts: SplitResult) -> bool:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return False
     # A user or a query may hold a key, and the address is stored with the run.
-    if parts.username or parts.query:
+    if "@" in parts.netloc or parts.query:
         return False
     try:
         _ = parts.port

@@ -154,6 +154,8 @@ def run() -> None:
     another exit code before it could.
     """
     _quiet_libraries()
+    if sys.argv[1:2] == ["conformance"] and "--help" not in sys.argv:
+        conformance.run_in_a_child()
     rank = process_rank()
     code: str | int | None = 0
     try:

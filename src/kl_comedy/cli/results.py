@@ -48,9 +48,9 @@ from kl_comedy.cli.results_options import (
     write_table,
 )
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.io import atomic_write, existing_file
+from kl_comedy.io import atomic_write, check_writable, existing_file
 from kl_comedy.progress import stages
-from kl_comedy.redaction import one_line
+from kl_comedy.redaction import check_address, one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -362,6 +362,7 @@ def export(wanted: ExportOptions) -> None:
         return
 
     # The store again, because curves are not among the columns of the runs.
+    check_writable(curves_file(out), "--out")
     store = open_runs(wanted.uri)
     curves = write_export(store, frame, out, wanted.curve_patterns, wanted.points, append=wanted.append)
     written = f"{len(curves)} points of {curves['metric'].nunique()} metrics in {curves_file(out)}"
@@ -589,9 +590,12 @@ class LinkOptions(Source):
         return LOCAL_PAGES
 
     def check(self) -> None:
-        """Raise :class:`UserError` for a source that MLflow has no pages of."""
+        """Raise :class:`UserError` for a source that MLflow has no pages of, and for an address that is no server's."""
         from kl_comedy.tracking.runs import EXPORTS
 
+        # The links are sent on: what they begin with must be an address, without a password.
+        if self.server is not None:
+            check_address(self.server, "--server")
         if Path(self.uri).suffix in EXPORTS and "://" not in self.uri:
             raise UserError(f"--uri: got {self.uri!r}; an export has no pages, name an MLflow store or server")
 
