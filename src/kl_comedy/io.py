@@ -221,6 +221,9 @@ def check_writable(path: Path, key: str, *, is_folder: bool = False) -> None:
     """
     if not is_folder and path.is_dir():
         raise bad_value(key, str(path), "a file", "this is a folder")
+    # Some writers replace a link and some write through it, to a file that the user did not name.
+    if not is_folder and path.is_symlink():
+        raise bad_value(key, str(path), "a file", "this is a link; name the file itself")
     folder = path if is_folder else path.parent
     try:
         # Missing folders will be created in the nearest one that exists.

@@ -34,16 +34,17 @@ TOKEN = re.compile(
     r"(?<![A-Za-z0-9])("
     r"hf_[A-Za-z0-9]{16,}|sk-(?=[\w-]{0,200}\d)[\w-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|"
     r"glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}|xapp-[\w-]{10,}|dapi[0-9a-f]{16,}|(AKIA|ASIA)[A-Z0-9]{12,}|"
-    r"AIza[\w-]{30,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{16,}|nvapi-[\w-]{16,}|"
-    r"eyJ[\w-]{8,4000}+\.[\w-]{8,}(\.[\w-]*)?"
+    r"AIza[\w-]{30,}|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{16,}|nvapi-[\w-]{16,}"
     r")|hooks\.slack\.com/services/\S+|(?i:\b(bearer|basic) +)(?=\S*\d)[\w.~+/-]{12,}=*|"
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
-"""Tokens of well-known shapes: Hugging Face, OpenAI, GitHub, GitLab, Slack, Databricks, AWS, Google, JWT, keys, ...
+"""Tokens of well-known shapes: Hugging Face, OpenAI, GitHub, GitLab, Slack, Databricks, AWS, Google, keys, ...
 
-A part after which the rest may still fail is bounded (200, 4000): unbounded, ``eyJ-eyJ-...`` would be read to its end
-at every ``eyJ``.
+A part after which the rest may still fail is bounded (200): unbounded, it would be read to its end at every start.
 """
+WEB_TOKEN = re.compile(r"(?<![\w-])(?P<before>(?:(?!(?<![A-Za-z0-9])eyJ)[\w-])*+)eyJ[\w-]{8,}+\.[\w-]{8,}(?:\.[\w-]*)?")
+"""A JSON web token. The match begins where its word begins, and only the first ``eyJ`` of a word is tried: from each
+``eyJ`` of ``eyJ-eyJ-...`` the word would be read to its end, and no later one can match where the first does not."""
 ADDRESS = re.compile(r"[^\s'\"]+")
 """A word that may be an address."""
 USERINFO = re.compile(r"(?<=[\w+.-])://([^/:@]*+:.*@|[^/:@]++@)", re.DOTALL)
@@ -125,6 +126,24 @@ def printable(text: str) -> str:
     return CONTROL.sub("", text)
 
 
+JOINERS = "\u200c\u200d"
+"""Marks without width that belong to the spelling of Persian and Indic words, and to emoji."""
+
+
+def one_line(text: str) -> str:
+    """``text`` of somebody else (a file's name, a flag, a cell) as one line of printable characters.
+
+    Terminal escapes are removed, and whitespace with a line end in it becomes one space. Other characters are allowed
+    by what Unicode says of them, not refused by a list: what ends a line for some reader is no printable character.
+
+    >>> one_line("a\\u2028kl:\\x85  b\\x1b[31m\\r\\n")
+    'a kl: b '
+    """
+    # Spaces alone stay: a path may have two.
+    spaced = re.sub(r"\s++", lambda gap: gap[0] if not gap[0].strip(" ") else " ", printable(text))
+    return "".join(letter for letter in spaced if letter.isprintable() or letter in JOINERS)
+
+
 def refuse_secrets(data: Any, key: str = "") -> None:
     """Raise :class:`UserError`, without the value, for the first text in nested ``data`` that looks like a secret.
 
@@ -173,6 +192,7 @@ def _without_tokens(text: str) -> str:
     """``text`` without passwords in addresses and without tokens of well-known shapes."""
     if "://" in text:
         text = ADDRESS.sub(_without_userinfo, text)
+    text = WEB_TOKEN.sub(rf"\g<before>{HIDDEN}", text)
     return TOKEN.sub(HIDDEN, text)
 
 
@@ -251,7 +271,11 @@ def _leaves(data: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 def check_address(url: str, key: str) -> None:
     """Raise :class:`UserError` that names ``key`` where ``url`` is not a plain address of an HTTP server."""
-    if not _is_plain_address(urlsplit(url)):
+    try:
+        is_plain = url.isprintable() and _is_plain_address(urlsplit(url))
+    except ValueError:  # as a host in one bracket
+        is_plain = False
+    if not is_plain:
         raise bad_value(key, redact(url), "addresses such as http://127.0.0.1:8000, without user or key")
 
 
@@ -259,7 +283,7 @@ def _is_plain_address(parts: SplitResult) -> bool:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         return False
     # A user or a query may hold a key, and the address is stored with the run.
-    if parts.username or parts.query:
+    if "@" in parts.netloc or parts.query:
         return False
     try:
         _ = parts.port

@@ -13,6 +13,7 @@ from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, TableOrJson
 from kl_comedy.config import flatten, to_plain, to_yaml
 from kl_comedy.config.load import value_origins
 from kl_comedy.config.shipped import find_config
+from kl_comedy.redaction import one_line
 
 if TYPE_CHECKING:
     from kl_comedy.config import Config
@@ -67,7 +68,7 @@ def check(wanted: CheckOptions) -> None:
     if wanted.format == "table":
         # Flushed, because the line about memory takes seconds to follow.
         for name, value in rows.items():
-            print(f"{name:10} {value}", flush=True)
+            print(f"{name:10} {one_line(value)}", flush=True)
     if wanted.memory:
         rows["memory"] = _memory(loaded, wanted.gpu, wanted.gpus)
         if wanted.format == "table":
@@ -85,12 +86,14 @@ def _print_resolved(config: Config, origin: Callable[[str], str], format: str) -
         print(json.dumps(rows, indent=1))
         return
     text = to_yaml(config)
-    lines = text.splitlines()
+    # With their ends: a text of the config may hold one that is no newline, and is another text with a newline there.
+    lines = text.splitlines(keepends=True)
     # Long values, as a system prompt, would push the comments of all lines out of sight.
-    width = max(min(len(line), COMMENT_COLUMN) for line in lines)
+    width = max(min(len(line.rstrip()), COMMENT_COLUMN) for line in lines)
     for number, key in _last_lines(text).items():
-        lines[number] = f"{lines[number]:{width}}  # {origin(key)}"
-    print("\n".join(lines))
+        line = lines[number].rstrip("\n")
+        lines[number] = f"{line:{width}}  # {one_line(origin(key))}\n"
+    print("".join(lines), end="")
 
 
 def _last_lines(text: str) -> dict[int, str]:

@@ -20,7 +20,7 @@ from rich.table import Table
 from kl_comedy import io
 from kl_comedy.cli.completion import complete_config, complete_override
 from kl_comedy.errors import UserError, bad_value, shown
-from kl_comedy.redaction import printable, redact_command, redact_source, refuse_secrets
+from kl_comedy.redaction import one_line, printable, redact_command, redact_source, refuse_secrets
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -185,8 +185,9 @@ def process_rank() -> int:
 
 def message(text: str) -> None:
     """Print a message to stderr; stdout is for data."""
-    # Every message passes here: a config or an error may hold a token, or a terminal's control characters.
-    print(printable(redact_source(text)), file=sys.stderr, flush=True)
+    # Every message passes here: a config or an error may hold a token, or a terminal's control characters,
+    # which are taken away first: a token is not recognized with one inside.
+    print(redact_source(printable(text)), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -254,11 +255,11 @@ def print_columns(columns: Sequence[str], rows: Iterable[Sequence[str]], *, titl
     console = Console(markup=False)
     if not console.is_terminal:
         for row in (columns, *rows):
-            print("\t".join(" ".join(printable(text).split()) for text in row))
+            print("\t".join(" ".join(one_line(text).split()) for text in row))
         return
     table = plain_table(*columns, title=title)
     for row in rows:
-        table.add_row(*(printable(text) for text in row))
+        table.add_row(*(one_line(text) for text in row))
     console.print(table)
 
 

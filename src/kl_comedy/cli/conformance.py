@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +52,55 @@ class ConformanceOptions:
     result: Annotated[str | None, typer.Option("--result", help="Key of the loss in what it returns")] = None
 
 
+# The pipe and the stdout of the process in which a loss is called; None where the command does not run in a child.
+_report_pipe: int | None = None
+_stdout_file: tuple[int, int] | None = None
+
+
+def run_in_a_child() -> None:
+    """Go on in a child process; this one exits with its exit code, and never with 0 where it printed no whole report.
+
+    A loss may end its process (``os._exit(0)``, a crash), and would then pass for one that is right.
+    """
+    global _report_pipe, _stdout_file
+    sys.stdout.flush()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _report_pipe = writer
+        _stdout_file = _file_of_stdout()
+        return
+    os.close(writer)
+    _, status = os.waitpid(child, 0)
+    # Not read to the end of the file: what a loss has started may outlive the child.
+    os.set_blocking(reader, False)
+    try:
+        reported_by = os.read(reader, 100).decode("ascii", "replace")
+    except BlockingIOError:
+        reported_by = ""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0 or (code == 0 and reported_by != str(child)):
+        how = f"signal {-code}" if code < 0 else "exit code 0"
+        print(f"failed: TARGET ended its process ({how}) before the report was complete", file=sys.stderr)
+        code = 1
+    # Nothing of this process is left to do: the child printed everything.
+    os._exit(code)
+
+
+def _file_of_stdout() -> tuple[int, int]:
+    stat = os.fstat(1)
+    return stat.st_dev, stat.st_ino
+
+
+def _report_complete() -> None:
+    """Tell the parent process that the report was printed where it belongs. Raises OSError for a closed stdout."""
+    sys.stdout.flush()
+    if _report_pipe is not None and _file_of_stdout() == _stdout_file:
+        # With the process id: a copy of the process that a loss forked off reports too.
+        os.write(_report_pipe, str(os.getpid()).encode())
+
+
 @options_in_a_record
 def conformance(wanted: ConformanceOptions) -> None:
     """Compute what a KL loss optimizes on-policy, off-policy and with mixed policy versions, by enumeration in float64.
@@ -64,6 +114,7 @@ def conformance(wanted: ConformanceOptions) -> None:
     """
     from kl_comedy.conformance.released import SYSTEMS, released
 
+    stdout = sys.stdout  # a loss may put another in its place
     failed = []
     if ":" not in wanted.target:
         if wanted.target not in SYSTEMS:
@@ -73,16 +124,18 @@ def conformance(wanted: ConformanceOptions) -> None:
         version, losses = released(wanted.target)
         for loss in losses:
             title = f"{wanted.target} {version}, {loss.settings}"
-            print(f"{title} ({loss.function})")
+            print(f"{title} ({loss.function})", file=stdout)
             report = _checked(loss.loss, wanted)
-            print(f"{report}\n")
+            print(f"{report}\n", file=stdout)
             if not report.ok:
                 failed.append(title)
     else:
         report = _checked(_adapted(wanted), wanted)
-        print(report)
+        print(report, file=stdout)
         if not report.ok:
             failed.append(wanted.target)
+    sys.stdout = stdout
+    _report_complete()
     if failed:
         raise RunFailed("not what it should be: " + "; ".join(failed))
 

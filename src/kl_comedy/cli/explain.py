@@ -15,7 +15,7 @@ import typer
 from kl_comedy.cli.certify_output import cosine_text
 from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
-from kl_comedy.redaction import printable
+from kl_comedy.redaction import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -130,9 +130,10 @@ def _print_config(launch: LaunchFile) -> None:
     from kl_comedy.lab.peers import config_of
 
     reading = launch.reading()
-    print(f"# The KL of {launch.system.title} {launch.system.version} with the flags {reading.text}")
-    for line in (*launch.remarks, *reading.notes):
-        print(f"# {printable(line)}")
+    first_line = f"The KL of {launch.system.title} {launch.system.version} with the flags {reading.text}"
+    # Remarks quote the file. What ended a comment here would let it write keys of the config.
+    for line in (first_line, *launch.remarks, *reading.notes):
+        print(f"# {one_line(line)}")
     print(OmegaConf.to_yaml(OmegaConf.create(config_of(reading))).rstrip())
 
 
@@ -147,9 +148,9 @@ def _explain_file(name: str, launch: LaunchFile, format: str, full: bool) -> Non
         "placement": placement_of(reading),
         "kl": _kl_rows(reading),
         "traps": _traps(reading),
-        "remarks": [printable(remark) for remark in launch.remarks],
+        "remarks": [one_line(remark) for remark in launch.remarks],
     }
-    read_as = f"{name}: {launch.system.title}, read with the {_release_read(launch)}"
+    read_as = f"{one_line(name)}: {launch.system.title}, read with the {_release_read(launch)}"
     _explain_peer(reading, format, full, summary, read_as)
 
 
@@ -166,7 +167,7 @@ def _print_list(title: str, lines: Sequence[str]) -> None:
         return
     print(f"{title}:")
     for line in lines:
-        print(f"  - {line}")
+        print(f"  - {one_line(line)}")
 
 
 def placement_of(reading: Reading) -> str:
@@ -322,7 +323,7 @@ def _explain_peer(
         }
         print(json.dumps(plain, indent=1))
         return
-    print(f"\n{reading.text}  ({reading.system} {reading.version})")
+    print(f"\n{one_line(reading.text)}  ({reading.system} {reading.version})")
     if summary is not None:
         print(f"KL is on: {summary['placement']}")
         if reading.corrections:
@@ -333,7 +334,7 @@ def _explain_peer(
         print("The policy loss, in our config:\nalgorithm:\n  policy_loss: reinforce")
         print(f"  correction: {_corrections(reading)}")
     if acting is not None:
-        print(f"\nSwitched on, as {acting.text}:")
+        print(f"\nSwitched on, as {one_line(acting.text)}:")
         # Notes that were printed above are not repeated.
         _show(acting, known=(*reading.notes, *reading.no_ops))
     _print_list("\nWhat to use", lines)

@@ -12,6 +12,7 @@ from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins, load_run_pl
 from kl_comedy.cli.results_options import DEFAULT_URI, Uri
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import check_writable
+from kl_comedy.redaction import one_line
 
 
 def export(
@@ -46,7 +47,7 @@ def export(
         raise UserError("--public: nothing is uploaded; name the model with --push-to-hub NAME")
     run = RunDir(path=run_dir)
     source = export_policy(run, run.config_reader()([]), out, which=checkpoint)
-    print(f"{out}  from {source}")
+    print(one_line(f"{out}  from {source}"))
     if push_to_hub is not None:
         print(upload_to_hub(out, push_to_hub, public=public))
 

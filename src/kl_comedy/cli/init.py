@@ -13,6 +13,7 @@ from kl_comedy.cli.common import check_choice, message
 from kl_comedy.config.load import EXTENDS
 from kl_comedy.config.shipped import kind_of, named_config, shipped_names, shipped_profiles
 from kl_comedy.errors import UserError, bad_value
+from kl_comedy.redaction import one_line
 
 KINDS = {
     "run": (".yaml", ("kl-comedy check {file}", "kl-comedy train {file}")),
@@ -55,7 +56,7 @@ def init(
         raise UserError(f"FILE: {path} exists; name a new file") from None
     except OSError as error:
         raise UserError(f"FILE: cannot write {path}: {error.strerror}") from None
-    print(path)
+    print(one_line(str(path)))
     message("next:")
     for command in commands:
         message(command.format(file=shlex.quote(str(path))))

@@ -32,7 +32,7 @@ from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, command_lin
 from kl_comedy.cuda import set_variables
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
 from kl_comedy.extras import named_extras, require
-from kl_comedy.redaction import printable, redact_source
+from kl_comedy.redaction import one_line, printable, redact_source
 from kl_comedy.registry import plugin_line
 
 app = typer.Typer(
@@ -154,6 +154,8 @@ def run() -> None:
     another exit code before it could.
     """
     _quiet_libraries()
+    if sys.argv[1:2] == ["conformance"] and "--help" not in sys.argv:
+        conformance.run_in_a_child()
     rank = process_rank()
     code: str | int | None = 0
     try:
@@ -162,7 +164,7 @@ def run() -> None:
     except SystemExit as end:
         code = end.code
     except UserError as error:
-        code = _print_error(stderr_console(), f"error: {_with_plugin_line(error)}", 2)
+        code = _print_error(stderr_console(), f"error: {one_line(_with_plugin_line(error))}", 2)
     except RunStopped as error:
         code = _print_error(stderr_console(), f"stopped: {error}", REQUEUE_EXIT_CODE)
     except RunFailed as error:
@@ -197,11 +199,11 @@ class _Redacted(logging.Formatter):
     """Log records without secrets and terminal escapes."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(redact_source(super().format(record)))
+        return redact_source(printable(super().format(record)))
 
 
 def _print_error(console: Console, text: str, code: int) -> int:
     """Print the text without secrets, in red unless the run only stopped; return the exit code."""
     style = None if code == REQUEUE_EXIT_CODE else "red"
-    console.print(printable(redact_source(text)), style=style, markup=False, soft_wrap=True, highlight=False)
+    console.print(redact_source(printable(text)), style=style, markup=False, soft_wrap=True, highlight=False)
     return code

@@ -13,6 +13,7 @@ import typer
 
 from kl_comedy.cli.common import Plugins, TableOrJson, load, message, options_in_a_record, plural, print_rows
 from kl_comedy.errors import RunFailed
+from kl_comedy.redaction import one_line
 
 if TYPE_CHECKING:
     from kl_comedy.lab.planning.plan import Plan, Split
@@ -128,7 +129,7 @@ def _show(plan: Plan) -> None:
     counts = f"{_million(shape.parameters)} parameters, {_million(shape.trainable)} trained"
     dtypes = f"{plan.config.model.dtype} weights, {train.precision}"
     processes = f"{plan.load.processes} x {plan.device.name}"
-    print(f"{shape.source}: {counts}; {train.strategy}, {processes}; {dtypes}\n")
+    print(f"{one_line(shape.source)}: {counts}; {train.strategy}, {processes}; {dtypes}\n")
 
     _print_columns(("memory of one process", "size", "when", "what"), _memory_rows(plan))
     print()

@@ -48,8 +48,9 @@ from kl_comedy.cli.results_options import (
     write_table,
 )
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.io import atomic_write, existing_file
+from kl_comedy.io import atomic_write, check_writable, existing_file
 from kl_comedy.progress import stages
+from kl_comedy.redaction import check_address, one_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -228,7 +229,7 @@ def plot(wanted: PlotOptions) -> None:
     else:
         figure = _frontier(wanted)
     save_figure(figure, wanted.out)
-    typer.echo(str(wanted.out))
+    typer.echo(one_line(str(wanted.out)))
 
 
 def _curves(wanted: PlotOptions) -> Any:
@@ -361,6 +362,7 @@ def export(wanted: ExportOptions) -> None:
         return
 
     # The store again, because curves are not among the columns of the runs.
+    check_writable(curves_file(out), "--out")
     store = open_runs(wanted.uri)
     curves = write_export(store, frame, out, wanted.curve_patterns, wanted.points, append=wanted.append)
     written = f"{len(curves)} points of {curves['metric'].nunique()} metrics in {curves_file(out)}"
@@ -369,7 +371,7 @@ def export(wanted: ExportOptions) -> None:
         if thinned:
             written += f", {thinned} of them of thinned curves"
     message(written)
-    typer.echo(str(out))
+    typer.echo(one_line(str(out)))
 
 
 @app.command(epilog="Example: `kl-comedy results sync runs/my-run --uri http://tracking:5000`")
@@ -528,7 +530,7 @@ def report(wanted: ReportOptions) -> None:
     if wanted.out.suffix.lower() not in (".html", ".htm"):
         raise UserError(f"--out: got {str(wanted.out)!r}; allowed: a file that ends in .html")
     write_report(wanted)
-    typer.echo(str(wanted.out))
+    typer.echo(one_line(str(wanted.out)))
 
 
 def write_report(wanted: ReportOptions) -> None:
@@ -588,9 +590,12 @@ class LinkOptions(Source):
         return LOCAL_PAGES
 
     def check(self) -> None:
-        """Raise :class:`UserError` for a source that MLflow has no pages of."""
+        """Raise :class:`UserError` for a source that MLflow has no pages of, and for an address that is no server's."""
         from kl_comedy.tracking.runs import EXPORTS
 
+        # The links are sent on: what they begin with must be an address, without a password.
+        if self.server is not None:
+            check_address(self.server, "--server")
         if Path(self.uri).suffix in EXPORTS and "://" not in self.uri:
             raise UserError(f"--uri: got {self.uri!r}; an export has no pages, name an MLflow store or server")
 

@@ -24,7 +24,7 @@ from kl_comedy.cli.common import (
 )
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import atomic_write
-from kl_comedy.redaction import redact_command
+from kl_comedy.redaction import one_line, redact_command
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -218,7 +218,7 @@ def write_table(made: ResultTable, format: str, out: Path | None, uri: str | Non
         if format == "markdown" and uri:
             text = f"<!-- {provenance(uri, out)} -->\n\n{text}"
         atomic_write(out, text)
-    typer.echo(str(out))
+    typer.echo(one_line(str(out)))
 
 
 def provenance(uri: str, out: Path) -> str:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from kl_comedy.config import Config, load_config
 from kl_comedy.config.shipped import find_config
+from kl_comedy.redaction import one_line
 from kl_comedy.training.run_folder import Outcome
 from kl_comedy.training.start import train_unless_finished
 
@@ -77,7 +78,9 @@ def show_outcome(outcome: Outcome, console: Console, *, has_evaluation: bool = T
     """
     path = outcome.run.path
     if outcome.already_finished:
-        console.print(f"{path} is already finished; nothing to do (resume=never trains again)", soft_wrap=True)
+        console.print(
+            f"{one_line(str(path))} is already finished; nothing to do (resume=never trains again)", soft_wrap=True
+        )
     console.print(_scores_table(outcome.summary))
     # A command may hold brackets, which are no markup here, and could not be copied from a wrapped line.
     for line in _lines_about_run(outcome.summary, path, has_evaluation):

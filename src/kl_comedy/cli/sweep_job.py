@@ -14,6 +14,7 @@ from rich.console import Console
 from kl_comedy.cli.common import load, load_plugins, message, process_rank
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunInterrupted, RunStopped, UserError
 from kl_comedy.io import atomic_write, sha256_file
+from kl_comedy.redaction import one_line
 from kl_comedy.slurm.manifest import Cell, Sweep, planned_plugins, read_sweep
 from kl_comedy.slurm.servers import await_servers
 from kl_comedy.slurm.status import newest_runs, read_status, write_report
@@ -50,9 +51,9 @@ def sweep_report(sweep: Annotated[Path, typer.Argument(metavar="SWEEP", help="A 
     Example: `kl-comedy sweep-report pocket_beta`
     """
     loaded = read_sweep(sweep)
-    print(write_report(loaded, read_status(loaded)))
+    print(one_line(str(write_report(loaded, read_status(loaded)))))
     for page in write_html_reports(loaded):
-        print(page)
+        print(one_line(str(page)))
 
 
 def write_html_reports(sweep: Sweep) -> Iterator[Path]:

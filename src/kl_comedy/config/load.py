@@ -118,9 +118,9 @@ def value_origins(path: Path, overrides: Sequence[str]) -> Callable[[str], str]:
     """
     # Built by the functions that build the config, of the same sections and lists, with origins in place of values:
     # so a list that a later file replaces takes the origins of its items with it.
-    tree: dict[str, Any] = _with_origin(to_plain(Config()), DEFAULT)
+    tree = _sections_with_origin(to_plain(Config()), DEFAULT)
     for file, content in _read_files(path):
-        _merge_all(tree, _with_origin(content, str(file)))
+        _merge_all(tree, _sections_with_origin(content, str(file)))
     for text in overrides:
         key, _, value = text.partition("=")
         key = key.strip()
@@ -138,6 +138,11 @@ def value_origins(path: Path, overrides: Sequence[str]) -> Callable[[str], str]:
         return DEFAULT
 
     return origin
+
+
+def _sections_with_origin(content: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """A config's keys with ``origin`` in place of each leaf; a file may have none, as one that only extends others."""
+    return {name: _with_origin(item, origin) for name, item in content.items()}
 
 
 def _with_origin(value: Any, origin: str) -> Any:

@@ -59,12 +59,7 @@ def _starts(tree: ast.Module) -> bool:
 
 def notebook(text: str, parsed: Parsed) -> None:
     """The code cells of a notebook, in order; ``!command`` and ``%%bash`` as shell."""
-    cells = json.loads(text).get("cells", [])
-    sources = []
-    for cell in cells:
-        if isinstance(cell, dict) and cell.get("cell_type") == "code":
-            lines = cell.get("source", "")
-            sources.append(lines if isinstance(lines, str) else "".join(map(str, lines)))
+    sources = _code_of(text)
     if sum(len(source) for source in sources) > MAX_FILE_BYTES:
         raise UserError(f"has more than {MAX_FILE_BYTES:,} characters of code")
     program: list[str] = []
@@ -84,6 +79,30 @@ def notebook(text: str, parsed: Parsed) -> None:
         program.append(cell_text)
     python("\n".join(program), parsed)
     parsed.is_imported = False
+
+
+def _code_of(text: str) -> list[str]:
+    """The sources of the code cells of a notebook, by its format (nbformat 4): lines, or one text.
+
+    Raises :class:`UserError` for JSON of another shape.
+    """
+    data = json.loads(text)
+    cells = data.get("cells") if isinstance(data, dict) else None
+    if not isinstance(cells, list):
+        raise UserError("is not a notebook: an object with a list of cells is expected")
+    sources = []
+    for number, cell in enumerate(cells, start=1):
+        if not isinstance(cell, dict):
+            raise UserError(f"is not a notebook: cell {number} is not an object")
+        if cell.get("cell_type") != "code":
+            continue
+        lines = cell.get("source", "")
+        if isinstance(lines, str):
+            lines = [lines]
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            raise UserError(f"is not a notebook: the source of cell {number} is neither a text nor a list of texts")
+        sources.append("".join(lines))
+    return sources
 
 
 UNKNOWN = object()

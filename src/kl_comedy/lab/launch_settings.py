@@ -78,6 +78,10 @@ class Parsed:
     readers: Mapping[str, Reader] = field(default_factory=dict)
     """The readers of texts inside a file, by suffix; that of "" is for every other suffix."""
     documents: int = 0
+    files: int = 0
+    """Base configs and configs of commands that were read."""
+    characters: int = 0
+    """Of those files together."""
     written: int = 0
 
     def add(self, setting: Setting) -> None:

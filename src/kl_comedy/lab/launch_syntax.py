@@ -32,6 +32,8 @@ MAX_NOTEBOOK_BYTES = 20_000_000
 """A notebook holds the pictures of its outputs; its code has the limit of any other file."""
 MAX_BASES = 5
 """Base configs that name base configs."""
+MAX_FILES = 100
+"""Files that are read for one answer: each base config may name many."""
 MAKEFILE = re.compile(r"(GNU)?[Mm]akefile|.*\.mk|\.?justfile|.*\.just")
 ENVIRONMENTS = ("env", "envs", "environment", "environ", "env_vars", "envvars", "environment_variables", "variables")
 """Keys of the variables that a job gives its commands."""
@@ -104,9 +106,9 @@ def _read_configs(parsed: Parsed, path: Path) -> None:
         if found is None:
             parsed.unread.append(Unread(f"the config {word.text[:100]}", may_hold_all=True))
         elif found != path and found.suffix == ".toml":
-            toml(read_text(found), parsed)
+            toml(_read_named(found, parsed), parsed)
         elif found != path:
-            _yaml(read_text(found), parsed, found)
+            _yaml(_read_named(found, parsed), parsed, found)
     parsed.settings += settings
 
 
@@ -119,9 +121,32 @@ def _find_config(name: str, path: Path) -> Path | None:
         names = [f"{name}.yaml", f"config/{name}.yaml"]
     for folder in [path.parent, *list(path.parents)[1 : MAX_BASES + 1]]:
         for candidate in names:
-            if (folder / candidate).is_file():
+            if _is_file_within(folder, folder / candidate):
                 return folder / candidate
     return None
+
+
+def _is_file_within(folder: Path, path: Path) -> bool:
+    """Whether ``path`` is a file that lies in ``folder`` or below it, links and ``..`` followed.
+
+    A file from elsewhere may name every file that its reader can read, and remarks quote what is in it.
+    """
+    try:
+        return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError):  # a name that is too long, or has a null character
+        return False
+
+
+def _read_named(path: Path, parsed: Parsed) -> str:
+    """The text of a file that the file of the answer names. Raises :class:`UserError` for too many, or too much."""
+    parsed.files += 1
+    if parsed.files > MAX_FILES:
+        raise UserError(f"leads to more than {MAX_FILES} other configs")
+    text = read_text(path)
+    parsed.characters += len(text)
+    if parsed.characters > MAX_FILE_BYTES:
+        raise UserError(f"leads to other configs of more than {MAX_FILE_BYTES:,} characters together")
+    return text
 
 
 # --- YAML, JSON and TOML ------------------------------------------------------------------------------------------
@@ -203,8 +228,9 @@ def _base(name: str, parsed: Parsed, path: Path | None, depth: int) -> None:
     """Read a base config that lies beside the file; name any other."""
     if path is not None and depth < MAX_BASES and ":" not in name:
         for candidate in (path.parent / name, path.parent / f"{name}.yaml"):
-            if candidate.is_file() and candidate.suffix in (".yaml", ".yml") and candidate != path:
-                _yaml(read_text(candidate), parsed, candidate, depth + 1)
+            is_yaml = candidate.suffix in (".yaml", ".yml")
+            if is_yaml and candidate != path and _is_file_within(path.parent, candidate):
+                _yaml(_read_named(candidate, parsed), parsed, candidate, depth + 1)
                 return
     parsed.unread.append(Unread(f"defaults: {name[:100]}"))
     parsed.words.append(f"defaults: {name[:100]}")

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import bad_value
-from kl_comedy.redaction import printable
+from kl_comedy.redaction import one_line, printable
 from kl_comedy.tracking.compare import groups_of
 from kl_comedy.tracking.runs import short
 
@@ -281,7 +281,7 @@ def bounds(line: Mapping[Any, Any], runs: int) -> str:
 def _escaped(text: str) -> str:
     """A text on one line of Markdown, in a cell too. A ``<`` is escaped only where it would begin an HTML tag: ``p <
     0.05`` stays."""
-    text = " ".join(printable(text).split()).replace("\\", "\\\\").replace("|", "\\|")
+    text = " ".join(one_line(text).split()).replace("\\", "\\\\").replace("|", "\\|")
     return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", text)
 
 
@@ -326,7 +326,7 @@ def _text(value: Any) -> str:
         if math.isnan(value):
             return ""
         return number(value)
-    return " ".join(printable(str(value)).split())
+    return " ".join(one_line(str(value)).split())
 
 
 def _json(value: Any) -> Any:

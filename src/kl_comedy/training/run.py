@@ -18,6 +18,7 @@ from kl_comedy.config import Config
 from kl_comedy.cuda import VARIABLES, leave_memory_unfilled, set_variables
 from kl_comedy.errors import UserError
 from kl_comedy.models.load import pick_device
+from kl_comedy.redaction import one_line
 from kl_comedy.rollouts import Sampler
 from kl_comedy.rollouts.engines.options import visible_gpus
 from kl_comedy.training.build import Run, build_run, check_trainer_arguments, warn_about
@@ -87,7 +88,7 @@ def _train(run: Run, console: Console, command: str, request: StopRequest, start
     if not cluster_environment(config).creates_processes_externally:
         # Before Lightning starts the other ranks, so that a mistake in the data ends this process alone.
         data.load_problems()
-    console.print(f"loading {config.model.source}", soft_wrap=True, highlight=False)
+    console.print(one_line(f"loading {config.model.source}"), soft_wrap=True, highlight=False)
     # The ranks that Lightning starts inherit it; process_state_restored removes it from this process.
     os.environ[LAUNCHED] = "1"
     try:
