@@ -13,8 +13,8 @@ def batch_of(regime="on_policy", *, holes_seed=None, vocabulary=3, length=3):
     return Batch.of(small_policy(regime, vocabulary, length), holes_seed)
 
 
-def loss_of(function, reduction="sum"):
-    return Loss(caller(function), reduction)
+def loss_of(function):
+    return Loss(caller(function))
 
 
 def k2(logp, ref_logp, mask):

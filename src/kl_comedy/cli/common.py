@@ -39,8 +39,10 @@ def check_choice(option: str, value: str, allowed: Sequence[str]) -> None:
         raise bad_value(option, value, allowed)
 
 
-def choice_option(name: str, *allowed: str) -> Any:
+def choice_option(name: str, *allowed: str, help: str = "") -> Any:
     """The typer option ``name`` within an ``Annotated`` type; it takes the two or more ``allowed`` values only.
+
+    ``help`` says what they mean where their names do not.
 
     Not an Enum of typer's: its error names no nearest value, and a wrong value would read otherwise than in a config.
     """
@@ -50,7 +52,10 @@ def choice_option(name: str, *allowed: str) -> Any:
         return value
 
     *others, last = allowed
-    return typer.Option(name, help=f"{', '.join(others)} or {last}", callback=check)
+    meaning = ""
+    if help:
+        meaning = f": {help}"
+    return typer.Option(name, help=f"{', '.join(others)} or {last}{meaning}", callback=check)
 
 
 def output_option(help: str) -> Any:

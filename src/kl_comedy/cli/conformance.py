@@ -43,9 +43,17 @@ class ConformanceOptions:
     claims: Claims = None
     regime: Regimes = None
     beta: Annotated[float | None, typer.Option("--beta", help="What the coefficient must be")] = None
-    reduction: Annotated[str, choice_option("--reduction", "sum", "token_mean")] = "sum"
+    masked_tokens: Annotated[
+        str,
+        choice_option(
+            "--masked-tokens",
+            "zero",
+            "left_out",
+            "absent",
+            help="what masked tokens within completions are in your loss (left_out: your own sum leaves them out)",
+        ),
+    ] = "zero"
     near_only: Annotated[bool, typer.Option("--near-only", help="For losses that clamp")] = False
-    no_holes: Annotated[bool, typer.Option("--no-holes", help="Show no masked tokens within completions")] = False
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the drawn policies")] = 0
     arguments: Arguments = None
     options: Options = None
@@ -153,11 +161,10 @@ def _checked(loss: Callable[..., Any], wanted: ConformanceOptions) -> Report:
     return check(
         loss,
         claims=claims,
-        reduction=wanted.reduction,
+        masked_tokens=wanted.masked_tokens,
         near_only=wanted.near_only,
         regimes=tuple(wanted.regime or REGIMES),
         seed=wanted.seed,
-        holes=not wanted.no_holes,
         beta=wanted.beta,
     )
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from kl_comedy.conformance.arguments import ARGUMENTS, adapt, caller
-from kl_comedy.conformance.batches import Batch, Loss, slope_of, token_columns
+from kl_comedy.conformance.batches import MASKED_TOKENS, Batch, Loss, slope_of, token_columns
 from kl_comedy.conformance.causes import Slopes, cause_of, clamp_cause
+from kl_comedy.conformance.masks import OF_THE_MASK, turn_lengths
 from kl_comedy.conformance.problems import example_of_problems, problems_of
 from kl_comedy.conformance.report import Finding, Report, beta_cause
 from kl_comedy.conformance.results import Result, Results, result_of
@@ -26,9 +27,8 @@ from kl_comedy.kl.oracle.certificate import BatteryInstance, battery, with_targe
 from kl_comedy.kl.oracle.divergences import DIVERGENCES
 from kl_comedy.kl.oracle.drawn import coverage, drawn_settings
 
-__all__ = ["ARGUMENTS", "CLAIMS", "REDUCTIONS", "Finding", "Report", "adapt", "check"]
+__all__ = ["ARGUMENTS", "CLAIMS", "MASKED_TOKENS", "Finding", "Report", "adapt", "check"]
 
-REDUCTIONS = ("sum", "token_mean")
 CLAIMS = (*TARGETS, *DIVERGENCES, "none")
 """What a loss may be said to optimize."""
 DRAWN_PARAMETERS = 6
@@ -40,11 +40,10 @@ def check(
     loss_fn: Callable[..., Tensor],
     *,
     claims: str | Mapping[str, str],
-    reduction: str = "sum",
+    masked_tokens: str = "zero",
     near_only: bool = False,
     regimes: Sequence[str] = REGIMES,
     seed: int = 0,
-    holes: bool = True,
     beta: float | None = None,
 ) -> Report:
     """What ``loss_fn`` optimizes on-policy, off-policy and with mixed policy versions, against what it claims.
@@ -53,13 +52,14 @@ def check(
     ``ref_logp``, ``behaviour_logp`` (log-probs of the tokens in nats, ``[B, T]``, zero in the padding), ``mask`` (bool
     ``[B, T]``), ``tokens`` (ids ``[B, T]``), ``logp_full``, ``ref_logp_full`` (``[B, T, V]``), ``logits``,
     ``ref_logits`` (those plus any number for each token), ``labels`` (ids, -100 outside the mask), ``attention_mask``
-    (true at masked tokens within a completion, false in the padding). It returns what is to be minimized: ``[B, T]`` or
-    ``[B]``, summed over the mask, or a scalar, for which it is called once per completion.
-    With ``reduction="token_mean"`` the scalar is a mean over the mask, which is undone. (A mean per completion weights
-    a completion by 1 / length, which no KL does.)
+    (true at masked tokens within a completion, false in the padding). It returns what is to be minimized: ``[B, T]``,
+    ``[B]`` or a scalar. How a scalar is made of several completions is measured, and the report names it: their sum,
+    their mean, or the mean over the tokens (or turns) of the batch. (A mean per completion weights a completion by
+    1 / length, which no KL does, and a mean over the tokens of another mask is a problem.)
 
-    With ``holes``, masked tokens stand within a completion, as a tool's reply does: they have log-probs, which must not
-    enter the loss.
+    ``masked_tokens``: masked tokens stand within completions, as a tool's reply does, and must not enter the loss:
+    ``"zero"``, it is zero there; ``"left_out"``, whoever sums a loss ``[B, T]`` leaves them out; ``"absent"``, there
+    are none, as in training with one turn.
 
     Names that trainers use (``ref_per_token_logps``, ``response_mask``) are known, and a parameter ``batch`` gets all
     in one dictionary; for other names, dictionaries and results see :func:`adapt`.
@@ -74,9 +74,9 @@ def check(
     Raises :class:`UserError` for a wrong name, parameter or shape, and for a loss that raises, mixes completions,
     changes its arguments or from call to call, or depends on the padding.
     """
-    claim_by_regime = _checked_claims(claims, regimes, reduction)
-    loss = Loss(caller(loss_fn), reduction)
-    holes_seed = seed if holes else None
+    claim_by_regime = _checked_claims(claims, regimes, masked_tokens)
+    loss = Loss(caller(loss_fn), leaves_masked_out=masked_tokens == "left_out")
+    holes_seed = seed if masked_tokens != "absent" else None
 
     findings: list[Finding] = []
     # A dict, so that a problem of two regimes is reported once and the order stays.
@@ -84,14 +84,15 @@ def check(
     policies: list[BatteryInstance] = []
     for regime in dict.fromkeys((*regimes, *claim_by_regime)):
         policies = _policies(regime, seed)
-        results = [result_of(loss, Batch.of(policy, holes_seed), policy) for policy in policies]
+        batches = [Batch.of(policy, holes_seed, number=number) for number, policy in enumerate(policies)]
+        results = [result_of(loss, batch, policy) for batch, policy in zip(batches, policies, strict=True)]
         # A loss that clamps may overflow far from the reference, where it claims nothing.
         claimed_here = [result for result in results if result.policy.near or not near_only]
         problems |= problems_of(
             loss, claimed_here, seed, has_problems=bool(problems), is_first=not findings, near_only=near_only
         )
         finding = Results(results).finding(regime, claim_by_regime.get(regime), beta)
-        findings.append(_explained(finding, loss, results, near_only=near_only))
+        findings.append(_explained(finding, loss, results, holes_seed, near_only=near_only))
     problem_example = ""
     if problems:
         # The batch of the first problem, unless that one needs a prompt and another does not.
@@ -99,19 +100,20 @@ def check(
     return Report(
         findings=tuple(findings),
         near_only=near_only,
-        covered=_covered(policies, seed, holes=holes),
+        covered=_covered(policies, seed, holes=holes_seed is not None),
+        reduction=loss.reduction.words if loss.reduction is not None else "",
         problems=tuple(problems),
         problem_example=problem_example,
     )
 
 
-def _checked_claims(claims: str | Mapping[str, str], regimes: Sequence[str], reduction: str) -> Mapping[str, str]:
+def _checked_claims(claims: str | Mapping[str, str], regimes: Sequence[str], masked_tokens: str) -> Mapping[str, str]:
     """The claim by regime. Raises :class:`UserError` for a wrong name, before the enumeration takes its seconds."""
     if isinstance(claims, str):
         claims = {"on_policy": claims}
     _check_names("regimes", (*claims, *regimes), REGIMES)
     _check_names("claims", claims.values(), CLAIMS)
-    _check_names("reduction", (reduction,), REDUCTIONS)
+    _check_names("masked_tokens", (masked_tokens,), MASKED_TOKENS)
     return claims
 
 
@@ -143,7 +145,9 @@ def _covered(policies: Sequence[BatteryInstance], seed: int, *, holes: bool) -> 
     return covered
 
 
-def _explained(finding: Finding, loss: Loss, results: Sequence[Result], *, near_only: bool) -> Finding:
+def _explained(
+    finding: Finding, loss: Loss, results: Sequence[Result], holes_seed: int | None, *, near_only: bool
+) -> Finding:
     """The finding with the cause of its failure and the smallest batch that shows it, where its claim fails."""
     if finding.claimed is None or finding.claimed == "none":
         return finding
@@ -156,7 +160,7 @@ def _explained(finding: Finding, loss: Loss, results: Sequence[Result], *, near_
     return dataclasses.replace(
         finding,
         cause=_cause_of_miss(finding, finding.claimed, loss, results),
-        example=_example_of_miss(finding.regime, finding.claimed, loss, near_only=near_only),
+        example=_example_of_miss(finding.regime, finding.claimed, loss, holes_seed, near_only=near_only),
     )
 
 
@@ -182,28 +186,36 @@ def _slopes_and_ratios(result: Result) -> tuple[Tensor, Tensor]:
     return slope_BT, log_ratio_BT
 
 
-def _example_of_miss(regime: str, claimed: str, loss: Loss, *, near_only: bool) -> str:
-    """The smallest batch on which the claimed target is missed, as text; empty where no small policy shows it."""
+def _example_of_miss(regime: str, claimed: str, loss: Loss, holes_seed: int | None, *, near_only: bool) -> str:
+    """The smallest batch on which the claimed target is missed, as text; empty where no small policy shows it.
+
+    It has masked tokens within completions only where the loss is right without.
+    """
     # `smallest_miss` looks for a multiple of the target's gradient: zero has none, and a divergence is no target of
     # the small policies.
     if claimed not in TARGETS or claimed == "zero":
         return ""
 
-    def measure(policy: BatteryInstance) -> Measured:
-        result = result_of(loss, Batch.of(policy, None), policy)
-        return Measured(
-            tensors=result.batch.tensors,
-            weight_B=result.batch.weight_B,
-            value=result.returned.detach(),
-            gradient_D=result.moments.gradient_D,
-            tolerance=result.tolerance,
-        )
+    for seed_or_none in dict.fromkeys((None, holes_seed)):
 
-    try:
-        return smallest_miss(measure, regime, claimed, near_only=near_only)
-    except UserError:
-        # The loss takes no vocabulary of two tokens, as a top-k of three does not; the failure itself is in the report.
-        return ""
+        def measure(policy: BatteryInstance, holes_seed: int | None = seed_or_none) -> Measured:
+            result = result_of(loss, Batch.of(policy, holes_seed), policy)
+            return Measured(
+                tensors=result.batch.tensors,
+                weight_B=result.batch.weight_B,
+                value=result.returned.detach(),
+                gradient_D=result.moments.gradient_D,
+                tolerance=result.tolerance,
+            )
+
+        try:
+            example = smallest_miss(measure, regime, claimed, near_only=near_only)
+        except UserError:
+            # The loss takes no vocabulary of two tokens, as a top-k of three does not; the report has the failure.
+            return ""
+        if example:
+            return example
+    return ""
 
 
 def _slopes(loss: Loss, result: Result) -> Slopes:
@@ -211,6 +223,8 @@ def _slopes(loss: Loss, result: Result) -> Slopes:
     batch = result.batch
     columns = token_columns(batch.step_T)
     mask_BT = result.batch.rows.mask_BT
+    all_mask_BT = batch.tensors["mask"]
+    attention_BT = batch.tensors["attention_mask"]
     logp_BT = batch.tensors["logp"].detach()[:, columns]
     ratio_BT = logp_BT - batch.tensors["behaviour_logp"][:, columns]
     ref_ratio_BT = logp_BT - batch.tensors["ref_logp"][:, columns]
@@ -239,5 +253,8 @@ def _slopes(loss: Loss, result: Result) -> Slopes:
         ref_log_ratio_BT=torch.where(mask_BT, ref_ratio_BT, 0.0),
         logp_BT=torch.where(mask_BT, logp_BT, 0.0),
         reads_reference=reads_reference,
+        parts_BT={words: part(all_mask_BT, attention_BT)[:, columns] for words, part in OF_THE_MASK.items()},
+        turn_length_BT=turn_lengths(all_mask_BT)[:, columns],
+        attended_B=attention_BT.sum(-1),
         tolerance=result.tolerance,
     )

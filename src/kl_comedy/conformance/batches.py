@@ -13,17 +13,24 @@ import torch
 from torch import Tensor
 
 from kl_comedy.conformance.arguments import Call, described_error
+from kl_comedy.conformance.reductions import REDUCTIONS, SUM, Reduction, reductions_of
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl.oracle.certificate import BatteryInstance
 from kl_comedy.kl.oracle.enumeration import Completions
 
-HOLES = {1: 2, 2: 1}
-"""After how many tokens of a completion, how many masked ones stand, where the completion continues."""
+HOLES = ({1: 2, 2: 1}, {2: 1, 3: 2})
+"""After how many tokens of a completion, how many masked ones stand, where the completion continues.
+
+For the first policies; later ones get other turns by the seed, so that the first token of a completion is told from
+its first turn, and a mask from one that has as many tokens.
+"""
 PROMPT = {0: 1}
 """The same for a completion behind its prompt."""
 CHANGES = "loss_fn: the loss changes from call to call (dropout, noise, a running mean); switch it off"
 REPEATS = 50
 """Calls before another explanation is given for two values that differ."""
+MASKED_TOKENS = ("zero", "left_out", "absent")
+"""What :func:`check` is told of the masked tokens within completions."""
 IGNORED_LABEL = -100
 """The label of masked tokens, torch's ``ignore_index``."""
 REDRAWN_SEED = 500
@@ -50,13 +57,15 @@ class Batch:
         policy: BatteryInstance,
         holes_seed: int | None,
         *,
+        number: int = 0,
         redrawn: int | None = None,
         has_prompt: bool = False,
     ) -> Batch:
         """Every completion. ``holes_seed``: of the log-probs in the holes; None for a batch without holes.
 
-        ``redrawn``: a column in a hole that gets other log-probs than the seed alone would give. ``has_prompt``: the
-        holes are one masked token before the completion, and none within it.
+        ``number``: of the policy, by which the holes have other places. ``redrawn``: a column in a hole that gets other
+        log-probs than the seed alone would give. ``has_prompt``: the holes are one masked token before the completion,
+        and none within it.
         """
         instance = policy.instance
         tree = instance.tree
@@ -68,7 +77,9 @@ class Batch:
 
         holes: Mapping[int, int] = {}
         if holes_seed is not None:
-            holes = PROMPT if has_prompt else HOLES
+            holes = PROMPT
+            if not has_prompt:
+                holes = _holes(number, holes_seed, tree.length)
         step_T = _steps_with_holes(tree.length, holes)
         columns = token_columns(step_T)
 
@@ -125,6 +136,18 @@ class Batch:
         return dataclasses.replace(self, tensors={**self.tensors, "mask": mask_BT, "labels": label_BT})
 
 
+def _holes(number: int, seed: int, length: int) -> Mapping[int, int]:
+    """Where the masked tokens of a policy's completions stand: fixed for the first policies, drawn for the others."""
+    if number < len(HOLES):
+        return HOLES[number]
+    generator = torch.Generator().manual_seed(1000 * seed + number)
+    places = 1 + torch.randperm(length - 1, generator=generator)[: min(3, length - 1)]
+    # One of three places at least: without a masked token a batch would show nothing.
+    count = 1 + int(torch.randint(len(places), (1,), generator=generator))
+    widths = torch.randint(1, 4, (count,), generator=generator)
+    return dict(zip(places[:count].tolist(), widths.tolist(), strict=True))
+
+
 def _steps_with_holes(length: int, holes: Mapping[int, int]) -> list[int]:
     """Which token of a completion each column holds, -1 for the columns of a hole."""
     step_T: list[int] = []
@@ -158,11 +181,16 @@ def hole_columns(step_T: Sequence[int]) -> list[int]:
 
 
 class Loss:
-    """The loss of each completion of a batch, with checks that it is deterministic and of that completion alone."""
+    """The loss of each completion of a batch, with checks that it is deterministic and of that completion alone.
 
-    def __init__(self, call: Call, reduction: str) -> None:
+    ``leaves_masked_out``: whether whoever sums a loss ``[B, T]`` does it over the mask; otherwise over all tokens.
+    ``reduction``: how a scalar is made of the losses of completions, None before the first scalar.
+    """
+
+    def __init__(self, call: Call, *, leaves_masked_out: bool = False) -> None:
         self.call = call
-        self.reduction = reduction
+        self.leaves_masked_out = leaves_masked_out
+        self.reduction: Reduction | None = None
 
     def __call__(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Losses ``[B]``, and what was returned, unreduced. Raises :class:`UserError`; see :func:`check`."""
@@ -173,9 +201,11 @@ class Loss:
             raise UserError(CHANGES)
         # Two completions tell as well: of one, a scalar in the shape (1,) looks like the losses of a batch.
         if first.dim() == 0 or self.value(batch).dim() == 0:
-            self._check_padding(batch)
-            loss_B = self._one_by_one(batch)
-            self._check_pair(batch)
+            reduction = self._reduction_of(batch)
+            # A mean over a wrong mask may depend on the padding too; the report names the mask.
+            if not reduction.problem:
+                self._check_padding(batch)
+            loss_B = self._one_by_one(batch, reduction)
             return loss_B, loss_B
         returned = self._value(batch, slice(None))
         loss_B = self._summed(returned, batch.tensors["mask"])
@@ -191,39 +221,48 @@ class Loss:
             if not torch.equal(self._value(batch, slice(0, 1)).nan_to_num(), first):
                 raise UserError(CHANGES)
 
-    def _one_by_one(self, batch: Batch) -> Tensor:
-        """Losses ``[B]`` of a function that returns a scalar, which does not say which completion it is of."""
-        mask_BT = batch.tensors["mask"]
-        loss_B = torch.stack([self._scalar_of(row, batch) for row in range(len(mask_BT))])
-        if self.reduction == "token_mean":
-            loss_B = loss_B * mask_BT.sum(-1)
-        return loss_B
+    def _one_by_one(self, batch: Batch, reduction: Reduction) -> Tensor:
+        """Losses ``[B]`` of a function that returns a scalar: that of each completion alone, its mean undone."""
+        count_B = reduction.counts(batch.tensors["mask"], batch.tensors["attention_mask"])
+        losses = []
+        for row, count in enumerate(count_B.tolist()):
+            if count == 0:
+                # No token is counted, so that alone it is 0 / 0; among others it adds nothing.
+                losses.append(torch.zeros((), dtype=torch.float64))
+            else:
+                losses.append(self._scalar_of([row], batch) * count)
+        return torch.stack([loss.to(losses[-1].dtype) for loss in losses])
 
-    def _scalar_of(self, row: int, batch: Batch) -> Tensor:
-        """The scalar that the loss returns for one completion, perhaps in the shape (1,)."""
-        return self._value(batch, slice(row, row + 1)).reshape(())
+    def _scalar_of(self, rows: list[int], batch: Batch) -> Tensor:
+        """The scalar that the loss returns for some completions, perhaps in the shape (1,)."""
+        return self._value(batch, rows).reshape(())
 
-    def _check_pair(self, batch: Batch) -> None:
-        """Raise :class:`UserError` where the scalar of two completions is neither their losses' sum nor mean."""
-        tokens_B = batch.tensors["mask"].sum(-1)
-        # Of different lengths, so that the two means differ.
-        pair = [int(tokens_B.argmin()), int(tokens_B.argmax())]
-        if len(set(pair)) < 2:
-            return
-        alone_2 = torch.stack([self._scalar_of(row, batch).detach() for row in pair]).double()
-        together = self._value(batch, pair).detach().double()
-        if together.dim() != 0 or not bool(torch.cat([alone_2, together[None]]).isfinite().all()):
-            return
-        tokens_2 = tokens_B[pair].double()
-        allowed = (alone_2.sum(), alone_2.mean(), (alone_2 * tokens_2).sum() / tokens_2.sum())
-        relative, absolute = rounding_of(self._value(batch, pair))
-        if not any(torch.isclose(together, value, rtol=relative, atol=absolute) for value in allowed):
+    def _reduction_of(self, batch: Batch) -> Reduction:
+        """How the scalar of several completions is made of that of each; the same in every batch.
+
+        Raises :class:`UserError` where it is neither their sum nor a mean of them.
+        """
+        dtypes = {self._value(batch, slice(0, 1)).dtype, batch.tensors["logp"].dtype}
+        if self.reduction is not None and dtypes & {torch.float16, torch.bfloat16}:
+            # Three digits do not tell means apart.
+            return self.reduction
+        candidates = REDUCTIONS
+        if self.reduction is not None:
+            candidates = (self.reduction,)
+
+        def measure(rows: list[int]) -> Tensor:
+            return slope_of(self._scalar_of(rows, batch).reshape(1), batch)
+
+        fitting = reductions_of(measure, batch.tensors["mask"], batch.tensors["attention_mask"], candidates)
+        if not fitting:
             self._check_repeats(batch)
             raise UserError(
-                "loss_fn: the loss of two completions is neither the sum nor a mean of those of each alone "
-                f"({float(together):.4g}; alone {float(alone_2[0]):.4g} and {float(alone_2[1]):.4g}): completions are "
-                "mixed; give the loss before that step"
+                "loss_fn: the loss of several completions is neither the sum nor a mean of those of each alone: "
+                "completions are mixed; give the loss before that step"
             )
+        if self.reduction is None:
+            self.reduction = fitting[0]
+        return self.reduction
 
     def _check_alone(self, row: int, loss_B: Tensor, batch: Batch) -> None:
         """Raise :class:`UserError` where a completion alone has another loss than among the others."""
@@ -259,9 +298,11 @@ class Loss:
             alone_BT = torch.zeros_like(mask_BT)
             alone_BT[:, column] = mask_BT[:, column]
             one_token = batch.with_mask(alone_BT)
+            # 1 for a loss that returns no scalar.
+            count_B = (self.reduction or SUM).counts(alone_BT, batch.tensors["attention_mask"])
             for row in alone_BT[:, column].nonzero()[:, 0].tolist():
                 value = self._value(one_token, slice(row, row + 1))
-                value_BT[row, column] = float(self._summed(value.detach(), alone_BT[row : row + 1]))
+                value_BT[row, column] = float(value.detach().sum() * count_B[row])
         if not torch.allclose(value_BT.sum(-1), returned.double(), rtol=1e-4, atol=1e-6):
             return None
         return value_BT
@@ -315,13 +356,14 @@ class Loss:
             raise bad_value("loss_fn", tuple(value.shape), allowed, "what it returns")
         return value
 
-    @staticmethod
-    def _summed(value: Tensor, mask_BT: Tensor) -> Tensor:
-        """A value ``[B, T]`` summed over the mask; others as they are."""
+    def _summed(self, value: Tensor, mask_BT: Tensor) -> Tensor:
+        """A value ``[B, T]`` as its caller sums it over tokens; others as they are."""
         if value.dim() != 2:
             return value
-        # Not a product with the mask: inf * 0 would be NaN.
-        return torch.where(mask_BT, value, 0.0).sum(-1)
+        if self.leaves_masked_out:
+            # Not a product with the mask: inf * 0 would be NaN.
+            value = torch.where(mask_BT, value, 0.0)
+        return value.sum(-1)
 
     def _check_padding(self, batch: Batch) -> None:
         """Raise :class:`UserError` where the padding behind a completion changes its loss."""

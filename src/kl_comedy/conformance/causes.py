@@ -10,12 +10,14 @@ Legend: ``B`` completions, ``T`` tokens, ``V`` vocabulary, ``D`` parameters, ``N
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kl_comedy.conformance.masks import OF_THE_MASK
+from kl_comedy.kl.claims import TARGETS
 from kl_comedy.kl.oracle.certificate import BatteryInstance
 from kl_comedy.kl.oracle.divergences import DIVERGENCES
 from kl_comedy.kl.oracle.gradients import ScoreTables
@@ -32,6 +34,8 @@ class Slopes:
     loss does not return it. ``swapped_BTV``: the derivatives with ``logp`` and ``ref_logp`` exchanged, None where the
     loss cannot be called so. ``log_ratio_BT``: policy over sampler, ``ref_log_ratio_BT``: policy over reference, zero
     in the padding, as ``logp_BT`` is. ``reads_reference``: whether another reference gives other derivatives.
+    ``parts_BT``: the parts of the mask by :data:`~kl_comedy.conformance.masks.OF_THE_MASK`. ``turn_length_BT``: tokens
+    of the turn that a token is in. ``attended_B``: tokens of a completion, masked ones within it included.
     """
 
     policy: BatteryInstance
@@ -46,7 +50,15 @@ class Slopes:
     ref_log_ratio_BT: Tensor
     logp_BT: Tensor
     reads_reference: bool
+    parts_BT: Mapping[str, Tensor]
+    turn_length_BT: Tensor
+    attended_B: Tensor
     tolerance: float
+
+    @property
+    def has_gradient_BT(self) -> Tensor:
+        """The tokens of the mask whose log-probs have a derivative."""
+        return (self.slope_BTV != 0).any(-1) & self.mask_BT
 
     @property
     def own_slope_BT(self) -> Tensor:
@@ -117,6 +129,14 @@ def _completion_for_token_ratio(slopes: Slopes) -> Tensor:
 
 def _length(slopes: Slopes) -> Tensor:
     return slopes.mask_BT.sum(-1, keepdim=True).expand_as(slopes.mask_BT).double()
+
+
+def _attended_length(slopes: Slopes) -> Tensor:
+    return slopes.attended_B[:, None].expand_as(slopes.mask_BT).double()
+
+
+def _turn_length(slopes: Slopes) -> Tensor:
+    return slopes.turn_length_BT.double()
 
 
 def _with_differentiated_ratio(slopes: Slopes) -> Tensor | None:
@@ -208,10 +228,23 @@ REPAIRS = (
         cause="each token's own ratio stands where the ratio of the whole completion is meant",
         change=_times(_completion_for_token_ratio),
     ),
+)
+# What a loss may be divided by, whatever else is wrong with it.
+DIVISORS = (
     Repair(
         cause="a mean over the wrong axis: each completion is divided by its number of tokens, so that tokens of short "
-        'completions weigh more; sum the tokens (a mean over all tokens of the batch is reduction="token_mean")',
+        "completions weigh more; sum the tokens, or divide by those of the whole batch",
         change=_times(_length),
+    ),
+    Repair(
+        cause="a mean over the wrong axis: each completion is divided by its number of tokens in the attention mask, a "
+        "tool's replies included; sum the tokens, or divide by those of the mask in the whole batch",
+        change=_times(_attended_length),
+    ),
+    Repair(
+        cause="a mean over the wrong axis: each turn is divided by its number of tokens, so that tokens of short turns "
+        "weigh more; sum the tokens, or divide by those of the whole batch",
+        change=_times(_turn_length),
     ),
 )
 
@@ -240,6 +273,10 @@ def cause_of(claimed: str, hit: str | None, measured: Sequence[Slopes]) -> str:
     for slopes in measured:
         if not bool(slopes.slope_BTV.isfinite().all()):
             return ""
+    part = _part_of_the_mask(measured)
+    if part:
+        direction = _direction_within(claimed, measured)
+        return "; ".join(cause for cause in (part, direction) if cause)
     causes = []
     if hit is not None and (claimed, hit) in WRONG_TARGETS:
         causes.append(WRONG_TARGETS[claimed, hit])
@@ -261,11 +298,51 @@ def cause_of(claimed: str, hit: str | None, measured: Sequence[Slopes]) -> str:
 
 def _repair(claimed: str, measured: Sequence[Slopes]) -> str:
     """The mistake whose repair makes the loss hit the claimed target; empty where none does."""
-    for repair in REPAIRS:
+    for repair in (*REPAIRS, *DIVISORS):
         repaired = [repair.change(slopes) for slopes in measured]
         if _hits(claimed, repaired, measured):
             return repair.cause
+    # Two mistakes: a wrong divisor, and without it another target than the claimed one.
+    for divisor in DIVISORS:
+        repaired = [divisor.change(slopes) for slopes in measured]
+        for (meant, other), words in WRONG_TARGETS.items():
+            if meant == claimed and other in TARGETS and _hits(other, repaired, measured):
+                return f"{divisor.cause}; {words}"
     return ""
+
+
+def _part_of_the_mask(measured: Sequence[Slopes]) -> str:
+    """Which part of the mask alone has a gradient, in every completion of every policy; empty where none fits."""
+    for words in OF_THE_MASK:
+        parts_BT = [slopes.parts_BT[words] for slopes in measured]
+        is_whole = all(torch.equal(part_BT, slopes.mask_BT) for part_BT, slopes in zip(parts_BT, measured, strict=True))
+        is_empty = not any(bool(part_BT.any()) for part_BT in parts_BT)
+        if is_whole or is_empty:
+            continue
+        # Where policy and reference agree on a token, its gradient is zero by right, but not in every completion.
+        pairs = zip(parts_BT, measured, strict=True)
+        if all(torch.equal(slopes.has_gradient_BT, part_BT) for part_BT, slopes in pairs):
+            return words
+    return ""
+
+
+def _direction_within(claimed: str, measured: Sequence[Slopes]) -> str:
+    """Whether the tokens that have a gradient have that of the KL in the other direction; empty where they do not."""
+    other = {"token_reverse": "token_forward", "token_forward": "token_reverse"}.get(claimed)
+    if other is None:
+        return ""
+    gradients = [slopes.gradient(slopes.slope_BTV) for slopes in measured]
+    targets = []
+    for slopes in measured:
+        logp_BTV = slopes.policy.instance.policy_logp()[slopes.prefix_BT]
+        ref_logp_BTV = slopes.policy.instance.ref_logp_NV[slopes.prefix_BT]
+        slope_BTV = -ref_logp_BTV.exp()
+        if other == "token_reverse":
+            slope_BTV = logp_BTV.exp() * (logp_BTV - ref_logp_BTV)
+        targets.append(slopes.gradient(torch.where(slopes.has_gradient_BT[..., None], slope_BTV, 0.0)))
+    if common_coefficient(gradients, targets, measured[0].tolerance) is None:
+        return ""
+    return WRONG_TARGETS[claimed, other]
 
 
 def _without_gradient(measured: Sequence[Slopes]) -> str:
@@ -274,10 +351,6 @@ def _without_gradient(measured: Sequence[Slopes]) -> str:
         return "the probabilities of the sum over the vocabulary are detached: their gradient is that of the KL"
     if not any(slopes.reads_reference for slopes in measured):
         return "the reference does not enter the gradient: with another ref_logp it is the same"
-    dropped = [_tokens_without_gradient(slopes) for slopes in measured]
-    for name in ("first", "last"):
-        if all(name in names for names in dropped):
-            return f"the {name} token of every completion has no gradient: it is dropped, or the mask is shifted"
     return ""
 
 
@@ -288,21 +361,6 @@ def _is_detached_sum(slopes: Slopes) -> bool:
     factor = slopes.slope_BTV.sum() / p_BTV.sum()
     difference = (slopes.slope_BTV - factor * p_BTV).norm()
     return bool(factor > 0) and bool(difference <= slopes.tolerance * slopes.slope_BTV.norm())
-
-
-def _tokens_without_gradient(slopes: Slopes) -> list[str]:
-    """Which of the first and the last token have none in any completion, though other tokens have one."""
-    has_gradient_BT = (slopes.slope_BTV != 0).any(-1) & slopes.mask_BT
-    if not bool(has_gradient_BT.any()):
-        return []
-    # Where policy and reference agree on a token, its gradient is zero by right, but not in every completion.
-    last_B1 = slopes.mask_BT.sum(-1, keepdim=True) - 1
-    names = []
-    if not bool(has_gradient_BT[:, 0].any()):
-        names.append("first")
-    if not bool(has_gradient_BT.gather(-1, last_B1).any()):
-        names.append("last")
-    return names
 
 
 def _missing_detach(claimed: str, measured: Sequence[Slopes]) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from kl_comedy.conformance.batches import Batch, Loss, hole_columns, rounding_of, slope_of
+from kl_comedy.conformance.masks import OF_WHOLE_BATCH
 from kl_comedy.conformance.results import TOLERANCE32, Result
 from kl_comedy.conformance.smallest import batch_lines, small_policy
 from kl_comedy.errors import UserError
@@ -23,6 +24,18 @@ LARGEST_RATIO_32 = 80.0
 """Log-ratios (nats) up to which values must be finite in float32, which holds numbers up to exp(88)."""
 LARGEST_RATIO = 500.0
 """Log-ratios (nats) up to which values must be finite; those of impossible tokens are beyond."""
+
+YOUR_SUM = (
+    'right only if YOUR sum over tokens uses the mask: multiply by the mask, or say so with masked_tokens="left_out" '
+    "(--masked-tokens left_out)"
+)
+REPAIRS = {
+    "the mask shifted by one token to the left": "the mask is shifted by one token to the left (log-probs and mask "
+    "start at different tokens)",
+    "the mask shifted by one token to the right": "the mask is shifted by one token to the right (log-probs and mask "
+    "start at different tokens)",
+    "the mask inverted": "the mask is inverted",
+}
 
 
 def problems_of(
@@ -51,6 +64,8 @@ def problems_of(
             problems |= dict.fromkeys(_overflows(loss, first.batch), False)
         problems |= dict.fromkeys(_low_precision(loss, first.batch), False)
         problems |= dict.fromkeys(_logit_problems(loss, first.batch), False)
+        problems |= dict.fromkeys(_reduction_problems(loss), False)
+        problems |= dict.fromkeys(_not_zero_in_padding(loss, first), False)
     if hole_columns(first.batch.step_T):
         within = _leaks(loss, first.batch, first.policy, seed, has_prompt=False)
         problems |= dict.fromkeys(within, False)
@@ -163,6 +178,26 @@ def _logit_problems(loss: Loss, batch: Batch) -> list[str]:
     return []
 
 
+def _reduction_problems(loss: Loss) -> list[str]:
+    """Whether a scalar is a mean over the tokens of a wrong mask."""
+    if loss.reduction is None or not loss.reduction.problem:
+        return []
+    return [loss.reduction.problem]
+
+
+def _not_zero_in_padding(loss: Loss, result: Result) -> list[str]:
+    """Whether a loss ``[B, T]`` has a value in the padding, which its sum over tokens would hold."""
+    value = result.returned.detach()
+    if value.dim() != 2 or loss.leaves_masked_out:
+        return []
+    is_padding_BT = ~result.batch.tensors["attention_mask"]
+    in_padding = value[is_padding_BT]
+    # What is not finite is a problem of its own.
+    if bool((in_padding[in_padding.isfinite()] == 0).all()):
+        return []
+    return [f"mask: the loss is not zero in the padding: {YOUR_SUM}"]
+
+
 def _in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     """The batch with its log-probs in ``dtype``; they still depend on the leaf in float64."""
     tensors = {}
@@ -218,7 +253,7 @@ def _leaks(loss: Loss, batch: Batch, policy: BatteryInstance, seed: int, *, has_
 
     At most one problem, which names all of these tokens. ``has_prompt``: the batch begins with a masked token.
     """
-    loss_B, _ = loss(batch)
+    loss_B, returned = loss(batch)
     slope_BTV = slope_of(loss_B, batch)
     mask_BT = batch.tensors["mask"]
     # A loss that does not read the hole gives the same value up to the rounding of its own precision.
@@ -235,39 +270,49 @@ def _leaks(loss: Loss, batch: Batch, policy: BatteryInstance, seed: int, *, has_
         is_affected_T = (change_BT > tolerance).any(0)
         has_gradient = bool((slope_BTV[:, column].abs() > 0).any())
         changes_value = bool(((redrawn_B - loss_B).abs() > tolerance).any())
-        if has_gradient or changes_value or bool(is_affected_T.any()):
+        # A constant at masked tokens changes with nothing, and is summed all the same.
+        has_value = returned.dim() == 2 and not loss.leaves_masked_out and bool((returned[:, column] != 0).any())
+        if has_gradient or changes_value or has_value or bool(is_affected_T.any()):
             # Tokens are counted from 1 in the report.
             leaking.append(column + 1)
             affected |= {token + 1 for token in is_affected_T.nonzero()[:, 0].tolist()}
     if not leaking:
         return []
     longest = mask_BT[int(mask_BT.sum(-1).argmax())]
-    effect = "change the loss"
-    if affected:
-        effect += f", and the gradient of {_tokens(sorted(affected))}"
     whose = "a tool's reply"
     if has_prompt:
         whose = "a prompt"
-    repair = "multiply by the mask before every sum over tokens (take an argument mask if there is none)"
-    direction = _shifted(slope_BTV, mask_BT)
-    if direction:
-        repair = f"the mask is shifted by one token to the {direction} (log-probs and mask start at different tokens)"
-    return [f"mask: {_tokens(leaking)}, masked as {whose} is (mask {_mask_text(longest)}), {effect}: {repair}"]
+    where = f"{_tokens(leaking)}, masked as {whose} is (mask {_mask_text(longest)})"
+    if affected:
+        effect = f"change the loss, and the gradient of {_tokens(sorted(affected))}"
+        return [f"mask: {where}, {effect}: multiply by the mask before every sum over tokens"]
+    repair = "multiply by the mask before every sum over tokens"
+    if returned.dim() == 2:
+        repair = YOUR_SUM
+    if not has_prompt:
+        repair = _wrong_mask(loss, slope_BTV, batch, repair)
+    if returned.dim() == 2:
+        return [f"mask: the loss is not zero at {where}: {repair}"]
+    return [f"mask: {where}, change the loss: {repair}"]
 
 
-def _shifted(slope_BTV: Tensor, mask_BT: Tensor) -> str:
-    """``left`` or ``right`` where the tokens with a gradient are the mask shifted by one; empty otherwise."""
+def _wrong_mask(loss: Loss, slope_BTV: Tensor, batch: Batch, repair: str) -> str:
+    """Which mask stands where the mask is meant, from the tokens that have a gradient; ``repair`` where none fits."""
     has_gradient_BT = (slope_BTV != 0).any(-1)
-    left_BT = torch.zeros_like(mask_BT)
-    left_BT[:, :-1] = mask_BT[:, 1:]
-    right_BT = torch.zeros_like(mask_BT)
-    right_BT[:, 1:] = mask_BT[:, :-1]
+    mask_BT = batch.tensors["mask"]
+    attention_BT = batch.tensors["attention_mask"]
     # In the padding, where policy and reference agree, a token has no gradient with or without a mask.
-    for direction, shifted_BT in (("left", left_BT), ("right", right_BT)):
-        has_tokens_BT = mask_BT.flip(-1).cumsum(-1).flip(-1) > 0
-        if torch.equal(has_gradient_BT & has_tokens_BT, shifted_BT & has_tokens_BT):
-            return direction
-    return ""
+    for words, part in OF_WHOLE_BATCH.items():
+        if torch.equal(has_gradient_BT & attention_BT, part(mask_BT, attention_BT) & attention_BT):
+            if words in REPAIRS:
+                return REPAIRS[words]
+            applied = "no mask is applied (take an argument mask)"
+            if "attention_mask" in loss.call.names:
+                applied = "the attention mask stands where the mask is meant"
+            elif {"mask", "labels"} & set(loss.call.names):
+                applied = "the mask is not applied"
+            return f"{applied}, so that a tool's replies count; {repair}"
+    return repair
 
 
 def _mask_text(mask_T: Tensor) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from kl_comedy.errors import UserError
 from kl_comedy.kl.claims import TARGET_MEANINGS
 from kl_comedy.kl.oracle.divergences import DIVERGENCE_MEANINGS, DIVERGENCES
 
@@ -21,7 +22,7 @@ class Finding:
     ``target``: the target whose gradient, times ``coefficient``, equals the expected gradient on every policy.
     ``near_target``: the same on the policies near the reference. Both are None where no target fits.
     ``nearest``: the target whose gradient has the largest absolute ``cosine`` with the expected gradient.
-    ``reaches_policy``: whether any completion has a gradient.
+    ``reaches_policy``: whether any token of the mask has a gradient; ``reaches_masked``: whether a masked one has.
     ``missed_in``: a policy on which ``near_target`` is missed, in words; empty where there is none.
     ``cause``: the mistake that explains a claim that fails; empty where no known mistake does.
     ``example``: the smallest batch on which the claim fails, as text.
@@ -36,6 +37,7 @@ class Finding:
     nearest: str
     cosine: float
     reaches_policy: bool
+    reaches_masked: bool
     missed_in: str
     cause: str = ""
     example: str = ""
@@ -45,9 +47,9 @@ class Finding:
         text = f"{self.regime}: {self._verdict()}"
         if self.cause:
             text += f"; {self.cause}"
-        if self.claimed:
-            text += f" [claimed: {self.claimed}]"
-        return text
+        if self.claimed is None:
+            return f"{text} [nothing claimed]"
+        return f"{text} [claimed: {self.claimed}]"
 
     @property
     def has_expected_coefficient(self) -> bool:
@@ -57,6 +59,8 @@ class Finding:
         return math.isclose(self.coefficient, self.expected_coefficient, rel_tol=COEFFICIENT_TOLERANCE)
 
     def _verdict(self) -> str:
+        if not self.reaches_policy and self.reaches_masked:
+            return "zero: masked tokens alone have a gradient (the mask is inverted)"
         if not self.reaches_policy:
             return "zero: no gradient reaches the policy (no_grad, or a detached value)"
         if self.target == "zero":
@@ -73,17 +77,22 @@ class Finding:
         return f"none: nearest to {self.nearest}, cosine {self.cosine:.2f}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Report:
     """The findings of :func:`check`, one per regime.
 
+    Its truth is :attr:`ok`, so that ``assert check(...)`` fails where a claim does. Where nothing was claimed it has no
+    truth, because an assertion about nothing would pass for a loss that is right.
+
     ``near_only``: claims are about policies near the reference. ``covered``: the policies that were tried, in words.
+    ``reduction``: how a scalar is made of the losses of completions, in words; empty for other losses.
     ``problems``: what is wrong whatever the loss claims. ``problem_example``: the smallest batch that shows the first.
     """
 
     findings: tuple[Finding, ...]
     near_only: bool
     covered: str
+    reduction: str = ""
     problems: tuple[str, ...] = ()
     problem_example: str = ""
 
@@ -102,6 +111,12 @@ class Report:
         """Whether every claim holds and there is no problem."""
         claims_hold = all(self._holds(finding) for finding in self.findings)
         return claims_hold and not self.problems
+
+    def __bool__(self) -> bool:
+        claims = [finding.claimed for finding in self.findings if finding.claimed is not None]
+        if not claims and self.ok:
+            raise UserError("report: nothing was claimed, so it is neither true nor false; give claims, or read .ok")
+        return self.ok
 
     def assert_ok(self) -> None:
         """Raise AssertionError with the report unless every claim holds."""
@@ -123,15 +138,23 @@ class Report:
         lines = []
         for finding in self.findings:
             mark = "FAILED"
-            if self._holds(finding):
+            if finding.claimed is None:
+                mark = "-     "
+            elif self._holds(finding):
                 mark = "ok    "
             lines.append(f"{mark} {finding}")
         for problem in self.problems:
             lines.append(f"FAILED {problem}")
         if self.example:
             lines.append(self.example)
+        if self.reduction:
+            lines.append(f"the scalar is {self.reduction}")
         lines.append(f"checked: {self.covered}")
         return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        # What pytest shows for a failed `assert check(...)`, and a notebook for a report.
+        return str(self)
 
 
 def beta_cause(finding: Finding) -> str:

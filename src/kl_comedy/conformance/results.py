@@ -28,12 +28,14 @@ class Result:
     """The expected gradient of the loss for one policy, and the tolerance of its comparison with a target.
 
     ``slope_BTV``: the derivatives of the losses by the log-probs of the completions' tokens, without those of holes.
+    ``reaches_masked``: whether the log-probs of masked tokens have a derivative.
     """
 
     policy: BatteryInstance
     batch: Batch
     returned: Tensor
     slope_BTV: Tensor
+    reaches_masked: bool
     moments: Moments
     tolerance: float
 
@@ -51,7 +53,9 @@ def result_of(loss: Loss, batch: Batch, policy: BatteryInstance) -> Result:
     assert instance.features_NVD is not None
     loss_B, returned = loss(batch)
     # Gradients in holes do not count here; `problems_of` reports them.
-    slope_BTV = slope_of(loss_B, batch)[:, token_columns(batch.step_T)]
+    all_slope_BTV = slope_of(loss_B, batch)
+    is_masked_BT = ~batch.tensors["mask"]
+    slope_BTV = all_slope_BTV[:, token_columns(batch.step_T)]
     slope_BTV = torch.where(rows.mask_BT[..., None], slope_BTV, 0.0)
     # d loss / d parameters = sum over tokens and vocabulary of d loss / d log-prob times the log-prob's score.
     score_BTVD = ScoreTables(instance, instance.features_NVD).score_NVD[rows.prefix_BT]
@@ -69,6 +73,7 @@ def result_of(loss: Loss, batch: Batch, policy: BatteryInstance) -> Result:
         batch=batch,
         returned=returned,
         slope_BTV=slope_BTV,
+        reaches_masked=bool((all_slope_BTV[is_masked_BT] != 0).any()),
         moments=moments,
         tolerance=tolerance,
     )
@@ -108,6 +113,7 @@ class Results:
             nearest=nearest,
             cosine=cosines[nearest],
             reaches_policy=any(result.moments.mean_norm != 0 for result in self._results),
+            reaches_masked=any(result.reaches_masked for result in self._results),
             missed_in=missed_in,
             expected_coefficient=beta,
         )
@@ -147,5 +153,11 @@ class Results:
 
     def _mean_cosine(self, target: str) -> float:
         """Over the policies near the reference, where losses that clamp are themselves."""
-        cosines = [result.moments.cosine(result.policy.targets[target]) for result in self._near]
+        cosines = []
+        for result in self._near:
+            cosine = 0.0
+            # A gradient of zero, as of a loss that drops the only token of each turn, is near to no target.
+            if bool((result.moments.gradient_D != 0).any()):
+                cosine = result.moments.cosine(result.policy.targets[target])
+            cosines.append(cosine)
         return sum(cosines) / len(cosines)
