@@ -513,7 +513,7 @@ def _checked(term: KLTerm, batch: _Batch) -> _Batch:
         bad_BT = ~torch.isfinite(tensor.detach()) & mask_BT
         if bool(bad_BT.any()):
             row, column = (int(position) for position in bad_BT.nonzero()[0])
-            raise UserError(
+            raise NotFinite(
                 f"{name} is not finite at [{row}, {column}] ({float(tensor[row, column].detach())}), "
                 f"{int(bad_BT.sum())} such value(s) in all"
             )
