@@ -112,7 +112,7 @@ def test_a_plot_is_written_and_mentioned_on_stderr(certify, tmp_path):
 def test_a_term_a_list_and_a_config(certify, tmp_path):
     (tmp_path / "two.yaml").write_text("- {estimator: k3, placement: reward}\n- {estimator: k3, placement: loss}\n")
     (tmp_path / "run.yaml").write_text(
-        "data: {train: {dataset: pocket}}\nrollout: {group_size: 3}\nalgorithm: {advantage: dr_grpo}\n"
+        "data: {train: {dataset: pocket}}\nrollout: {group_size: 16}\nalgorithm: {advantage: dr_grpo}\n"
         "kl: [{estimator: k1, placement: reward, credit: total, baseline: before, beta: 0.1}]\n"
     )
     term = "{estimator: exact, placement: loss}"
@@ -124,7 +124,7 @@ def test_a_term_a_list_and_a_config(certify, tmp_path):
     assert of_list["in_training"] is None
     assert of_config["name"] == "run.yaml"
     assert of_config["target"] == "sequence_reverse"
-    assert of_config["in_training"]["strength"] == pytest.approx(2 / 3), "1 - 1/G of the group's mean"
+    assert of_config["in_training"]["strength"] == pytest.approx(15 / 16), "1 - 1/G of the group's mean"
     assert of_term["target"] == "token_reverse"
 
 

@@ -230,3 +230,16 @@ def test_the_help_shows_at_most_twenty_commands_in_four_panels(kl_comedy):
     assert {"certify", "train", "sweep", "results"} <= set(shown)
     assert len(shown) <= 20
     assert not {"cell", "sweep-report"} & set(shown), "jobs run these; nobody types them"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [(["--help"], 0, "Usage: python -m kl_comedy"), (["chek"], 2, "check"), (["list", "recipes"], 0, "grpo")],
+)
+def test_python_m_is_the_command(words, code, text):
+    """Its help names it as it was typed, and its exit codes are those of `kl-comedy`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kl_comedy", *words], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert text in done.stdout + done.stderr

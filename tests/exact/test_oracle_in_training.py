@@ -21,7 +21,7 @@ from kl_comedy.kl.oracle import (
     terms_loss,
     training_loss,
 )
-from kl_comedy.kl.oracle.algorithm_context import effects
+from kl_comedy.kl.oracle.algorithm_context import effects, group_effect
 from kl_comedy.kl.oracle.gradients import term_arguments
 from kl_comedy.models.types import ReferencePass, TokenPass
 from kl_comedy.objective import returns_with_costs, sequence_weights
@@ -288,3 +288,37 @@ def test_effects_of_a_config_are_one_row_per_regime():
     assert on_policy.cosine == pytest.approx(1.0)
     assert off_policy.relative_bias > on_policy.relative_bias
     assert set(on_policy.row()) == {"name", "around", "regime", "strength", "relative_bias", "cosine"}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+@pytest.mark.parametrize("regime", ["on_policy", "off_policy"])
+@pytest.mark.parametrize("advantage", ["dr_grpo", "rloo", "batch_mean"])
+def test_the_effect_in_a_group_of_any_size_is_that_of_its_enumeration(advantage, regime, size):
+    """Groups above 3 are not enumerated in a certificate; here every one is, on a tree of few completions."""
+    tree = Tree.build(vocabulary=2, length=2)
+    where = Instance.random(tree, InstanceSettings(regime=regime, seed=0, parameters=4))
+    context = AlgorithmContext(advantage=advantage, group_size=size)
+    # One cost within the baseline and one beside it: only the first becomes weaker in a small group.
+    moments, enumerated_size = group_effect(where, [BEFORE, IN_LOSS], context)
+    assert enumerated_size == size
+    assert_close(moments.gradient_D, kl_effect(where, [BEFORE, IN_LOSS], context).gradient_D, 1e-7)
+
+
+@pytest.mark.parametrize(("advantage", "strength"), [("dr_grpo", 15 / 16), ("rloo", 1.0), ("batch_mean", 15 / 16)])
+def test_the_effect_in_a_group_of_16(advantage, strength):
+    (effect,) = effects("mine", [BEFORE], AlgorithmContext(advantage=advantage, group_size=16), regimes=("on_policy",))
+    assert effect.strength == pytest.approx(strength, rel=1e-9), "1 - 1/G where the mean contains the completion"
+    assert effect.around.endswith("groups of 16")
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        AlgorithmContext(advantage="grpo", group_size=16),
+        AlgorithmContext(advantage="dr_grpo", policy_loss="ppo_clip", group_size=16),
+    ],
+)
+def test_what_is_not_linear_in_the_advantage_says_the_size_that_was_enumerated(context):
+    *_, effect = effects("mine", [BEFORE], context)
+    assert effect.regime == "off_policy"
+    assert effect.around.endswith("groups of 3 (16 are too many to enumerate)")

@@ -556,3 +556,59 @@ def test_the_diagnostics_of_a_batch_without_a_token_are_empty(options, mask_dtyp
     term = KLTerm("k3", placement="loss", **options)
     assert kl_diagnostics(term, **tensors, mask_BT=torch.zeros(2, 3, dtype=mask_dtype)) == {}
     assert kl_diagnostics(term, **tensors, mask_BT=torch.ones(2, 3, dtype=mask_dtype)) != {}
+
+
+# --- overflow -------------------------------------------------------------------------------------------------------
+FAR = {"float32": -100.0, "float64": -800.0}
+"""Log-ratios (nats) beyond what ``exp`` of the dtype holds: 88.7 and 709.8."""
+
+
+def far_batch(dtype, place=(0, 1)):
+    """The good batch with one token that the reference holds far likelier than the policy."""
+    batch = {
+        name: value if value.dtype == torch.bool else value.to(getattr(torch, dtype)) for name, value in GOOD.items()
+    }
+    logp_BT = batch["ref_logp_BT"].clone()
+    logp_BT[place] += FAR[dtype]
+    return {**batch, "logp_BT": logp_BT.requires_grad_(True), "behaviour_logp_BT": logp_BT.detach()}
+
+
+@pytest.mark.parametrize("dtype", FAR)
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+def test_an_estimate_that_overflows_names_its_token_and_its_log_ratio(dtype, placement):
+    message = message_of(KLTerm("k3", placement=placement), **far_batch(dtype))
+    assert f"k3 overflows at [0, 1], where the log-ratio to the reference is {FAR[dtype]:g} nats" in message
+    with pytest.raises(UserError, match=r"overflows at \[0, 1\]"):
+        kl_parts(KLTerm("k3", placement=placement), **far_batch(dtype))
+
+
+def test_a_ratio_that_overflows_names_its_token():
+    far = far_batch("float32")
+    far["behaviour_logp_BT"] = far["ref_logp_BT"] - 200
+    message = message_of(KLTerm("k1", placement="loss", correction="token"), **far)
+    assert "the log-ratio to the sampler is 200 nats at" in message
+
+
+@pytest.mark.parametrize("clamp", ["input_clamp", "output_clamp"])
+def test_a_clamp_bounds_what_would_overflow(clamp):
+    """Its token has no gradient, and the others have the one that they have alone."""
+    far = far_batch("float32")
+    kl_surrogate(KLTerm("k3", placement="loss", **{clamp: 10.0}), **far).sum().backward()
+    gradient_BT = far["logp_BT"].grad
+    assert float(gradient_BT[0, 1]) == 0
+    assert float(gradient_BT[0, 0]) == 0, "1 - exp(0): the token is as likely under both"
+    assert bool(torch.isfinite(gradient_BT).all())
+
+
+def test_an_overflow_outside_the_mask_does_not_count():
+    far = far_batch("float32", place=(0, 2))
+    kl_surrogate(KLTerm("k3", placement="loss"), **far).sum().backward()
+    assert bool(torch.isfinite(far["logp_BT"].grad).all())
+
+
+def test_the_largest_log_ratio_below_the_overflow_has_its_gradient():
+    far = far_batch("float32")
+    with torch.no_grad():
+        far["logp_BT"][0, 1] = far["ref_logp_BT"][0, 1] - 88.5
+    kl_surrogate(KLTerm("k3", placement="loss"), **far).sum().backward()
+    assert float(far["logp_BT"].grad[0, 1]) == pytest.approx(1 - math.exp(88.5), rel=1e-4)

@@ -22,7 +22,7 @@ from kl_comedy.rewards.notation import joined_digits, plain_numbers, readable, w
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CASES = []
 CORPORA = {}
-for corpus in ("graded_answers", "graded_answers_wide", "graded_answers_new"):
+for corpus in ("graded_answers", "graded_answers_wide", "graded_answers_new", "graded_answers_money"):
     text = (FIXTURES / f"{corpus}.jsonl").read_text(encoding="utf-8")
     CORPORA[corpus] = [json.loads(line) for line in text.splitlines()]
     CASES += CORPORA[corpus]

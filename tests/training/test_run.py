@@ -303,6 +303,27 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer(tmp_path):
         go(tmp_path, "kl=[{estimator: k3, placement: loss, beta: 1e308}]", "train.eval_every=0")
 
 
+def test_a_token_that_overflows_is_named_and_changes_no_weights(tmp_path, monkeypatch):
+    """The reference holds one token for e^100 times likelier than the policy does."""
+    from kl_comedy.training import loss, module
+
+    def with_a_far_token(*arguments, **options):
+        tensors = kl_arguments(*arguments, **options)
+        far_BT = torch.zeros_like(tensors["ref_logp_BT"])
+        far_BT[0, 0] = 100.0
+        return {**tensors, "ref_logp_BT": tensors["ref_logp_BT"] + far_BT}
+
+    steps = []
+    kl_arguments = loss.kl_arguments
+    monkeypatch.setattr(loss, "kl_arguments", with_a_far_token)
+    monkeypatch.setattr(module.PolicyModule, "_optimize", lambda *_: steps.append(1))
+    place = r"update 0: k3 overflows at \[0, 0\], where the log-ratio to the reference is -100"
+    for placement in ("loss", "reward"):
+        with pytest.raises(RunFailed, match=place):
+            go(tmp_path / placement, f"kl=[{{estimator: k3, placement: {placement}, beta: 0.1}}]", "train.eval_every=0")
+    assert steps == []
+
+
 def test_a_run_folder_has_one_holder(tmp_path):
     from kl_comedy.training.run_folder import create_run
 

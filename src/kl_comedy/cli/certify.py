@@ -285,18 +285,21 @@ def _read_yaml(path: Path) -> Any:
 
 
 def _context_of(config: Config) -> AlgorithmContext:
-    """The algorithm around the terms of a config, with groups small enough to enumerate."""
-    from kl_comedy.kl.oracle.algorithm_context import LARGEST_GROUP, AlgorithmContext
+    """The algorithm around the terms of a config."""
+    from kl_comedy.kl.oracle.algorithm_context import AlgorithmContext
+    from kl_comedy.registry import ADVANTAGES
 
     algorithm = config.algorithm
+    group_size = config.rollout.group_size
+    if ADVANTAGES.get(algorithm.advantage).facts.get("batch"):
+        group_size *= config.rollout.prompts_per_batch // algorithm.updates_per_batch
     return AlgorithmContext(
         advantage=algorithm.advantage,
         policy_loss=algorithm.policy_loss,
         policy_loss_options=dict(algorithm.policy_loss_options),
         correction=dict(algorithm.correction),
         proximal=algorithm.proximal,
-        # A group multiplies the completions that are enumerated; larger ones only have less noise.
-        group_size=min(config.rollout.group_size, LARGEST_GROUP),
+        group_size=group_size,
         # That of the objective: other reductions weight completions by their length, which is no property of the
         # terms.
         reduction="sequence_sum",

@@ -9,6 +9,7 @@ in nats; promoted to float32 at least.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,10 @@ from kl_comedy.kl.estimators import TopK, TopTokens, estimate, k2
 from kl_comedy.kl.term import KLTerm
 from kl_comedy.objective.groups import group_sums
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
+
+
+class NotFinite(UserError):
+    """An estimate, a ratio or a gradient is infinite, or not a number, on some token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +207,10 @@ def kl_surrogate(
             rows; None is no baseline.
 
     Raises:
-        UserError: shapes that differ, a log-prob that is not finite, an exact
-            estimator without ``exact_kl_BT``, an estimator that returns another shape.
+        UserError: shapes that differ, a log-prob that is not finite, an exact estimator without ``exact_kl_BT``, an
+            estimator that returns another shape.
+        NotFinite: an estimate or a ratio that overflows, as ``exp`` does beyond 88.7 nats in float32 and beyond 709 in
+            float64. It is a UserError too.
 
     >>> logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     >>> kl_surrogate(KLTerm("k2", placement="loss"), logp_BT=logp, ref_logp_BT=torch.tensor([[-2.0, -2.0]]),
@@ -220,7 +227,7 @@ def kl_surrogate(
         certainty_BT=certainty_BT,
     )
     batch = _checked(term, given)
-    parts = _parts(term, batch)
+    parts = _finite_parts(term, batch)
     credited_BT = parts.weight_BT * parts.cost_BT
     if term.baseline == "exact" and batch.exact_kl_BT is not None:
         baseline_BT = _weighted(term, batch, batch.exact_kl_BT)
@@ -234,7 +241,7 @@ def kl_surrogate(
 
 def kl_parts(term: KLTerm, **tensors_BT: Any) -> TermParts:
     """The term taken apart, for a cost that enters before the baseline; the arguments are :func:`kl_surrogate`'s."""
-    return _parts(term, _checked(term, _Batch(**tensors_BT)))
+    return _finite_parts(term, _checked(term, _Batch(**tensors_BT)))
 
 
 @torch.no_grad()
@@ -381,6 +388,45 @@ def _parts(term: KLTerm, batch: _Batch) -> TermParts:
     )
 
 
+def _finite_parts(term: KLTerm, batch: _Batch) -> TermParts:
+    """:func:`_parts`, all finite inside the mask. Raises :class:`NotFinite` that names the token which overflows.
+
+    Log-probs are finite, so an infinite part is an ``exp`` of one token (its estimate, or a ratio) that float32 or
+    float64 cannot hold; its gradient would be infinite too, or not a number.
+    """
+    parts = _parts(term, batch)
+    finite_BT = torch.ones_like(batch.mask_BT)
+    for part_BT in (parts.cost_BT, parts.weight_BT, parts.baseline_weight_BT, parts.pathwise_BT):
+        finite_BT = finite_BT & torch.isfinite(part_BT.detach())
+    bad_BT = ~finite_BT & batch.mask_BT
+    if not bool(bad_BT.any()):
+        return parts
+    dtype = str(batch.logp_BT.dtype).removeprefix("torch.")
+    largest = math.log(torch.finfo(batch.logp_BT.dtype).max)
+    limit = f"{dtype} holds exp up to {largest:.1f} nats"
+    with torch.no_grad():
+        # A cost to go carries the overflow to the tokens before it: the token's own estimate says where it began.
+        value_bad_BT = ~torch.isfinite(_value(term, batch)) & batch.mask_BT
+    if bool(value_bad_BT.any()):
+        row, column = (int(position) for position in value_bad_BT.nonzero()[0])
+        if term.needs != "log_ratio":
+            raise NotFinite(f"{term.estimator} is not finite at [{row}, {column}]")
+        evaluated_at_BT = batch.behaviour_logp_BT if term.anchor == "behaviour" else batch.logp_BT
+        log_ratio_BT = (evaluated_at_BT - batch.reference_of(term)).detach()
+        raise NotFinite(
+            f"{term.estimator} overflows at [{row}, {column}], where the log-ratio to the reference is "
+            f"{float(log_ratio_BT[row, column]):g} nats ({limit}); a term with input_clamp bounds it"
+        )
+    # The sum of the log-ratios to the sampler, of which a ratio of several tokens is the exp, is largest somewhere.
+    delta_BT = torch.where(bad_BT, batch.log_ratio_to_behaviour().detach(), -math.inf)
+    place = int(delta_BT.argmax())
+    row, column = divmod(place, delta_BT.shape[1])
+    raise NotFinite(
+        f"{term.label()} overflows in row {row}, where the log-ratio to the sampler is "
+        f"{float(delta_BT[row, column]):g} nats at [{row}, {column}] ({limit}); a cap of the correction bounds it"
+    )
+
+
 def _weighted(term: KLTerm, batch: _Batch, value_BT: Tensor) -> Tensor:
     """A value per token times the token's weight, ``certainty ** weight_power``."""
     if term.weight == "none" or batch.certainty_BT is None:
@@ -432,9 +478,17 @@ def _evaluate(term: KLTerm, argument_BT: Tensor | TopK) -> Tensor:
     if term.input_clamp is not None and isinstance(argument_BT, Tensor):
         argument_BT = argument_BT.clamp(-term.input_clamp, term.input_clamp)
     value_BT = estimate(ESTIMATORS.get(term.estimator), argument_BT, **term.options)
-    if term.output_clamp is not None:
-        value_BT = value_BT.clamp(-term.output_clamp, term.output_clamp)
-    return value_BT
+    if term.output_clamp is None:
+        return value_BT
+    if isinstance(argument_BT, Tensor) and bool(torch.isinf(value_BT).any()):
+        # Evaluated again away from the overflow: beyond its bound a clamp has the gradient 0, and 0 times the infinite
+        # slope of the estimate would be NaN.
+        limit_BT = value_BT.detach().clamp(-term.output_clamp, term.output_clamp)
+        is_infinite_BT = torch.isinf(value_BT)
+        safe_BT = torch.where(is_infinite_BT, 0.0, argument_BT)
+        safe_value_BT = estimate(ESTIMATORS.get(term.estimator), safe_BT, **term.options)
+        value_BT = torch.where(is_infinite_BT, limit_BT, safe_value_BT)
+    return value_BT.clamp(-term.output_clamp, term.output_clamp)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -459,7 +513,7 @@ def _checked(term: KLTerm, batch: _Batch) -> _Batch:
         bad_BT = ~torch.isfinite(tensor.detach()) & mask_BT
         if bool(bad_BT.any()):
             row, column = (int(position) for position in bad_BT.nonzero()[0])
-            raise UserError(
+            raise NotFinite(
                 f"{name} is not finite at [{row}, {column}] ({float(tensor[row, column].detach())}), "
                 f"{int(bad_BT.sum())} such value(s) in all"
             )

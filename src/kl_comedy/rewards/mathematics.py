@@ -16,15 +16,18 @@ from typing import Any
 from kl_comedy.records import Reward
 from kl_comedy.registry import REWARDS
 from kl_comedy.rewards.base import BadGold, Meta
+from kl_comedy.rewards.money import amounts
 from kl_comedy.rewards.notation import (
     bases,
     clock_time,
     digits_and_base,
     is_ratio,
     long_ratio,
+    plain_characters,
     ratios_in_words,
     readable,
 )
+from kl_comedy.rewards.sequences import dotted_list, same_list
 from kl_comedy.rewards.text import clean, nesting_depth, tail
 
 
@@ -84,13 +87,33 @@ def math_verify(
         if given_time is None:
             return Reward(value=0.0, status="unparseable")
         return Reward(value=float(given_time.agrees_with(gold_time)))
-    if is_ratio(answer):
-        text = ratios_in_words(text)
-    gold = _parsed_gold(answer)
-    given = _evaluated(parse(text, parsing_timeout=None))
-    if not given:
-        return Reward(value=0.0, status="unparseable")
-    return Reward(value=float(_equal(gold, given, float_rounding)))
+    gold_list = dotted_list(plain_characters(answer))
+    given_list = dotted_list(plain_characters(written))
+    if gold_list or given_list:
+        is_same = same_list(gold_list, written) if gold_list else same_list(given_list, answer)
+        return Reward(value=float(is_same))
+    gold_amounts = amounts(plain_characters(answer))
+    given_amounts = amounts(plain_characters(written))
+    # Cents and whole units are compared where both sides name one. A bare number on one side is the other's value, or
+    # the number that is written there.
+    readings = [(gold_amounts.values, given_amounts.values)]
+    if not gold_amounts.named:
+        readings.append((gold_amounts.values, given_amounts.written))
+    if not given_amounts.named:
+        readings.append((gold_amounts.written, given_amounts.values))
+    is_read = False
+    for gold_text, given_text in dict.fromkeys(readings):
+        gold = _parsed_gold(gold_text)
+        text = readable(given_text)
+        if is_ratio(answer):
+            text = ratios_in_words(text)
+        given = _evaluated(parse(text, parsing_timeout=None))
+        if not given:
+            continue
+        is_read = True
+        if _equal(gold, given, float_rounding):
+            return Reward(value=1.0)
+    return Reward(value=0.0, status="ok" if is_read else "unparseable")
 
 
 def wrapped(gold: str) -> str:

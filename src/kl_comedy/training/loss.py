@@ -14,6 +14,7 @@ Legend: ``B`` rows, ``T`` completion tokens. ``B`` is all rows of the update in 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kl_comedy.config import AlgorithmConfig
 from kl_comedy.kl import KLTerm, TermParts, batch_baseline, kl_parts, kl_surrogate, kl_value, own_baseline
+from kl_comedy.kl.surrogate import NotFinite
 from kl_comedy.objective import PolicyTerm, policy_term, returns_with_costs, sequence_weights
 from kl_comedy.objective.advantages import whiten
 from kl_comedy.objective.policy_term import PolicyLossParts
@@ -229,7 +231,9 @@ def update_costs(
                 continue
             for name, term in alike.items():
                 arguments = kl_arguments(term, pack.packed, policy.logp_BT, reference.logp_BT, policy)
-                _write_rows(costs[name], kl_parts(term, **arguments), pack.packed)
+                # micro_loss meets the same token and names it; a rank that raised here would leave the others waiting.
+                with contextlib.suppress(NotFinite):
+                    _write_rows(costs[name], kl_parts(term, **arguments), pack.packed)
     # Each rank wrote the rows of its own packs and has zeros elsewhere, so that the sum is a gather.
     for parts in costs.values():
         for field_name in COST_PARTS:

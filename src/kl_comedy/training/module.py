@@ -13,6 +13,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from kl_comedy.config import Config, OptimizerConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.kl import BetaState
+from kl_comedy.kl.surrogate import NotFinite
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import release_free_memory
 from kl_comedy.models.logprobs import token_pass
@@ -145,6 +147,7 @@ class PolicyModule(lightning.LightningModule):
         self.last_tokens: dict[int, TokenNumbers] = {}
         self.old_policy: list[OldPolicyRow] | None = None
         self._log_probs_are_finite = True  # of this rank's micro-batches of the current update
+        self._overflow = ""  # what overflowed in them: the token and its log-ratio
 
     @property
     def beta_values(self) -> dict[str, float]:
@@ -247,6 +250,7 @@ class PolicyModule(lightning.LightningModule):
     ) -> tuple[list[MicroBatch], dict[str, float]]:
         """Gradients of this rank's micro-batches; these, and the sum of each part of their losses, by its name."""
         self._log_probs_are_finite = True
+        self._overflow = ""
         self.last_tokens = {}
         if batch.first:
             self.old_policy = self.record(batch.batch)
@@ -283,7 +287,13 @@ class PolicyModule(lightning.LightningModule):
         if not bool(torch.isfinite(policy.logp_BT).all()):
             # Raised after the update's exchanges: a rank that left them now would leave the others waiting.
             self._log_probs_are_finite = False
-        result = micro_loss(micro, passes, terms=self.terms, betas=betas, algorithm=config.algorithm)
+        losses_of = partial(micro_loss, micro, passes, terms=self.terms, algorithm=config.algorithm)
+        try:
+            result = losses_of(betas=betas)
+        except NotFinite as error:
+            # Raised after the update's exchanges, as above: until then the terms count as nothing.
+            self._overflow = self._overflow or str(error)
+            result = losses_of(betas=dict.fromkeys(betas, 0.0))
         loss = result.loss
         parts = result.parts
         if self.value_head is not None:
@@ -331,9 +341,12 @@ class PolicyModule(lightning.LightningModule):
         self, metrics: MetricAccumulator, losses: Mapping[str, float]
     ) -> tuple[MetricAccumulator, dict[str, float]]:
         """Sum gradients, metrics and losses. Raises :class:`RunFailed` on all ranks where one has a bad log-prob."""
-        gathered = self.ranks.gather((dict(losses), self._log_probs_are_finite))
-        if not all(is_finite for _, is_finite in gathered):
+        gathered = self.ranks.gather((dict(losses), self._log_probs_are_finite, self._overflow))
+        if not all(is_finite for _, is_finite, _ in gathered):
             raise RunFailed(f"update {self.version}: the policy's log-probs are not finite")
+        overflows = [overflow for *_, overflow in gathered if overflow]
+        if overflows:
+            raise RunFailed(f"update {self.version}: {overflows[0]}")
         if self.ranks.size > 1:
             if not self.ranks.sharded:
                 sum_gradients(self.policy.parameters(), self.ranks)
@@ -344,7 +357,7 @@ class PolicyModule(lightning.LightningModule):
             # Rank 0 writes the table; each rank has passed some of its rows.
             for tokens_of_rank in self.ranks.gather(self.last_tokens):
                 self.last_tokens |= tokens_of_rank
-        summed = {name: sum(of_rank[name] for of_rank, _ in gathered) for name in losses}
+        summed = {name: sum(of_rank[name] for of_rank, *_ in gathered) for name in losses}
         return metrics.merged(self.ranks), summed
 
     def _clip_gradients(self) -> dict[str, float]:

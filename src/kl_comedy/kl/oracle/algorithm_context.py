@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import kl_comedy.objective  # noqa: F401  (registers the built-ins)
+from kl_comedy.errors import UserError
 from kl_comedy.kl.oracle.enumeration import Instance, InstanceSettings, Loss, Rows, Tree
 from kl_comedy.kl.oracle.gradients import (
     Moments,
@@ -41,7 +42,7 @@ class AlgorithmContext:
     correction: Mapping[str, Any] = field(default_factory=dict)
     proximal: str = "behaviour"
     group_size: int = 1
-    """Completions that share a prompt; every group is enumerated."""
+    """Completions that share a prompt; for an advantage over the batch, the completions of the batch."""
     reduction: str = "sequence_sum"
     """How a batch becomes a loss; ``sequence_sum`` leaves the objective as it is."""
     drop_truncated: bool = False
@@ -115,6 +116,38 @@ def kl_effect(instance: Instance, terms: Sequence[KLTerm], context: AlgorithmCon
     return Moments(gradient_D=gradient_D, variance=whole.variance / beta**2, mean_norm=whole.mean_norm / beta)
 
 
+def group_effect(instance: Instance, terms: Sequence[KLTerm], context: AlgorithmContext) -> tuple[Moments, int]:
+    """:func:`kl_effect` and the size of the groups that it is of.
+
+    Groups up to :data:`LARGEST_GROUP` are enumerated. Where a loss is linear in an advantage ``R - mean of the group``,
+    the expected gradient is ``A + B / G``: the mean contains the completion's own return with weight ``1 / G``, and
+    what the others returned has no part in it. Two sizes give A and B. A third says whether the loss is of this kind:
+    with a group of one; where the advantage has none (leave-one-out), B must be 0. Otherwise (a division by the
+    standard deviation, a clip) the result is that of the largest group which is enumerated. The variance of a larger
+    group is not known: it is that of the largest enumerated one.
+    """
+    size = context.group_size
+    largest = kl_effect(instance, terms, dataclasses.replace(context, group_size=min(size, LARGEST_GROUP)))
+    if size <= LARGEST_GROUP:
+        return largest, size
+    smaller = kl_effect(instance, terms, dataclasses.replace(context, group_size=LARGEST_GROUP - 1))
+    # A + B / (n - 1) less A + B / n is B / (n (n - 1)).
+    by_size_D = (smaller.gradient_D - largest.gradient_D) * LARGEST_GROUP * (LARGEST_GROUP - 1)
+    limit_D = largest.gradient_D - by_size_D / LARGEST_GROUP
+    try:
+        single_D = kl_effect(instance, terms, dataclasses.replace(context, group_size=1)).gradient_D
+    except UserError:
+        # The advantage has no meaning within a group of one.
+        predicted_D, enumerated_D = largest.gradient_D, smaller.gradient_D
+    else:
+        predicted_D, enumerated_D = limit_D + by_size_D, single_D
+    difference = float((predicted_D - enumerated_D).norm())
+    if difference > AGREEMENT * float(largest.gradient_D.norm()):
+        return largest, LARGEST_GROUP
+    gradient_D = limit_D + by_size_D / size
+    return dataclasses.replace(largest, gradient_D=gradient_D), size
+
+
 def _advantage(context: AlgorithmContext, returns_BT: Tensor, rows: Rows) -> Tensor:
     """Advantages; one that normalizes over the batch sees each group as a batch of its own."""
     entry = ADVANTAGES.get(context.advantage)
@@ -148,7 +181,9 @@ TREE = Tree.build(vocabulary=3, length=3)
 SEEDS = (0, 1)
 SHARED = 6
 LARGEST_GROUP = 3
-"""Groups beyond this are not enumerated: a baseline over three shows what one over eight does, less of it."""
+"""Groups beyond this are not enumerated: their number is that of completions to the power of the group's size."""
+AGREEMENT = 1e-8
+"""Relative difference up to which two gradients are one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,19 +214,26 @@ def effects(
     *,
     regimes: Sequence[str] = ("on_policy", "off_policy"),
 ) -> list[Effect]:
-    """One row per regime; every group of ``context.group_size`` completions of a small tree is enumerated."""
-    around = f"{context.advantage}, {context.policy_loss}, {context.reduction}, groups of {context.group_size}"
+    """One row per regime, for groups of ``context.group_size`` completions of a small tree: :func:`group_effect`."""
+    around = f"{context.advantage}, {context.policy_loss}, {context.reduction}, groups of "
+    ending = ""
     if context.drop_truncated:
-        around += ", truncated dropped"
+        ending = ", truncated dropped"
     rows = []
     for regime in regimes:
         figures = []
+        sizes = []
         for seed in SEEDS:
             instance = Instance.random(TREE, InstanceSettings(regime=regime, seed=seed, parameters=SHARED))
             target_D = target_gradient(instance, "sequence_reverse")
-            figures.append(kl_effect(instance, terms, context).figures(target_D))
+            moments, size = group_effect(instance, terms, context)
+            figures.append(moments.figures(target_D))
+            sizes.append(size)
         means = {}
         for name_of_figure in ("relative_bias", "cosine", "strength"):
             means[name_of_figure] = sum(by_seed[name_of_figure] for by_seed in figures) / len(figures)
-        rows.append(Effect(name=name, around=around, regime=regime, **means))
+        groups = str(min(sizes))
+        if min(sizes) < context.group_size:
+            groups += f" ({context.group_size} are too many to enumerate)"
+        rows.append(Effect(name=name, around=f"{around}{groups}{ending}", regime=regime, **means))
     return rows

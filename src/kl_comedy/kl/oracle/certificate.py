@@ -24,12 +24,12 @@ from kl_comedy.kl.oracle.enumeration import REGIMES, Instance, InstanceSettings,
 from kl_comedy.kl.oracle.gradients import (
     TOLERANCE,
     Moments,
-    NotFinite,
     against_the_sampler,
     exact_moments,
     target_gradient,
     terms_loss,
 )
+from kl_comedy.kl.surrogate import NotFinite
 from kl_comedy.kl.term import KLTerm
 
 TREE = Tree.build(vocabulary=3, length=4)

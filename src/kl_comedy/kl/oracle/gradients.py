@@ -25,7 +25,7 @@ from kl_comedy.kl.beta import first_value
 from kl_comedy.kl.claims import TARGETS, WEIGHTED, own_targets
 from kl_comedy.kl.estimators import certainty, jensen_shannon
 from kl_comedy.kl.oracle.enumeration import IMPOSSIBLE, Completions, Instance, Loss, Rows, log_probs
-from kl_comedy.kl.surrogate import batch_baseline, kl_parts, kl_surrogate, own_baseline
+from kl_comedy.kl.surrogate import NotFinite, batch_baseline, kl_parts, kl_surrogate, own_baseline
 from kl_comedy.kl.term import KLTerm
 
 CHUNK = 8192
@@ -42,10 +42,6 @@ MAX_ELEMENTS = 2**24
 
 MAX_GROUPS = 4_000_000
 """Groups that are still enumerated; beyond, ask for smaller groups or a smaller tree."""
-
-
-class NotFinite(UserError):
-    """A loss has a gradient that is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
