@@ -4,6 +4,7 @@ import json
 import os
 import re
 import stat
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from commands import Command, cpu_limit
 from kl_comedy.cli.common import load_plugins
 from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
-from kl_comedy.redaction import is_secret_key, printable, redact, redact_command, redact_source
+from kl_comedy.redaction import is_secret_key, one_line, printable, redact, redact_command, redact_source
 from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.profile import read_profile
 
@@ -403,3 +404,19 @@ def test_files_that_may_hold_what_a_user_wrote_are_for_their_owner_only(left_beh
         if "mlartifacts" in file.parts or "checkpoints" in str(file):
             continue
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.characters(codec=None) | st.sampled_from("\n\x85\u2028\x1b[m\u202e "), max_size=40))
+def test_one_line_is_one_line_for_every_reader(text):
+    line = one_line(text)
+    assert line.splitlines() in ([], [line])
+    assert not any(unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") for letter in line)
+    assert one_line(line) == line
+
+
+def test_a_web_token_is_hidden_wherever_it_begins_in_a_word():
+    token = "ey" + "J" + "a1" * 2500 + "." + "b2" * 9
+    for text in (token, f"x-{token}", f"eyJ-{token}", f"a.{token}.sig", f"k=_{token}"):
+        assert "a1a1" not in redact(text)
+        assert "b2b2" not in redact(text)

@@ -1,6 +1,8 @@
 """``kl-comedy check``: what a config would start, or the reason why it cannot."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -216,3 +218,51 @@ def test_the_values_of_a_config_that_cannot_run_are_printed_before_it_is_refused
     result = CliRunner().invoke(app, ["check", str(TINY), "rewards.0.options={nothing: 3}", "--resolved"])
     assert "nothing: 3" in result.stdout
     assert isinstance(result.exception, UserError)
+
+
+def resolved_text(folder, name, *overrides):
+    result = CliRunner().invoke(app, ["check", str(folder / name), *overrides, "--resolved"])
+    if isinstance(result.exception, UserError):
+        return str(result.exception)
+    assert result.exception is None, result.exception
+    return result.output
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "extends: tiny.yaml",
+        "extends: [tiny.yaml]",
+        "extends: [tiny.yaml, empty.yaml]",
+        "extends: [comments.yaml, tiny.yaml]",
+        "extends: second.yaml",
+    ],
+)
+def test_a_config_without_keys_of_its_own_has_the_origins_of_what_it_extends(tmp_path, text):
+    shutil.copy(TINY, tmp_path / "tiny.yaml")
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "comments.yaml").write_text("# nothing\n")
+    (tmp_path / "second.yaml").write_text("extends: tiny.yaml\n")
+    (tmp_path / "c.yaml").write_text(text + "\n")
+    output = resolved_text(tmp_path, "c.yaml")
+    assert yaml.safe_load(output) == to_plain(load_config(TINY))
+    (line,) = (line for line in output.splitlines() if line.startswith("name: "))
+    assert line.endswith(f"# {tmp_path / 'tiny.yaml'}")
+
+
+@pytest.mark.parametrize("text", ["extends: empty.yaml", "extends: []", "extends: list.yaml", "", "# nothing", "- 1"])
+def test_a_config_that_extends_nothing_is_refused_in_one_line(tmp_path, text):
+    (tmp_path / "empty.yaml").write_text("")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "c.yaml").write_text(text + "\n")
+    assert re.search("is empty; a run needs|holds a list", resolved_text(tmp_path, "c.yaml"))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\x85", "\u2028", "\x0b"])
+def test_names_and_values_with_line_ends_leave_the_resolved_config_what_it_is(tmp_path, end):
+    name = f"a{end}b: [\x1b[31m.yaml"
+    shutil.copy(TINY, tmp_path / name)
+    prompt = f"data.prompt.system={json.dumps(f'one{end}two: three')}"
+    output = resolved_text(tmp_path, name, prompt)
+    assert "\x1b" not in output
+    assert yaml.safe_load(output) == to_plain(load_config(TINY, [prompt]))

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -243,3 +244,46 @@ def test_python_m_is_the_command(words, code, text):
     )
     assert done.returncode == code, done.stderr
     assert text in done.stdout + done.stderr
+
+
+HOSTILE = "a\x1b[31m\nerror: b\u2028\x85c"
+"""The name of a file or folder that ends a line, colours the terminal and looks like a message."""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("explain", "NAME.sh"),
+        ("explain", "NAME.yaml"),
+        ("explain", "MISSING.sh"),
+        ("explain", "NAME.sh", "--as-config"),
+        ("certify", "NAME.yaml"),
+        ("check", "NAME.yaml"),
+        ("check", "NAME.yaml", "--resolved"),
+        ("check", "MISSING.yaml"),
+        ("check", "NAME.yaml", "model.source=MISSING"),
+        ("plan", "NAME.yaml", "--gpus", "0"),
+        ("train", "MISSING.yaml"),
+        ("conformance", "MISSING.py:f"),
+        ("evaluate", "MISSING"),
+        ("export", "MISSING", "out"),
+        ("status", "MISSING"),
+        ("sweep", "MISSING.yaml"),
+        ("results", "table", "--uri", "MISSING.parquet"),
+        ("results", "verify", "MISSING.md"),
+        ("results", "sync", "MISSING"),
+        ("reproduce", "MISSING", "--uri", "MISSING.parquet"),
+        ("init", "run", "NAME.yaml"),
+        ("list", "recipes", "--plugin", "MISSING.py"),
+    ],
+    ids=" ".join,
+)
+def test_a_hostile_name_is_printed_as_one_line_without_escapes(tmp_path, words):
+    (tmp_path / f"{HOSTILE}.sh").write_text("python t.py --beta 0.04 trl grpo\n")
+    shutil.copy(TINY, tmp_path / f"{HOSTILE}.yaml")
+    named = [word.replace("NAME", HOSTILE).replace("MISSING", f"{HOSTILE}2") for word in words]
+    _, out, err = run_here(*named, cwd=tmp_path)
+    printed = out + err
+    assert printed
+    assert not set(printed) & set("\x1b\x85\u2028")
+    assert not [line for line in printed.splitlines() if line.startswith("error: b")]

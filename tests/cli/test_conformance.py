@@ -1,5 +1,6 @@
 """kl-comedy conformance: functions by name, options, exit codes, and mistakes in one line."""
 
+import subprocess
 import sys
 
 import pytest
@@ -130,3 +131,53 @@ def test_a_mistake_is_one_line(losses, arguments, message):
     with pytest.raises(UserError, match=message) as error:
         run(*arguments)
     assert "\n" not in str(error.value)
+
+
+# --- losses that do not let the command end -----------------------------------------------------------------------
+ENDINGS = {
+    "exits": "os._exit(0)",
+    "is killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "raises SystemExit": "sys.exit(0)",
+    "closes stdout": "sys.stdout.close()",
+    "closes the file of stdout": "os.close(1)",
+    "points stdout elsewhere": "os.dup2(os.open(os.devnull, os.O_WRONLY), 1)",
+    "leaves a copy of itself to report": "os.fork() and os._exit(0)",
+}
+
+
+LOSS_THAT_ENDS = """
+import os, signal, sys
+
+calls = []
+
+def k2(logp, ref_logp, mask):
+    calls.append(1)
+    # In a later call it would fail for its own reason, as to close what is closed.
+    if len(calls) == 1:
+        %s
+    return 0.5 * (logp - ref_logp) ** 2 * mask
+"""
+
+
+def console_script(folder):
+    script = "from kl_comedy.cli.main import run; run()"
+    words = [sys.executable, "-c", script, "conformance", "loss.py:k2", *ON]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_no_ending_of_a_loss_is_taken_for_a_pass(tmp_path, ending):
+    """Exit code 0 comes with the whole report only."""
+    (tmp_path / "loss.py").write_text(LOSS_THAT_ENDS % ENDINGS[ending])
+    done = console_script(tmp_path)
+    assert done.returncode in (1, 2)
+    assert done.stderr
+
+
+@pytest.mark.slow
+def test_a_loss_that_ends_nothing_passes(tmp_path):
+    (tmp_path / "loss.py").write_text(LOSS_THAT_ENDS % "pass")
+    done = console_script(tmp_path)
+    assert done.returncode == 0
+    assert "token_reverse" in done.stdout

@@ -1,12 +1,19 @@
 """`kl-comedy explain` and `kl-comedy list peers`: what they print, in words and as JSON, and what they refuse."""
 
 import json
+import shlex
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from kl_comedy.cli.explain import explain
+from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, resolve_terms
 from kl_comedy.kl.claims import NO_TARGET
-from kl_comedy.lab.peers import SYSTEMS, read
+from kl_comedy.lab.launch_files import read_launch_file
+from kl_comedy.lab.peers import SYSTEMS, config_of, read
 
 
 def test_verl_low_var_kl_in_words(kl_comedy):
@@ -159,3 +166,63 @@ def test_json_has_the_row(kl_comedy):
     freshness = json.loads(out)["freshness"]
     assert (freshness["updates"], freshness["regime"]) == (1, "on_policy")
     assert freshness["given"] == {"train_batch_size": 256.0}
+
+
+# --- text of a file that somebody else wrote ----------------------------------------------------------------------
+# Each ends a line, or a comment, for some reader: of Python, of YAML, of a terminal.
+LINE_ENDS = ["\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
+KEYS = "model: {source: stolen}"
+PIECES = [*LINE_ENDS, "\x1b[2K", "\x9b1A", " ", "#", "'", '"', KEYS]
+FOREIGN = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
+
+
+def in_yaml(text):
+    return json.dumps(text)
+
+
+ROUTES = {
+    "a value in YAML": ("a.yaml", lambda text: f"kl_penalty_weight: {in_yaml(text)}"),
+    "a key in YAML": ("a.yaml", lambda text: f"{in_yaml('my_kl' + text)}: 1"),
+    "a name in defaults": ("a.yaml", lambda text: f"defaults: [{in_yaml('base' + text)}]"),
+    "a group in defaults": ("a.yaml", lambda text: f"defaults: [{{{in_yaml('g' + text)}: {in_yaml('b' + text)}}}]"),
+    "an argument in Python": ("a.py", lambda text: f"GRPOConfig(beta=0.04, my_kl_coef={text!r})"),
+    "a key in Python": ("a.py", lambda text: f"GRPOConfig(**{{'beta': 0.04, {'my_kl' + text!r}: 1}})"),
+    "a value of a flag": ("a.py", lambda text: f"GRPOConfig(beta=os.environ[{text!r}])"),
+    "a value in shell": ("a.sh", lambda text: f"python t.py --beta 0.04 --my_kl_coef {shlex.quote('x' + text)}"),
+    "a condition in shell": (
+        "a.sh",
+        lambda text: f"if [ $A = {shlex.quote('x' + text)} ]; then B=0.04; fi\npython t.py --beta $B",
+    ),
+    "a config in shell": ("a.sh", lambda text: f"python t.py --beta 0.1 --config {shlex.quote('c' + text + '.yaml')}"),
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(before=FOREIGN, end=st.sampled_from(LINE_ENDS), after=FOREIGN)
+def test_a_config_that_is_printed_holds_what_the_flags_mean_and_nothing_of_the_files_text(
+    tmp_path, capsys, route, before, end, after
+):
+    name, write = ROUTES[route]
+    path = tmp_path / name
+    path.write_text(write(f"{before}{end}{KEYS}{end}{after}"), encoding="utf-8", newline="")
+    try:
+        launch = read_launch_file(path, system="trl")
+    except UserError:
+        return
+    capsys.readouterr()
+    explain([str(path)], system="trl", as_config=True)
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed) == config_of(launch.reading())
+    # Beside YAML there are other readers of lines.
+    keys = {line.partition(":")[0] for line in printed.splitlines() if line[:1] not in ("#", " ", "-")}
+    assert keys == set(config_of(launch.reading()))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_the_text_of_a_file_reaches_the_remarks_by_each_route(tmp_path, route):
+    """Where it did not, the test above would test nothing."""
+    name, write = ROUTES[route]
+    path = tmp_path / name
+    path.write_text(write("_of_the_file"), encoding="utf-8")
+    assert "_of_the_file" in " ".join(read_launch_file(path, system="trl").remarks)

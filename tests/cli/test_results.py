@@ -425,3 +425,51 @@ def test_queries_do_not_load_torch(study):
     command = [sys.executable, "-c", script, "table", "--uri", study]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "['mlflow', 'pandas']", done.stderr
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "javascript:alert(1)",
+        "java\nscript:alert(1)",
+        "data:text/html,x",
+        "file:///etc/passwd",
+        "//host",
+        "host:5000",
+        "http://",
+        "http://[",
+        "http://user:pass@host",
+        "http://:pass@host",
+        "http://host\x1b[31m",
+        "https://host?key=1",
+    ],
+)
+def test_a_link_begins_with_a_plain_address(kl_comedy, study, address):
+    code, out, err = kl_comedy("results", "link", "--uri", study, "--server", address)
+    assert code == 2
+    assert out == ""
+    assert "--server: got" in err
+    assert "pass@" not in err
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("report", "page.html"), ("plot", "plot.pdf"), ("table", "t.md"), ("export", "e.parquet")]
+)
+def test_a_link_is_no_place_to_write_to(kl_comedy, study, tmp_path, command, name):
+    target = tmp_path / "target"
+    target.write_text("precious")
+    (tmp_path / name).symlink_to(target)
+    code, _, err = kl_comedy("results", command, "--uri", study, "--out", tmp_path / name)
+    assert code == 2
+    assert "this is a link; name the file itself" in err
+    assert target.read_text() == "precious"
+    assert (tmp_path / name).is_symlink()
+
+
+def test_the_curves_beside_an_export_are_not_written_through_a_link(kl_comedy, study, tmp_path):
+    target = tmp_path / "target"
+    target.write_text("precious")
+    (tmp_path / "e.curves.parquet").symlink_to(target)
+    code, _, _ = kl_comedy("results", "export", "--uri", study, "--out", tmp_path / "e.parquet")
+    assert code == 2
+    assert target.read_text() == "precious"

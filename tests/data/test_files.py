@@ -451,3 +451,11 @@ def test_the_footer_of_a_parquet_file_is_looked_at_before_its_rows(tmp_path, mon
     monkeypatch.setattr(sources, "MAX_UNPACKED", 100)
     monkeypatch.setattr(sources, "MAX_RATIO", 1)
     assert "unpacks to more than" in error_of(path, "parquet")
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused_before_a_row_is_used(tmp_path, monkeypatch):
+    """What is made of a row may take a hundred times what it takes to unpack it."""
+    monkeypatch.setattr(sources, "MAX_UNPACKED", 2**26)
+    path = parquet_of_one_text(tmp_path, characters=10_000, rows=10_000)
+    with pytest.raises(UserError, match="unpacks to more than"):
+        next(iter(sources._parquet_rows(path, "data.train")))

@@ -4,7 +4,11 @@ import json
 import re
 
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as h_settings
+from hypothesis import strategies as st
 
+from kl_comedy.errors import UserError
 from kl_comedy.lab.launch_settings import Setting
 from kl_comedy.lab.launch_syntax import parse
 
@@ -192,3 +196,97 @@ def test_a_config_without_an_option_of_its_own_is_not_missed(tmp_path, command):
     path.write_text(f"cp other.yaml copy.yaml\npython prepare.py data.json\n{command} --b 1\n")
     name = re.search(r"run\.[a-z]+", command)[0]
     assert [unread.what for unread in parse(path).unread] == [f"the config {name}"]
+
+
+# --- what a file may lead to --------------------------------------------------------------------------------------
+def test_base_configs_that_fan_out_end_in_one_line(tmp_path):
+    """Twelve files that name each of the others ten times over would be read 12^5 times."""
+    names = [f"b{n}" for n in range(12)]
+    for name in names:
+        (tmp_path / f"{name}.yaml").write_text(f"defaults: {json.dumps(names)}\na: 1\n")
+    with pytest.raises(UserError, match="leads to more than 100 other configs"):
+        parse(tmp_path / "b0.yaml")
+
+
+def test_base_configs_of_many_characters_end_in_one_line(tmp_path):
+    (tmp_path / "large.yaml").write_text("# " + "x" * 600_000 + "\nb: 1\n")
+    (tmp_path / "a.yaml").write_text("defaults: [large, large.yaml]\n")
+    with pytest.raises(UserError, match="of more than 1,000,000 characters together"):
+        parse(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize("route", ["dots", "absolute", "link", "link to a folder"])
+@pytest.mark.parametrize("kind", ["base", "config of a command"])
+def test_a_config_from_elsewhere_is_named_and_not_read(tmp_path, route, kind):
+    outside = tmp_path / "other" / "secret.yaml"
+    outside.parent.mkdir()
+    outside.write_text("beta: 0.7\n")
+    # Deeper than the folders above a file that are searched.
+    folder = tmp_path.joinpath("a", "b", "c", "d", "e", "f", "g")
+    folder.mkdir(parents=True)
+    (folder / "linked.yaml").symlink_to(outside)
+    (folder / "folder").symlink_to(outside.parent)
+    names = {
+        "dots": "../" * 7 + "other/secret.yaml",
+        "absolute": str(outside),
+        "link": "linked.yaml",
+        "link to a folder": "folder/secret.yaml",
+    }
+    path = folder / ("a.yaml" if kind == "base" else "a.sh")
+    path.write_text(f"defaults: {names[route]}\n" if kind == "base" else f"python t.py --config {names[route]}\n")
+    parsed = parse(path)
+    assert "0.7" not in [setting.text for setting in parsed.settings]
+    assert any(names[route][:100] in unread.what for unread in parsed.unread)
+
+
+def test_a_base_config_beside_the_file_or_below_it_is_read(tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "beside.yaml").write_text("b: 1\n")
+    (tmp_path / "below" / "c.yaml").write_text("c: 2\n")
+    settings = settings_of(tmp_path, "a.yaml", "defaults: [beside, below/c]\na: 3\n")
+    assert settings == {"b": "1", "c": "2", "a": "3"}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["code", "markdown", "Config(a=1)"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["cells", "cell_type", "source", "attachments", "outputs"]), inner, max_size=4
+        )
+    ),
+    max_leaves=12,
+)
+CELL = st.fixed_dictionaries({"cell_type": st.just("code") | JSON, "source": JSON}, optional={"attachments": JSON})
+
+
+@h_settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(JSON | st.fixed_dictionaries({"cells": JSON | st.lists(CELL | JSON, max_size=3)}))
+def test_any_json_is_a_notebook_or_one_line_about_it(tmp_path, data):
+    path = tmp_path / "a.ipynb"
+    path.write_text(json.dumps(data), encoding="utf-8")
+    try:
+        parse(path)
+    except UserError as error:
+        assert str(error).startswith(("is not a notebook", "cannot be read"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "null",
+        "3",
+        "{}",
+        '{"cells": null}',
+        '{"cells": NaN}',
+        '{"cells": [3]}',
+        '{"cells": [{"cell_type": "code", "source": 3}]}',
+        '{"cells": [{"cell_type": "code", "source": ["a", null]}]}',
+    ],
+)
+def test_json_of_another_shape_is_no_notebook(tmp_path, text):
+    path = tmp_path / "a.ipynb"
+    path.write_text(text)
+    with pytest.raises(UserError, match="is not a notebook"):
+        parse(path)

@@ -71,7 +71,9 @@ def run_in_a_child() -> None:
     A loss may end its process (``os._exit(0)``, a crash), and would then pass for one that is right.
     """
     global _report_pipe, _stdout_file
-    sys.stdout.flush()
+    # A caller that collects what is printed runs the command in its own process, which is not copied.
+    if sys.stdout is not sys.__stdout__:
+        return
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -268,6 +268,8 @@ MAX_RATIO = 100
 ROW_BYTES = 500
 """Memory of a row beside its values, in bytes: 2**30 rows of one short text fit into a file of some kilobytes."""
 MAX_ROWS_AT_ONCE = 1024
+MAX_AT_ONCE = 2**26
+"""Bytes of the rows that are unpacked at once, where each has the largest value; one row at least."""
 
 
 def _parquet_rows(path: Path, key: str) -> Iterator[Mapping[str, Any]]:
@@ -290,11 +292,13 @@ def _parquet_rows(path: Path, key: str) -> Iterator[Mapping[str, Any]]:
             # The footer does not count a value as often as rows name it, and may be wrong. At worst each row of a batch
             # holds all of the largest column, so that many rows fit into the limit.
             largest = max(sizes, default=1)
-            rows_at_once = max(1, min(MAX_ROWS_AT_ONCE, MAX_UNPACKED // largest))
+            rows_at_once = max(1, min(MAX_ROWS_AT_ONCE, MAX_AT_ONCE // largest))
+            # Counted to the end before a row is used: what is made of rows takes far longer than to unpack them.
             for batch in table.iter_batches(batch_size=rows_at_once):
                 unpacked += batch.nbytes + ROW_BYTES * batch.num_rows
                 if unpacked > limit:
                     raise too_large
+            for batch in table.iter_batches(batch_size=rows_at_once):
                 yield from batch.to_pylist()
     except MemoryError:
         raise too_large from None
