@@ -331,6 +331,32 @@ def test_keys_resolve_to_columns_and_misses_name_the_nearest():
         resolve(frame, "algorithm", "--group")
 
 
+SETS = ("heldout", "two_digits", "ood")
+
+
+@pytest.mark.parametrize(
+    ("key", "score", "meant"),
+    [
+        ("acc", "accuracy", "eval/*/accuracy"),
+        ("acc", "reward", "eval/*/reward"),
+        ("eval/heldout/acuracy", "accuracy", "eval/heldout/accuracy"),
+        ("metrics.train/rewrd", "reward", "train/reward"),
+    ],
+)
+def test_a_metric_that_no_run_has_is_answered_by_what_is_meant_and_a_short_list(key, score, meant):
+    names = ["train/reward", *[f"kl/estimator_{number}" for number in range(50)]]
+    for eval_set in SETS:
+        names += [f"eval/{eval_set}/{score}", f"eval/{eval_set}/kl/exact_reverse_sequence"]
+    frame = pd.DataFrame({f"metrics.{name}": [0.5] for name in names})
+    with pytest.raises(UserError) as error:
+        resolve(frame, key, "--metric")
+    message = str(error.value)
+    assert message.startswith(f"--metric: got {key!r}; no such key in these runs; did you mean {meant!r}? allowed: ")
+    # 50 estimators, the training reward, and two metrics of the evaluation sets.
+    assert message.endswith(" and 45 more")
+    assert len(message) < 300
+
+
 WIDE = pd.DataFrame(
     {
         "kl.label": ["0.05 k1_reverse_token in reward to_go", "no KL"],
