@@ -427,6 +427,14 @@ def test_a_table_that_is_stored_has_four_digits_and_the_interval_as_computed(for
     assert "12.3 [-10.1, 34.7]" in render(WIDE, format)
 
 
+@pytest.mark.parametrize(("width", "lines"), [(23, 4), (20, 7)])
+def test_only_rows_of_several_lines_have_an_empty_line_between_them(width, lines):
+    frame = pd.DataFrame({"name": ["seventeen letters", "as many as before"], "runs": [10, 20]})
+    # tabulate's columns of numbers are wider than their heads: 25 characters for what fits into 23.
+    assert max(map(len, render(frame, "text").splitlines())) == 25
+    assert len(fitted(frame, width).splitlines()) == lines
+
+
 def test_two_columns_do_not_get_one_head():
     frame = pd.DataFrame({"kl_term/0/capped_share": ["x" * 30], "kl_term/1/capped_share": ["y" * 30], "a/b": ["z"]})
     text = fitted(frame, 62)

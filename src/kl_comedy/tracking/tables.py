@@ -260,12 +260,13 @@ def _wrapped(
     # Laid out here: tabulate makes columns wider than their heads.
     lines = _row_lines(heads, widths, numeric)
     lines.append((" " * GAP).join("-" * size for size in widths))
-    for row in cells:
-        lines += _row_lines(row, widths, numeric)
-        # An empty line between rows: their own lines belong together.
-        lines.append("")
-    if cells:
-        lines.pop()
+    rows = [_row_lines(row, widths, numeric) for row in cells]
+    has_wrapped_row = any(len(row_lines) > 1 for row_lines in rows)
+    for number_of_row, row_lines in enumerate(rows):
+        # An empty line between rows of several lines, which belong together.
+        if has_wrapped_row and number_of_row:
+            lines.append("")
+        lines += row_lines
     return lines
 
 
