@@ -14,6 +14,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.statistics import interval
 from kl_comedy.tracking.compare import EqualKL, band, compare_families, summarize
 from kl_comedy.tracking.runs import resolve
+from kl_comedy.tracking.selection import without_second_name
 from kl_comedy.tracking.tables import FORMATS, Estimate, fitted, markdown, readable, render
 from kl_comedy.tracking.values import drop_repeats, mixed_code, separating_keys
 
@@ -329,6 +330,28 @@ def test_keys_resolve_to_columns_and_misses_name_the_nearest():
         resolve(frame, "loss", "--metric")
     with pytest.raises(UserError, match=r"group of keys: algorithm\.advantage"):
         resolve(frame, "algorithm", "--group")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ([("k1-beta0.03", "0.03 k1"), ("k1-beta0.03", "0.03 k1"), ("none", "no KL")], ["tags.kl.label", "params.lr"]),
+        ([("quickstart", "0.03 k1"), ("quickstart", "0.03 k1")], [*GROUP, "params.lr"]),
+        ([("slow", "0.03 k1"), ("fast", "0.03 k1")], [*GROUP, "params.lr"]),
+        ([("study", "0.03 k1"), ("study", "no KL")], [*GROUP, "params.lr"]),
+        ([("other program", None), ("another", None)], [*GROUP, "params.lr"]),
+    ],
+    ids=["name says the label", "one configuration", "two names of a label", "two labels of a name", "no labels"],
+)
+def test_a_name_that_says_what_the_label_says_is_left_out(pairs, expected):
+    frame = pd.DataFrame(pairs, columns=GROUP).assign(**{"params.lr": "0.1"})
+    assert without_second_name(frame, [*GROUP, "params.lr"]) == expected
+
+
+def test_groups_without_a_name_or_a_label_stay():
+    frame = pd.DataFrame({"params.name": ["a", "b"], "params.lr": ["1", "2"]})
+    assert without_second_name(frame, ["params.name", "params.lr"]) == ["params.name", "params.lr"]
+    assert without_second_name(frame, ["params.lr"]) == ["params.lr"]
 
 
 SETS = ("heldout", "two_digits", "ood")
