@@ -158,7 +158,8 @@ def with_run_values(query: RunQuery, selection: Selection) -> Selection:
 def without_second_name(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
     """Default ``groups`` for a reader: without the runs' name where the KL label says the same.
 
-    That is where each of several names has one label and each label one name, as ``k1-beta0.03`` and ``0.03 k1_reverse_token``.
+    That is where each of several names has one label and each label one name, as ``k1-beta0.03`` and
+    ``0.03 k1_reverse_token in loss``.
     """
     name, label = DEFAULT_GROUP
     if name not in groups or label not in groups:
