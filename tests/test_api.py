@@ -5,7 +5,9 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -28,6 +30,52 @@ def test_the_names_are_those_of_the_page_on_what_is_stable():
 
 def test_names_that_are_not_loaded_yet_are_listed():
     assert set(kl_comedy.__all__) <= set(dir(kl_comedy))
+
+
+def test_dir_lists_the_public_names_and_nothing_else():
+    listed = [name for name in dir(kl_comedy) if not name.startswith("__")]
+    assert listed == sorted(kl_comedy.__all__)
+    assert {"__version__", "__doc__", "__file__", "__name__", "__path__"} <= set(dir(kl_comedy))
+
+
+def texts_of_html(html, tag):
+    """The texts of the elements ``tag``, by the parser of the standard library's XML: the markup must be closed too."""
+    return ["".join(element.itertext()) for element in ElementTree.fromstring(f"<div>{html}</div>").iter(tag)]
+
+
+def test_a_notebook_shows_a_certificate_as_a_table():
+    certified = certify("grpo", regimes=["on_policy", "off_policy"])
+    html = certified._repr_html_()
+    cells = texts_of_html(html, "td")
+    assert cells[0::3] == ["on_policy", "off_policy"]
+    assert cells[1::3] == ["token_forward", "the gradient of no KL"]
+    assert cells[2::3] == [certificate.verdict for certificate in certified.certificates.values()]
+
+
+def test_a_notebook_shows_an_explanation_as_a_table_and_sentences():
+    explanation = explain(f"verl:{VERL_FLAG}")
+    html = explanation._repr_html_()
+    assert texts_of_html(html, "td")[0::3] == ["on_policy", "off_policy", "mixed"]
+    assert texts_of_html(html, "li") == [*explanation.notes, *explanation.no_ops, *explanation.what_to_use]
+    assert "<table>" not in explain("none")._repr_html_()
+
+
+HOSTILE = "<script>alert('x')</script> & \"y\""
+
+
+@pytest.mark.parametrize("change", ["title", "sentence", "cell"])
+def test_what_a_notebook_shows_is_escaped(change):
+    explanation = explain("grpo")
+    if change == "title":
+        changed = replace(explanation, text=HOSTILE)
+    elif change == "sentence":
+        changed = replace(explanation, notes=(HOSTILE,))
+    else:
+        changed = replace(explanation, certificates={HOSTILE: explanation.certificates["on_policy"]})
+    html = changed._repr_html_()
+    assert "<script" not in html
+    tag = {"title": "code", "sentence": "li", "cell": "td"}[change]
+    assert HOSTILE in texts_of_html(html, tag)
 
 
 def test_a_misspelled_name_is_an_attribute_error():

@@ -44,4 +44,6 @@ __getattr__ = lazy_names(
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # A reader completes names: what this file imports for itself is none of them.
+    dunders = [name for name in globals() if name.startswith("__")]
+    return sorted({*dunders, *__all__})

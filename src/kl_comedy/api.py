@@ -11,12 +11,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.extras import named_extras, require
 from kl_comedy.kl import REGIMES, KLTerm, recipe
+from kl_comedy.kl.claims import NO_TARGET
 from kl_comedy.kl.oracle.certificate import certify as certify_terms
 from kl_comedy.kl.oracle.certificate_record import Certificate
 from kl_comedy.kl.oracle.part_claims import check_parts
@@ -64,6 +66,10 @@ class Certification:
     def __str__(self) -> str:
         lines = [f"{regime}: {certificate.verdict}" for regime, certificate in self.certificates.items()]
         return "\n".join([self.name, *lines, *self.false_claims])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a row per regime, and the false claims."""
+        return _html(self.name, self.certificates, self.false_claims)
 
 
 def certify(
@@ -136,11 +142,34 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"{regime}: {certificate.verdict}" for regime, certificate in self.certificates.items()]
+        return "\n".join([self.text, *lines, *self._sentences()])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a row per regime, and the sentences."""
+        return _html(self.text, self.certificates, self._sentences())
+
+    def _sentences(self) -> list[str]:
+        sentences = []
         if self.terms is None and self.reading is not None:
-            lines.append(f"no term is equivalent: {self.reading.instead}")
+            sentences.append(f"no term is equivalent: {self.reading.instead}")
         if self.terms == ():
-            lines.append("no KL: nothing regularizes the policy toward a reference")
-        return "\n".join([self.text, *lines, *self.notes, *self.no_ops, *self.what_to_use])
+            sentences.append("no KL: nothing regularizes the policy toward a reference")
+        return [*sentences, *self.notes, *self.no_ops, *self.what_to_use]
+
+
+def _html(title: str, certificates: Mapping[str, Certificate], sentences: Sequence[str]) -> str:
+    """A table of certificates, and sentences below it. Texts may be a user's flags or names: each is escaped."""
+    parts = [f"<p><code>{escape(title)}</code></p>"]
+    if certificates:
+        rows = ["<tr><th>regime</th><th>optimizes</th><th>verdict</th></tr>"]
+        for regime, certificate in certificates.items():
+            cells = [regime, certificate.target or NO_TARGET, certificate.verdict]
+            rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+        parts.append(f"<table>{''.join(rows)}</table>")
+    if sentences:
+        items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+        parts.append(f"<ul>{items}</ul>")
+    return "".join(parts)
 
 
 def explain(what: str | Path, *, system: str | None = None, overrides: Sequence[str] = ()) -> Explanation:

@@ -41,7 +41,7 @@ LISTED = 20
 """Allowed names that a message lists; the hint stands before them."""
 
 ALIASES: dict[str, tuple[str, ...]] = {
-    "acc": ("accuracy",),
+    "acc": ("accuracy", "reward"),
     "batch_size": ("prompts_per_batch", "rollout.prompts_per_batch"),
     "beta": ("kl.0.beta",),
     "coef": ("beta", "kl.0.beta"),
@@ -128,19 +128,21 @@ def meant(given: str, allowed: Iterable[str], *, top_level: bool = False) -> str
     return nearest(given, names)
 
 
-def alternatives(allowed: Iterable[str], meant_name: str | None = None) -> str:
+def alternatives(allowed: Iterable[str], meant_name: str | None = None, *, listed: int = LISTED) -> str:
     """``did you mean 'k3'? allowed: k1, k2, k3``: what to write comes before what might be written.
+
+    At most ``listed`` of the allowed names are named.
 
     >>> alternatives(["k1", "k3"]), alternatives(["k1", "k3"], "k3")
     ('allowed: k1, k3', "did you mean 'k3'? allowed: k1, k3")
     """
     names = list(allowed)
-    listed = ", ".join(names[:LISTED]) or "(nothing)"
-    if len(names) > LISTED:
-        listed += f" and {len(names) - LISTED} more"
+    text = ", ".join(names[:listed]) or "(nothing)"
+    if len(names) > listed:
+        text += f" and {len(names) - listed} more"
     if meant_name is None:
-        return f"allowed: {listed}"
-    return f"did you mean {meant_name!r}? allowed: {listed}"
+        return f"allowed: {text}"
+    return f"did you mean {meant_name!r}? allowed: {text}"
 
 
 def bad_value(key: str, given: object, allowed: Iterable[str] | str, why: str = "") -> UserError:

@@ -168,6 +168,28 @@ def test_a_table_fits_the_terminal_and_ends_with_what_was_checked(certify, tmp_p
         assert len(lines) < 36
 
 
+def test_the_terms_of_a_plugin_have_one_line_each_and_the_small_print_once(certify, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    plugin = HEAD.format(claims="('nonnegative',)", body="return 0.25 * log_ratio**2")
+    (tmp_path / "mine.py").write_text(plugin)
+    code, out, err = certify("--plugin", "mine.py", "--regime", "on_policy", "--seed", "7")
+    assert code == 0, err
+    head, _, *lines = out.splitlines()
+    assert head.split() == ["name", "regime", "optimizes", "bias", "cosine", "noise"]
+    rows = lines[: lines.index("")]
+    # In the reward and in the loss, each without and with the ratio of the prefix.
+    assert [row.partition("  ")[0] for row in rows] == [
+        "mine_reverse_token in reward to_go",
+        "mine_reverse_token in loss",
+        "mine_reverse_token in reward to_go x prefix",
+        "mine_reverse_token in loss x prefix",
+    ]
+    assert max(map(len, out.splitlines())) <= 100
+    text = " ".join(out.split())
+    assert text.count("the least noisy unbiased term") == 1
+    assert text.count("the gradient of no KL") == 1
+
+
 # --- every name, every option ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", built_in(ESTIMATORS))
 def test_every_registered_estimator_is_certified_by_its_name(certify, name):

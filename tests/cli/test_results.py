@@ -5,6 +5,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -21,6 +22,8 @@ K3 = "k3_reverse_token in loss"
 SEEDS = 3
 RUNS = 7 * SEEDS
 """Of the study: no KL, and two families with three betas each."""
+
+EVIDENCE = Path(__file__).parents[2] / "results" / "evidence" / "export.parquet"
 
 
 @pytest.fixture
@@ -175,6 +178,18 @@ def test_contrasts_are_adjusted_and_equivalence_has_a_margin(ask):
 def test_without_a_margin_there_is_no_test_of_equivalence(ask):
     rows, _ = ask("--metric", EVAL, "--baseline", K3, command="compare")
     assert "p_equivalent" not in rows[0]
+
+
+def test_by_default_a_reader_sees_the_label_once_and_data_has_the_name_too(kl_comedy):
+    """In the evidence of one learning rate each of six forms has a name and a label."""
+    where = "tags.sweep = 'evidence_core' and optimizer.lr = 0.0003"
+    words = ("results", "table", "--uri", EVIDENCE, "--where", where, "--metric", EVAL)
+    heads = {}
+    for options in ((), ("--format", "csv"), ("--group", "name,kl.label")):
+        code, out, err = kl_comedy(*words, *options)
+        assert code == 0, err
+        heads[options] = out.splitlines()[0].replace(",", " ").split()[:2]
+    assert list(heads.values()) == [["kl.label", "n"], ["name", "kl.label"], ["name", "kl.label"]]
 
 
 @pytest.fixture

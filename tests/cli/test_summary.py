@@ -1,6 +1,7 @@
 """What a run prints at its end: scores that say no more than was measured, and commands that work as printed."""
 
 import io
+import json
 import shlex
 from pathlib import Path
 
@@ -43,22 +44,25 @@ def printed_commands(messages):
     return [shlex.split(line)[1:] for line in messages.splitlines() if line.startswith("kl-comedy ")]
 
 
-def row(messages, name):
-    (line,) = [line for line in messages.splitlines() if line.startswith(name)]
-    return line.removeprefix(name).strip()
+def held_out(messages):
+    """What the line about how the run ended says of the held-out reward; None where it says nothing."""
+    (line,) = [line for line in messages.splitlines() if line.startswith("tiny seed 0: finished in ")]
+    if ";" not in line:
+        return None
+    return line.partition("; heldout reward ")[2]
 
 
 def test_one_evaluation_is_a_score_and_no_change(tmp_path):
     store = "tracking.uri=none"
     once = kl_comedy("train", TINY, *SHORT, store, "eval.at_start=false", cwd=tmp_path)
-    assert row(once, "heldout reward").endswith(" at update 2")
-    assert "->" not in row(once, "heldout reward")
+    assert held_out(once).endswith(" at update 2")
+    assert "->" not in held_out(once)
     start = kl_comedy("train", TINY, *SHORT, store, "eval.at_end=false", cwd=tmp_path)
-    assert row(start, "heldout reward").endswith(" at update 0")
+    assert held_out(start).endswith(" at update 0")
     twice = kl_comedy("train", TINY, *SHORT, store, cwd=tmp_path)
-    assert "->" in row(twice, "heldout reward")
+    assert "->" in held_out(twice)
     never = kl_comedy("train", TINY, *SHORT, store, "eval.at_start=false", "eval.at_end=false", cwd=tmp_path)
-    assert "heldout reward" not in never
+    assert held_out(never) is None
 
 
 @pytest.mark.slow
@@ -68,11 +72,12 @@ def test_every_closing_command_of_a_run_with_a_plugin_works_as_printed(tmp_path)
     store = "tracking.uri=sqlite:///my store.db"
     words = ("train", TINY, *SHORT, *parts, store, "output=my runs (ä)", "--plugin", "my parts.py")
     commands = printed_commands(kl_comedy(*words, cwd=tmp_path))
-    assert [command[:2] for command in commands[2:]] == [["results", "table"], ["results", "plot"]]
-    assert [command[0] for command in commands[:2]] == ["train", "evaluate"]
+    assert [command[:2] for command in commands] == [["results", "table"]]
+    (file,) = (tmp_path / "my runs (ä)").glob("*/summary.json")
+    summary = json.loads(file.read_text())
+    commands += [shlex.split(summary[name])[1:] for name in ("command", "resume_command", "evaluate_command")]
     for command in commands:
         kl_comedy(*command, cwd=tmp_path)
-    assert (tmp_path / "reward.svg").is_file()
 
 
 def closing_lines(summary, folder):
@@ -83,49 +88,39 @@ def closing_lines(summary, folder):
     return console.file.getvalue().splitlines()
 
 
+FINISHED = {
+    "status": "FINISHED",
+    "name": "tiny",
+    "seed": 3,
+    "steps": 10,
+    "seconds": 12.6,
+    "kl": "none",
+    "command": "kl-comedy train tiny.yaml",
+    "evaluate_command": "kl-comedy evaluate runs/tiny/config.yaml",
+    "evaluations": {"heldout": {"0": 0.25, "9": 0.375, "10": 0.5}, "ood": {"0": 0.5, "10": 0.25}},
+    "metrics": {"train/reward": 0.5},
+}
+RESULT = "tiny seed 3: finished in 13 s; heldout reward 0.250 -> 0.500 (+0.250); ood reward 0.500 -> 0.250 (-0.250)"
+
+
 @pytest.mark.parametrize(
-    ("uri", "expected"),
+    ("uri", "run_id", "place", "next_command"),
     [
-        ("http://tracking:5000/", ["http://tracking:5000/#/runs/0a1b"]),
+        ("http://tracking:5000", "0a1b", "run 0a1b in", "kl-comedy results table --uri http://tracking:5000"),
+        ("sqlite:///my store.db", "0a1b", "run 0a1b in", "kl-comedy results table --uri 'sqlite:///my store.db'"),
         (
-            "sqlite:///my store.db",
-            [
-                "mlflow server --backend-store-uri 'sqlite:///my store.db' --host 127.0.0.1",
-                "http://127.0.0.1:5000/#/runs/0a1b",
-            ],
+            "http://down:5000",
+            None,
+            "run (MLflow not reached; metrics are in the folder) in",
+            "kl-comedy results sync 'runs (ä)/[1]'",
         ),
-        (
-            "postgresql://db/kl",
-            [
-                "mlflow server --backend-store-uri postgresql://db/kl --host 127.0.0.1",
-                "http://127.0.0.1:5000/#/runs/0a1b",
-            ],
-        ),
-        ("databricks", []),
-        ("none", []),
+        ("none", None, "run in", "kl-comedy evaluate runs/tiny/config.yaml"),
     ],
 )
-def test_the_last_lines_say_where_a_browser_shows_the_run(tmp_path, uri, expected):
-    summary = {
-        "status": "FINISHED",
-        "name": "tiny",
-        "seed": 0,
-        "kl": "none",
-        "command": "kl-comedy train tiny.yaml",
-        "evaluate_command": "kl-comedy evaluate runs/tiny/config.yaml",
-        "mlflow_uri": uri,
-        "run_id": None if uri == "none" else "0a1b",
-    }
-    lines = closing_lines(summary, tmp_path)
-    headings = [number for number, line in enumerate(lines) if line.startswith("to see it in a browser")]
-    if expected:
-        (number,) = headings
-        assert lines[number + 1 :] == expected
-    else:
-        assert headings == []
-    # A run that the store has not got has no page there.
-    away = closing_lines({**summary, "run_id": None}, tmp_path)
-    assert not any("/#/runs/" in line for line in away)
+def test_a_run_ends_in_three_lines(uri, run_id, place, next_command):
+    folder = Path("runs (ä)/[1]")
+    lines = closing_lines({**FINISHED, "mlflow_uri": uri, "run_id": run_id}, folder)
+    assert lines == [RESULT, f"{place} {folder}", next_command]
 
 
 def test_a_run_that_did_not_reach_mlflow_is_uploaded_by_the_command_that_it_prints(tmp_path):
@@ -134,11 +129,10 @@ def test_a_run_that_did_not_reach_mlflow_is_uploaded_by_the_command_that_it_prin
     messages = kl_comedy("train", TINY, *SHORT, "tracking.uri=sqlite:///store/mlflow.db", cwd=tmp_path)
     assert "MLflow not reached" in messages
     commands = printed_commands(messages)
-    assert [command[:2] for command in commands[2:]] == [["results", "sync"]], "no table of a store that is not there"
+    assert [command[:2] for command in commands] == [["results", "sync"]], "no table of a store that is not there"
     (tmp_path / "store").unlink()
     (tmp_path / "store").mkdir()
-    for command in commands[1:]:
-        kl_comedy(*command, cwd=tmp_path)
+    kl_comedy(*commands[0], cwd=tmp_path)
     kl_comedy("results", "table", "--uri", "sqlite:///store/mlflow.db", cwd=tmp_path)
 
 
@@ -147,4 +141,4 @@ def test_a_run_without_anything_to_evaluate_on_prints_no_command_that_would_fail
     del config["data"]["eval"]
     (tmp_path / "no_eval.yaml").write_text(yaml.safe_dump(config))
     commands = printed_commands(kl_comedy("train", "no_eval.yaml", *SHORT[:2], cwd=tmp_path))
-    assert [command[0] for command in commands] == ["train"]
+    assert commands == []

@@ -8,7 +8,7 @@ import pytest
 
 import browser
 from kl_comedy.errors import UserError
-from kl_comedy.tracking.mlflow_pages import VIEW, choose_view, run_address
+from kl_comedy.tracking.mlflow_pages import VIEW, choose_view
 from kl_comedy.tracking.runs import runs_frame
 from kl_comedy.tracking.store import connect
 from mlflow_servers import mlflow_server
@@ -139,8 +139,3 @@ def test_in_a_browser_the_links_show_the_columns_and_the_charts(kl_comedy, study
     show(tab, charts)
     shown = wait_for_text(tab, "Overview", EVAL, KL)
     assert shown.index("Overview") < shown.rindex("train/reward")
-    # The address at the end of a run names no experiment.
-    experiment = connect(study_copy).get_experiment_by_name("study").experiment_id
-    (run,) = connect(study_copy).search_runs([experiment], "params.seed = '2'", max_results=1)
-    show(tab, run_address(server, run.info.run_id))
-    wait_for_text(tab, run.info.run_name, run.info.run_id, "kl.verdict")

@@ -14,7 +14,8 @@ from kl_comedy.errors import UserError
 from kl_comedy.statistics import interval
 from kl_comedy.tracking.compare import EqualKL, band, compare_families, summarize
 from kl_comedy.tracking.runs import resolve
-from kl_comedy.tracking.tables import FORMATS, fitted, markdown, readable, render
+from kl_comedy.tracking.selection import without_second_name
+from kl_comedy.tracking.tables import FORMATS, Estimate, fitted, markdown, readable, render
 from kl_comedy.tracking.values import drop_repeats, mixed_code, separating_keys
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -331,21 +332,81 @@ def test_keys_resolve_to_columns_and_misses_name_the_nearest():
         resolve(frame, "algorithm", "--group")
 
 
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ([("k1-beta0.03", "0.03 k1"), ("k1-beta0.03", "0.03 k1"), ("none", "no KL")], ["tags.kl.label", "params.lr"]),
+        ([("quickstart", "0.03 k1"), ("quickstart", "0.03 k1")], [*GROUP, "params.lr"]),
+        ([("slow", "0.03 k1"), ("fast", "0.03 k1")], [*GROUP, "params.lr"]),
+        ([("study", "0.03 k1"), ("study", "no KL")], [*GROUP, "params.lr"]),
+        ([("other program", None), ("another", None)], [*GROUP, "params.lr"]),
+    ],
+    ids=["name says the label", "one configuration", "two names of a label", "two labels of a name", "no labels"],
+)
+def test_a_name_that_says_what_the_label_says_is_left_out(pairs, expected):
+    frame = pd.DataFrame(pairs, columns=GROUP).assign(**{"params.lr": "0.1"})
+    assert without_second_name(frame, [*GROUP, "params.lr"]) == expected
+
+
+def test_groups_without_a_name_or_a_label_stay():
+    frame = pd.DataFrame({"params.name": ["a", "b"], "params.lr": ["1", "2"]})
+    assert without_second_name(frame, ["params.name", "params.lr"]) == ["params.name", "params.lr"]
+    assert without_second_name(frame, ["params.lr"]) == ["params.lr"]
+
+
+SETS = ("heldout", "two_digits", "ood")
+
+
+@pytest.mark.parametrize(
+    ("key", "score", "meant"),
+    [
+        ("acc", "accuracy", "eval/*/accuracy"),
+        ("acc", "reward", "eval/*/reward"),
+        ("eval/heldout/acuracy", "accuracy", "eval/heldout/accuracy"),
+        ("metrics.train/rewrd", "reward", "train/reward"),
+    ],
+)
+def test_a_metric_that_no_run_has_is_answered_by_what_is_meant_and_a_short_list(key, score, meant):
+    names = ["train/reward", *[f"kl/estimator_{number}" for number in range(50)]]
+    for eval_set in SETS:
+        names += [f"eval/{eval_set}/{score}", f"eval/{eval_set}/kl/exact_reverse_sequence"]
+    frame = pd.DataFrame({f"metrics.{name}": [0.5] for name in names})
+    with pytest.raises(UserError) as error:
+        resolve(frame, key, "--metric")
+    message = str(error.value)
+    assert message.startswith(f"--metric: got {key!r}; no such key in these runs; did you mean {meant!r}? allowed: ")
+    # 50 estimators, the training reward, and two metrics of the evaluation sets.
+    assert message.endswith(" and 45 more")
+    assert len(message) < 300
+
+
+def estimates(metric, *cells):
+    return [Estimate(metric=metric, mean=mean, low=low, high=high, remark=remark) for mean, low, high, remark in cells]
+
+
+KL_NAME = "eval/heldout/kl/exact_reverse_sequence"
 WIDE = pd.DataFrame(
     {
         "kl.label": ["0.05 k1_reverse_token in reward to_go", "no KL"],
         "optimizer.lr": ["0.0002", "0.001"],
         "n": [5, 5],
-        "eval/heldout/reward": ["0.5 [-1.618, 2.618]", "0.4471 [0.401, 0.4932]"],
-        "eval/heldout/kl/exact_reverse_sequence": ["0.01234 [0.01, 0.0146]", "12.3 [10.1, 14.5]"],
-        "train/reward": ["0.4 [0.3, 0.5]", "0.6 [0.5, 0.7] (n=4)"],
-        "policy/correction/tis/masked_share": ["0.01 [0, 0.02]", "0 [0, 0]"],
+        "eval/heldout/reward": estimates("reward", (0.5, -1.618, 2.618, ""), (0.44712, 0.40106, 0.49321, "")),
+        KL_NAME: estimates(KL_NAME, (0.012341, 0.01, 0.0146, ""), (12.3, -10.1, 34.7, "")),
+        "train/reward": estimates("reward", (0.4, 0.3, 0.5, ""), (0.6, 0.5, 0.7, " (n=4)")),
+        "policy/correction/tis/masked_share": estimates("share", (0.01, 0.0, 0.02, ""), (0.0, 0.0, 0.0, "")),
         "runs": [5, 5],
         "failed": [0, 0],
         "collapsed": [0, 1],
     }
 )
 """What `results table` makes of a small study, 230 characters wide."""
+WIDE_CELLS = {
+    "eval/heldout/reward": ["0.5 [-1.6, 2.6]", "0.447 [0.401, 0.493]"],
+    KL_NAME: ["0.0123 [0.0100, 0.0146]", "12 [0, 35]"],
+    "train/reward": ["0.40 [0.30, 0.50]", "0.60 [0.50, 0.70] (n=4)"],
+    "policy/correction/tis/masked_share": ["0.010 [0, 0.020]", "0 [0, 0]"],
+}
+"""The estimates of WIDE with two digits of their half widths, rounded by hand; a KL is not below 0."""
 
 
 def words_of(text):
@@ -361,24 +422,40 @@ def test_a_table_is_no_wider_than_the_terminal_and_nothing_of_it_is_cut(width):
     assert "..." not in text
     if width < 80:  # a block per row: each cell is in one piece
         for column in WIDE.columns.drop("failed"):
-            for value in WIDE[column]:
+            for value in WIDE_CELLS.get(column, WIDE[column]):
                 assert words_of(str(value)) in text, column
+    if width > 30:  # where an estimate fits at all, it is on one line
+        for value in [value for values in WIDE_CELLS.values() for value in values]:
+            assert any(value in line for line in lines), value
     assert "heldoutKL/completion=eval/heldout/kl/exact_reverse_sequence" in text
     assert "failed" not in text, "all of its counts are 0"
     assert "collapsed" in text
 
 
-def test_a_wrapped_row_has_its_interval_below_its_mean():
-    lines = fitted(WIDE, 125).splitlines()
-    (first,) = [number for number, line in enumerate(lines) if line.startswith("0.05")]
-    assert " 0.01234 " in lines[first]
-    assert "[0.01, 0.0146]" in lines[first + 1]
-    assert "" in lines, "an empty line between rows"
+def test_a_table_that_goes_into_a_pipe_has_four_digits():
+    assert fitted(WIDE, 0) == render(WIDE, "text")
+    assert "12.3 [-10.1, 34.7]" in fitted(WIDE, 0)
 
 
-@pytest.mark.parametrize("width", [0, 400])
-def test_a_table_that_fits_or_goes_into_a_pipe_is_left_alone(width):
-    assert fitted(WIDE, width) == render(WIDE, "text")
+def test_a_table_that_fits_has_its_whole_heads_and_two_digits():
+    head, _, first, second = fitted(WIDE, 400).splitlines()
+    assert head.split() == list(WIDE)
+    for values in WIDE_CELLS.values():
+        assert values[0] in first
+        assert values[1] in second
+
+
+@pytest.mark.parametrize("format", ["text", "markdown", "latex"])
+def test_a_table_that_is_stored_has_four_digits_and_the_interval_as_computed(format):
+    assert "12.3 [-10.1, 34.7]" in render(WIDE, format)
+
+
+@pytest.mark.parametrize(("width", "lines"), [(23, 4), (20, 7)])
+def test_only_rows_of_several_lines_have_an_empty_line_between_them(width, lines):
+    frame = pd.DataFrame({"name": ["seventeen letters", "as many as before"], "runs": [10, 20]})
+    # tabulate's columns of numbers are wider than their heads: 25 characters for what fits into 23.
+    assert max(map(len, render(frame, "text").splitlines())) == 25
+    assert len(fitted(frame, width).splitlines()) == lines
 
 
 def test_two_columns_do_not_get_one_head():

@@ -154,7 +154,7 @@ class _Request:
 
     ``lists``: the terms by name. ``contexts``: the algorithms of the configs among them. ``estimators`` and
     ``corrections``: parts to check even if no list uses them. ``hidden``: names whose rows a table leaves out while
-    their claims hold.
+    their claims hold. ``is_brief``: many rows of terms that nobody named, for which a text has one line each.
     """
 
     lists: dict[str, tuple[KLTerm, ...]]
@@ -162,6 +162,7 @@ class _Request:
     estimators: list[str]
     corrections: list[str]
     hidden: set[str] = field(default_factory=set)
+    is_brief: bool = False
 
 
 def _named_lists(wanted: CertifyOptions) -> tuple[dict[str, tuple[KLTerm, ...]], dict[str, AlgorithmContext]]:
@@ -212,7 +213,14 @@ def _requested_terms(wanted: CertifyOptions) -> _Request:
         # A part that no recipe uses is checked all the same.
         estimators = ESTIMATORS.names()
         corrections = CORRECTIONS.names()
-    return _Request(lists=lists, contexts=contexts, estimators=estimators, corrections=corrections, hidden=hidden)
+    return _Request(
+        lists=lists,
+        contexts=contexts,
+        estimators=estimators,
+        corrections=corrections,
+        hidden=hidden,
+        is_brief=brings_new_parts and not wanted.names_terms,
+    )
 
 
 def _combinations(
@@ -359,7 +367,8 @@ def _certify_terms(request: _Request, wanted: CertifyOptions) -> list[str]:
         hidden = set() if wanted.full else request.hidden
         # A claim that fails is shown whether its row is a main one or not.
         shown = [c for c in certificates if c.name not in hidden or not c.claim_holds]
-        _print_tables(shown, len(certificates), in_training, checked, wanted.format)
+        is_brief = request.is_brief and wanted.format in ("text", "table")
+        _print_tables(shown, len(certificates), in_training, checked, wanted.format, is_brief=is_brief)
     if wanted.plot is not None:
         from kl_comedy.lab.certificate_plot import plot_certificates  # imports matplotlib
 
@@ -397,15 +406,25 @@ def _print_json(certificates: Sequence[Certificate], in_training: Sequence[Effec
 
 
 def _print_tables(
-    shown: Sequence[Certificate], total: int, in_training: Sequence[Effect], checked: output.Checked, format: str
+    shown: Sequence[Certificate],
+    total: int,
+    in_training: Sequence[Effect],
+    checked: output.Checked,
+    format: str,
+    *,
+    is_brief: bool,
 ) -> None:
     """Print the certificates ``shown`` of ``total``, and below them what they become in the algorithms of configs."""
     if shown:
         notes = [output.TERM_LEGEND]
+        row_of = output.term_table_row
+        if is_brief:
+            notes.append(output.BRIEF_LEGEND)
+            row_of = output.term_brief_row
         if len(shown) < total:
             notes.append(f"{len(shown)} of {total} rows: the main ones and the failures; --full prints all")
         notes.append(output.checked_sentence(checked))
-        output.print_table([output.term_table_row(certificate) for certificate in shown], format, notes)
+        output.print_table([row_of(certificate) for certificate in shown], format, notes)
     if in_training:
         print()
         rows = [output.rounded(effect.row()) for effect in in_training]

@@ -21,6 +21,9 @@ TERM_LEGEND = (
     "bias, cosine: of the expected gradient, against that of the sequence-level reverse KL; noise: the variance of one "
     "completion's gradient over that of the least noisy unbiased term"
 )
+BRIEF_LEGEND = (
+    "optimizes -: the gradient of no KL; the verdict of a row as a sentence: --term with its mapping, or --format json"
+)
 STRENGTH_LEGEND = (
     "strength: how much of the sequence-level reverse-KL gradient is left, the beta one gets for a beta of 1"
 )
@@ -191,6 +194,14 @@ def term_table_row(certificate: Certificate) -> dict[str, Any]:
     }
 
 
+def term_brief_row(certificate: Certificate) -> dict[str, Any]:
+    """A certificate as one line: without the sentence, which says of every row what the columns say."""
+    row = term_table_row(certificate)
+    del row["verdict"]
+    # "The gradient of no KL" in most rows would be the widest column.
+    return {**row, "optimizes": certificate.target or "-"}
+
+
 def policy_csv_row(certificate: PolicyCertificate) -> dict[str, Any]:
     """A policy term's certificate with the numbers that JSON leaves out where they are undefined."""
     row = certificate.row()
@@ -269,8 +280,8 @@ def _narrow(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
 
     # What the other columns leave for the name, in a table without names.
     nameless = render(pd.DataFrame([{**row, "name": ""} for row in short_rows]), "table").splitlines()
-    # At least 20, where the other columns alone are as wide as the terminal.
-    name_width = max(20, width - max(map(len, nameless)) + len("name"))
+    # At least 16, where the other columns alone are as wide as the terminal.
+    name_width = max(16, width - max(map(len, nameless)) + len("name"))
     wrapped_names = [textwrap.wrap(str(row["name"]), name_width) for row in short_rows]
 
     first_lines = []

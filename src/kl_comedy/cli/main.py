@@ -73,6 +73,8 @@ def train(
     """Train a policy under the KL configuration of CONFIG.
 
     `resume=auto` continues a run of the same config, and `resume=runs/RUN train.steps=N` trains a run to more updates.
+    summary.json in the folder of a run has its results, and the commands that repeat, resume and evaluate it;
+    `kl-comedy results plot` draws runs, and `kl-comedy results link` leads to their pages in a browser.
 
     Example: `kl-comedy train quickstart kl.0.beta=0.05 seed=1 resume=auto`
 

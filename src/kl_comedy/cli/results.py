@@ -127,20 +127,23 @@ def make_table(wanted: TableOptions) -> ResultTable:
     """The table of ``results table``: one column per metric to read, one row per group and metric as data."""
     from kl_comedy.tracking.compare import summarize
     from kl_comedy.tracking.runs import short
+    from kl_comedy.tracking.selection import without_second_name
     from kl_comedy.tracking.tables import readable
 
     wanted.check()
     chosen = select(wanted.run_query(wanted.metric, mark_dead=True))
-    summary = summarize(
-        chosen.frame, chosen.groups, chosen.metrics, wanted.interval, wanted.statuses, run_ids=wanted.run_ids
-    )
+    groups = chosen.groups
+    # Data keeps every key, and so does who asks for the name.
+    if wanted.format not in EXPORT_FORMATS and not wanted.group:
+        groups = without_second_name(chosen.frame, groups)
+    summary = summarize(chosen.frame, groups, chosen.metrics, wanted.interval, wanted.statuses, run_ids=wanted.run_ids)
     # A table of empty cells looks like a bug: most often the runs are still running.
     if not summary["n"].any():
         statuses = chosen.frame["status"].value_counts()
         counts = ", ".join(f"{number} {name}" for name, number in statuses.items())
         message(f"no run with status {wanted.status} has a value yet ({counts}); --status all counts every run")
     if wanted.format not in EXPORT_FORMATS:
-        frame = named_rows(readable(summary, chosen.groups), split(wanted.rows))
+        frame = named_rows(readable(summary, groups), split(wanted.rows))
         return ResultTable(frame=frame, notes=chosen.notes)
 
     if wanted.run_ids:
@@ -236,9 +239,12 @@ def _curves(wanted: PlotOptions) -> Any:
     """Matplotlib's figure of metrics over updates."""
     from kl_comedy.tracking import plots
     from kl_comedy.tracking.runs import history, short, sort_by_groups
+    from kl_comedy.tracking.selection import without_second_name
 
     chosen = wanted.counted(wanted.run_query(wanted.metric, panels=split_unless_none(wanted.panels)))
     lines = chosen.groups
+    if not wanted.group:
+        lines = without_second_name(chosen.frame, lines)
     panels = chosen.panels
     if wanted.panels is None:
         # With --panels the user has decided, and every group becomes a line.

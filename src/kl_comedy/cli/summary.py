@@ -1,4 +1,4 @@
-"""Train from a command, and print a summary: scores, and commands to evaluate, plot and tabulate the run."""
+"""Train from a command, and print how the run ended, where it is, and the command that comes next."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def try_and_show(given: str, overrides: Sequence[str], config: Config, console: 
 
 
 def show_outcome(outcome: Outcome, console: Console, *, has_evaluation: bool = True) -> None:
-    """Print evaluation before and after, the run id, and commands to evaluate, plot and tabulate.
+    """Print how the run ended, where it is, and the command that comes next.
 
     ``has_evaluation``: whether the config names something to evaluate on.
     """
@@ -81,7 +81,6 @@ def show_outcome(outcome: Outcome, console: Console, *, has_evaluation: bool = T
         console.print(
             f"{one_line(str(path))} is already finished; nothing to do (resume=never trains again)", soft_wrap=True
         )
-    console.print(_scores_table(outcome.summary))
     # A command may hold brackets, which are no markup here, and could not be copied from a wrapped line.
     for line in _lines_about_run(outcome.summary, path, has_evaluation):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -92,14 +91,22 @@ def _scores_table(summary: Mapping[str, Any]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row("KL terms", summary["kl"])
     for key, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
-        for name, history in summary.get(key, {}).items():
-            # JSON has texts as keys: "10" must come after "9".
-            score_of_update = {int(update): value for update, value in history.items()}
-            table.add_row(f"{name} {score}", _change(score_of_update, summary.get("steps")))
+        for name, change in _changes(summary, key, score):
+            table.add_row(name, change)
     for key, title in METRICS.items():
         if key in summary.get("metrics", {}):
             table.add_row(title, f"{summary['metrics'][key]:.3f}")
     return table
+
+
+def _changes(summary: Mapping[str, Any], key: str, score: str) -> list[tuple[str, str]]:
+    """For each set that was evaluated ``NAME SCORE``, and its change from the first to the last evaluation."""
+    changes = []
+    for name, history in summary.get(key, {}).items():
+        # JSON has texts as keys: "10" must come after "9".
+        score_of_update = {int(update): value for update, value in history.items()}
+        changes.append((f"{name} {score}", _change(score_of_update, summary.get("steps"))))
+    return changes
 
 
 def _change(score_of_update: Mapping[int, float], steps: int | None) -> str:
@@ -122,29 +129,14 @@ def _change(score_of_update: Mapping[int, float], steps: int | None) -> str:
     return change
 
 
-def _lines_about_pages(uri: str, run_id: str) -> list[str]:
-    """Where a browser shows the run: its page on the server, or the command that serves the store, and the page."""
-    from kl_comedy.tracking.mlflow_pages import LOCAL_PAGES, run_address, serve_command
-
-    if uri.startswith("databricks"):
-        # Its pages have addresses of their own, with the workspace in them.
-        return []
-    if uri.startswith(("http://", "https://")):
-        return ["to see it in a browser:", run_address(uri, run_id)]
-    return [
-        "to see it in a browser, serve its store, then open its page:",
-        serve_command(uri),
-        run_address(LOCAL_PAGES, run_id),
-    ]
-
-
 def _lines_about_run(summary: Mapping[str, Any], path: Path, has_evaluation: bool) -> list[str]:
-    """How the run ended, where it is, and the commands that repeat, evaluate and show it."""
+    """How the run ended, where it is, and the command that comes next; summary.json has the other ones."""
     uri = summary["mlflow_uri"]
     is_tracked = uri != "none"
     ending = f"{summary['name']} seed {summary['seed']}: {summary['status'].lower()}"
     if summary.get("seconds"):
         ending += f" in {summary['seconds']:.0f} s"
+    changes = [f"{name} {change}" for name, change in _changes(summary, "evaluations", "reward")]
     is_uploaded = summary["run_id"] is not None
     if is_uploaded:
         place = f"run {summary['run_id']} in {path}"
@@ -152,16 +144,13 @@ def _lines_about_run(summary: Mapping[str, Any], path: Path, has_evaluation: boo
         place = f"run (MLflow not reached; metrics are in the folder) in {path}"
     else:
         place = f"run in {path}"
+    lines = ["; ".join([ending, *changes]), place]
 
-    lines = [ending, place, "to repeat, evaluate and compare it:", summary["command"]]
-    if has_evaluation:
-        lines.append(summary["evaluate_command"])
-    if is_tracked and is_uploaded:
-        option = f"--uri {shlex.quote(uri)}"
-        lines.append(f"kl-comedy results table {option}")
-        lines.append(f"kl-comedy results plot {option} --metric train/reward --out reward.svg")
-        lines += _lines_about_pages(uri, summary["run_id"])
+    if is_uploaded:
+        lines.append(f"kl-comedy results table --uri {shlex.quote(uri)}")
     elif is_tracked:
         # A table of a store that has not got the run would be empty, or not be there at all.
         lines.append(f"kl-comedy results sync {shlex.quote(str(path))}")
+    elif has_evaluation:
+        lines.append(summary["evaluate_command"])
     return lines

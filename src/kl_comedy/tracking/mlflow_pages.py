@@ -134,16 +134,6 @@ def addresses(server: str, experiment_id: str, key: str) -> tuple[str, str]:
     return page, f"{page}&compareRunsMode=CHART"
 
 
-def run_address(server: str, run_id: str) -> str:
-    """The address of the page of one run.
-
-    >>> run_address("http://tracking:5000/", "0a1b")
-    'http://tracking:5000/#/runs/0a1b'
-    """
-    # The pages find the run's experiment by themselves, so that no request is needed to name it.
-    return f"{server.rstrip('/')}/#/runs/{run_id}"
-
-
 def serve_command(uri: str) -> str:
     """The command that serves the pages of a store that is a database, at :data:`LOCAL_PAGES`."""
     return shlex.join(["mlflow", "server", "--backend-store-uri", uri, "--host", "127.0.0.1"])

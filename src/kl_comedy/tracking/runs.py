@@ -25,7 +25,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kl_comedy.errors import UserError, bad_value, meant
+from kl_comedy.errors import UserError, alternatives, bad_value, meant
 from kl_comedy.tracking import database, store
 from kl_comedy.tracking.database import StoredRun
 from kl_comedy.tracking.provenance import mark_dead_runs, search_runs
@@ -811,28 +811,47 @@ def resolve(frame: pd.DataFrame, key: str, option: str) -> str:
         if column in frame.columns:
             return column
 
-    asks_for_metric = option in ("--metric", "--kl", "metrics")
-    names = sorted({short(name) for name in frame.columns if not asks_for_metric or name.startswith("metrics.")})
-    hint = _hint(frame, key, names)
-    if asks_for_metric:
-        hint += f"; these runs have: {', '.join(names[:40]) or '(no metrics)'}"
-    raise UserError(f"{option}: got {key!r}; no such key in these runs{hint}")
-
-
-def _hint(frame: pd.DataFrame, key: str, names: Sequence[str]) -> str:
-    """What a user may have meant by ``key``, which no column has: one of the short ``names``."""
+    message = f"{option}: got {key!r}; no such key in these runs"
+    if option in ("--metric", "--kl", "metrics"):
+        metrics = {short(name) for name in frame.columns if name.startswith("metrics.")}
+        # A metric of every evaluation set is one entry, and * is what the option takes.
+        patterns = {re.sub("^eval/[^/]+/", "eval/*/", name) for name in metrics}
+        # Held-out scores first, which is what most tables are of.
+        listed = sorted(patterns, key=lambda name: (not name.startswith("eval/"), name.count("/"), name))
+        raise UserError(f"{message}; {alternatives(listed, _meant_metric(frame, key, metrics, listed), listed=8)}")
+    names = sorted({short(name) for name in frame.columns})
     keys_below = [name for name in names if name.startswith(f"{key}.")]
     if keys_below:
-        return f"; it is a group of keys: {', '.join(keys_below[:8])}"
+        raise UserError(f"{message}; it is a group of keys: {', '.join(keys_below[:8])}")
+    meant_name = _meant_column(frame, key, names)
+    if meant_name is None:
+        raise UserError(message)
+    raise UserError(f"{message}; did you mean {meant_name!r}?")
+
+
+def _meant_column(frame: pd.DataFrame, key: str, names: Iterable[str]) -> str | None:
+    """What a user may have meant by ``key``, which no column has: one of the short ``names``."""
     near = meant(short(key), names)
-    if not near:
-        return ""
     if near == short(key):
         # The name is right and its prefix wrong: name the column with its own prefix.
         for prefix in PREFIXES:
             if prefix + near in frame.columns:
-                return f"; did you mean {prefix + near!r}?"
-    return f"; did you mean {near!r}?"
+                return prefix + near
+    return near
+
+
+def _meant_metric(frame: pd.DataFrame, key: str, metrics: Iterable[str], patterns: Sequence[str]) -> str | None:
+    """The metric that is meant, by its whole name, else by its last part: ``acc`` is the accuracy of every set."""
+    near = _meant_column(frame, key, sorted(metrics))
+    if near is not None:
+        return near
+    pattern_of_part: dict[str, str] = {}
+    for pattern in patterns:
+        pattern_of_part.setdefault(pattern.rpartition("/")[2], pattern)
+    part = meant(key.rpartition("/")[2], pattern_of_part)
+    if part is None:
+        return None
+    return pattern_of_part[part]
 
 
 def short(column: str) -> str:

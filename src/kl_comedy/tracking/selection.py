@@ -155,6 +155,24 @@ def with_run_values(query: RunQuery, selection: Selection) -> Selection:
     return replace(selection, frame=values.with_values(query.uri, frame, selection.metrics, query.of))
 
 
+def without_second_name(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
+    """Default ``groups`` for a reader: without the runs' name where the KL label says the same.
+
+    That is where each of several names has one label and each label one name, as ``k1-beta0.03`` and
+    ``0.03 k1_reverse_token in loss``.
+    """
+    name, label = DEFAULT_GROUP
+    if name not in groups or label not in groups:
+        return list(groups)
+    pairs = frame[[name, label]].fillna("").drop_duplicates()
+    if pairs[name].duplicated().any() or pairs[label].duplicated().any():
+        return list(groups)
+    # The name of the only run is what its user calls it, and there is nothing to tell it apart from.
+    if len(pairs) < 2:
+        return list(groups)
+    return [group for group in groups if group != name]
+
+
 def _group_columns(runs: pd.DataFrame, query: RunQuery) -> list[str]:
     if query.group is None:
         groups = [name for name in DEFAULT_GROUP if name in runs]

@@ -12,7 +12,8 @@ import math
 import re
 import textwrap
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import bad_value
@@ -94,27 +95,88 @@ SHORT_HEADS = {
 COUNTS = ("failed", "collapsed")
 """Columns of a table that say nothing where all of their counts are 0."""
 
+NONNEGATIVE = re.compile(r"(^|/)exact_(reverse|forward)_(token|sequence)$")
+"""Metrics that are KLs of whole distributions, of which none is below 0; a Student interval knows nothing of that."""
+
+MOST_DECIMALS = 5
+"""Decimals of a number beside its interval; a smaller one is written as 1.2e-07."""
+
 GAP = 2
 """Spaces between two columns."""
 
 NARROWEST = 16
-"""Characters: a word of a text column is broken only where it is longer. An interval of four digits has 16."""
+"""Characters: a word of a text column is broken only where it is longer."""
 
 NO_BREAK = "\u00a0"
-"""Stands for the space within an interval while cells are wrapped: both bounds stay on one line."""
+"""Stands for the spaces of an estimate while cells are wrapped: a mean and its interval stay on one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A cell with a mean and its interval (NaN where it has none). As text, in every format, it has four digits."""
+
+    metric: str
+    mean: float
+    low: float
+    high: float
+    remark: str = ""
+
+    def __str__(self) -> str:
+        interval = ""
+        if not math.isnan(self.low):
+            interval = f" [{number(self.low)}, {number(self.high)}]"
+        return f"{number(self.mean)}{interval}{self.remark}"
+
+    def fitted(self) -> str:
+        """As a terminal shows it: two significant digits of the interval's half width, and no KL below 0.
+
+        >>> Estimate(metric="train/reward", mean=0.49411, low=0.46317, high=0.52505).fitted()
+        '0.494 [0.463, 0.525]'
+        >>> Estimate(metric="kl/exact_reverse_sequence", mean=5.238, low=-7.444, high=17.92).fitted()
+        '5 [0, 18]'
+        """
+        half_width = (self.high - self.low) / 2
+        if not 0 < half_width < math.inf:
+            return str(self)
+        # The exponent after rounding: a half width of 0.0996 is 0.10.
+        decimals = 1 - int(f"{half_width:.1e}".partition("e")[2])
+        low = self.low
+        if NONNEGATIVE.search(self.metric):
+            low = max(low, 0.0)
+        mean_text, low_text, high_text = (_to_decimals(value, decimals) for value in (self.mean, low, self.high))
+        return f"{mean_text} [{low_text}, {high_text}]{self.remark}"
+
+
+def _to_decimals(value: float, decimals: int) -> str:
+    """``value`` rounded to ``decimals`` places after the point; below 0 these are tens, hundreds, ...
+
+    >>> _to_decimals(1234.5, -2), _to_decimals(0.125, 5), _to_decimals(-0.001, 2), _to_decimals(0.0, 2)
+    ('1200', '0.12500', '0.00', '0')
+    """
+    if value == 0:
+        return "0"
+    # Plus 0: no number is written as -0.
+    rounded = round(value, decimals) + 0.0
+    if decimals > MOST_DECIMALS:
+        return f"{rounded:.2g}"
+    return f"{rounded:.{max(decimals, 0)}f}"
 
 
 def fitted(frame: pd.DataFrame, width: int) -> str:
-    """``frame`` as text of lines of at most ``width`` characters; 0 is any number.
+    """``frame`` as text of lines of at most ``width`` characters; 0 is any number, and estimates with four digits.
 
     What does not fit gets short heads, explained below, and loses counts that are all 0. What then does not fit is
     wrapped within its columns, and as a last resort printed as a block per row. Nothing is cut.
     """
-    text = render(frame, "text")
-    if width == 0 or _widest(text.splitlines()) <= width:
+    if width == 0:
+        return render(frame, "text")
+    shown = frame.map(lambda value: value.fitted() if isinstance(value, Estimate) else value)
+    text = render(shown, "text")
+    if _widest(text.splitlines()) <= width:
         return text
     silent = [name for name in COUNTS if name in frame and not frame[name].any()]
-    shorter = frame.drop(columns=silent)
+    shorter = shown.drop(columns=silent)
+    has_estimates = [any(isinstance(value, Estimate) for value in frame[name]) for name in shorter]
     names = [printable(str(name)) for name in shorter.columns]
     heads = _short_heads(names)
     legend = []
@@ -127,8 +189,12 @@ def fitted(frame: pd.DataFrame, width: int) -> str:
     numeric = [all(map(_is_number, column)) for column in zip(*rows, strict=True)]
     lines = _tabulated(cells, heads, "simple", numeric)
     if _widest(lines) > width:
-        unbroken = [[re.sub(r"(?<=\d), (?=-?\d)", f",{NO_BREAK}", cell) for cell in row] for row in cells]
-        lines = [line.replace(NO_BREAK, " ") for line in _wrapped(unbroken, heads, numeric, width)]
+        unbroken = []
+        for row in cells:
+            texts = zip(row, has_estimates, strict=True)
+            unbroken.append([text.replace(" ", NO_BREAK) if is_estimate else text for text, is_estimate in texts])
+        wrapped = _wrapped(unbroken, heads, numeric, width, whole=has_estimates)
+        lines = [line.replace(NO_BREAK, " ") for line in wrapped]
     if legend:
         lines += ["", *legend]
     return "\n".join(lines)
@@ -163,8 +229,13 @@ def _short_head(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _wrapped(cells: list[list[str]], heads: Sequence[str], numeric: Sequence[bool], width: int) -> list[str]:
-    """The lines of a table whose cells are wrapped, or a block per row where the columns are too many for that."""
+def _wrapped(
+    cells: list[list[str]], heads: Sequence[str], numeric: Sequence[bool], width: int, whole: Sequence[bool]
+) -> list[str]:
+    """The lines of a table whose cells are wrapped, or a block per row where the columns are too many for that.
+
+    No word of a ``numeric`` or ``whole`` column is broken.
+    """
     narrowest = []
     widths = []
     for position, head in enumerate(heads):
@@ -172,7 +243,11 @@ def _wrapped(cells: list[list[str]], heads: Sequence[str], numeric: Sequence[boo
         words = " ".join([head, *column]).split(" ")
         longest_word = max(map(len, words), default=1)
         # A number is never broken.
-        narrowest.append(longest_word if numeric[position : position + 1] == [True] else min(longest_word, NARROWEST))
+        is_numeric = numeric[position : position + 1] == [True]
+        if is_numeric or whole[position]:
+            narrowest.append(longest_word)
+        else:
+            narrowest.append(min(longest_word, NARROWEST))
         widths.append(max(map(len, [head, *column])))
     available = width - GAP * (len(heads) - 1)
     while sum(widths) > available:
@@ -185,12 +260,13 @@ def _wrapped(cells: list[list[str]], heads: Sequence[str], numeric: Sequence[boo
     # Laid out here: tabulate makes columns wider than their heads.
     lines = _row_lines(heads, widths, numeric)
     lines.append((" " * GAP).join("-" * size for size in widths))
-    for row in cells:
-        lines += _row_lines(row, widths, numeric)
-        # An empty line between rows: their own lines belong together.
-        lines.append("")
-    if cells:
-        lines.pop()
+    rows = [_row_lines(row, widths, numeric) for row in cells]
+    has_wrapped_row = any(len(row_lines) > 1 for row_lines in rows)
+    for number_of_row, row_lines in enumerate(rows):
+        # An empty line between rows of several lines, which belong together.
+        if has_wrapped_row and number_of_row:
+            lines.append("")
+        lines += row_lines
     return lines
 
 
@@ -238,7 +314,8 @@ def markdown(names: Sequence[str], rows: Iterable[Sequence[str]], numeric: Seque
 def readable(summary: pd.DataFrame, group: list[str]) -> pd.DataFrame:
     """The long frame of :func:`kl_comedy.tracking.compare.summarize` as one row per group, one column per metric.
 
-    A cell reads ``mean [low, high]``; where it rests on another number of runs than the column n says, it adds it.
+    A cell is an :class:`Estimate`, ``mean [low, high]``; where it rests on another number of runs than the
+    column n says, it adds it.
     """
     import pandas as pd
 
@@ -248,9 +325,11 @@ def readable(summary: pd.DataFrame, group: list[str]) -> pd.DataFrame:
         n = lines["n"].max()
         row = dict(zip(map(short, group), keys, strict=True)) | {"n": n}
         for line in lines.to_dict("records"):
-            cell = "-"
+            cell: Estimate | str = "-"
             if line["n"]:
-                cell = f"{number(line['mean'])}{bounds(line, n)}"
+                remark = f" (n={line['n']})" if line["n"] != n else ""
+                bounds = {name: line[name] for name in ("mean", "low", "high")}
+                cell = Estimate(metric=line["metric"], remark=remark, **bounds)
             row[short(line["metric"])] = cell
         for name in ("runs", "failed", "collapsed"):
             if name in lines:
@@ -266,16 +345,6 @@ def number(value: float) -> str:
     ('0.1235', '12', '1e-07')
     """
     return f"{value:.4g}"
-
-
-def bounds(line: Mapping[Any, Any], runs: int) -> str:
-    """`` [low, high]`` of a row of a summary where it has them, and its n where that is not ``runs``."""
-    text = ""
-    if not math.isnan(line["low"]):
-        text += f" [{number(line['low'])}, {number(line['high'])}]"
-    if line["n"] != runs:
-        text += f" (n={line['n']})"
-    return text
 
 
 def _escaped(text: str) -> str:
