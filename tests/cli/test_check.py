@@ -151,6 +151,67 @@ def test_the_engines_of_every_config_are_the_ones_that_its_settings_name(path):
     assert what_starts(load_config(path), gpus=0)["sampler"]
 
 
+# --- what train would refuse ----------------------------------------------------------------------------------------
+
+TWO_PROCESSES = ["train.strategy=ddp", "train.devices=2"]
+NO_PATH = "data.train={dataset: csv, path: nope.csv}"
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The tiny config without its data, whose options belong to another loader."""
+    values = yaml.safe_load(TINY.read_text())
+    del values["data"]["train"]
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.nope=1"], r"trainer\.nope: no such key"),
+        (["output=/proc/x"], r"output: cannot write /proc/x"),
+        (["model.source=models/nowhere"], r"model\.source: .*models/nowhere"),
+        (["reference.teacher={source: models/nowhere}"], r"reference\.teacher"),
+        (["data.train.path=nope.csv"], r"data\.train\.path: got 'nope\.csv', but the dataset 'pocket' does not use it"),
+        ([NO_PATH], r"data\.train\.path: got 'nope\.csv'"),
+        ([NO_PATH, *TWO_PROCESSES], r"data\.train\.path: got 'nope\.csv'"),
+        (["data.train.split=nowhere", *TWO_PROCESSES], r"data\.train\.split: got 'nowhere'"),
+        (
+            ["data.train={dataset: hub, path: x}"],
+            r"data\.train\.path: got 'x', but the dataset 'hub' does not use it",
+        ),
+        (
+            ["data.train={dataset: hub, name: openai/gsm8k}"],
+            r"data\.train\.split: the dataset 'hub' needs it",
+        ),
+        (["eval.suites=[gsm8kk]"], r"eval\.suites: .*did you mean 'gsm8k'"),
+    ],
+)
+def test_what_train_refuses_before_it_loads_a_model_is_refused(overrides, message, config):
+    with pytest.raises(UserError, match=message):
+        CliRunner().invoke(app, ["check", str(config), *overrides, "--no-memory"], catch_exceptions=False)
+
+
+def test_a_row_of_a_local_file_that_train_could_not_read_is_refused(tmp_path, config):
+    file = tmp_path / "mine.csv"
+    file.write_text("text,answer\n1+1,2\n1+2,3,4\n")
+    overrides = [f"data.train={{dataset: csv, path: '{file}'}}", "--no-memory"]
+    with pytest.raises(UserError, match=r"mine\.csv:3: 3 fields"):
+        CliRunner().invoke(app, ["check", str(config), *overrides], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("machine", [["--gpus", "2"], ["--gpu", "h100-80"]])
+def test_what_this_machine_lacks_does_not_count_for_another(machine, config):
+    for setting in ("rollout.backend=vllm_server", NO_PATH, "model.source=models/nowhere", "output=/proc/x"):
+        done = CliRunner().invoke(app, ["check", str(config), setting, *machine, "--no-memory"])
+        assert done.exit_code == 0, (setting, done.exception)
+    # What no machine could train is refused still.
+    for setting in ("trainer.nope=1", "data.train.path=nope.csv"):
+        assert isinstance(CliRunner().invoke(app, ["check", str(config), setting, *machine]).exception, UserError)
+
+
 # --- --resolved -------------------------------------------------------------------------------------------------------
 
 

@@ -45,8 +45,9 @@ class CheckOptions:
 def check(wanted: CheckOptions) -> None:
     """Say what CONFIG would start: processes, engines, how weights reach the engines, memory.
 
-    Exit code 2 and the reason where it cannot run. With `--resolved` the whole config as YAML instead, which `train`
-    reads; a comment behind each value names its file, the command line or the default.
+    Exit code 2 and the reason where it cannot run: on this machine, or with `--gpu` or `--gpus` on another. With
+    `--resolved` the whole config as YAML instead, which `train` reads; a comment behind each value names its file, the
+    command line or the default.
 
     Example: `kl-comedy check configs/paper/on_policy_math_qwen.yaml --gpus 8`
 
@@ -56,11 +57,11 @@ def check(wanted: CheckOptions) -> None:
     if wanted.resolved:
         # Before the checks below: where they refuse the config, its values are what the user wants to see.
         _print_resolved(loaded, value_origins(find_config(wanted.config), wanted.overrides or []), wanted.format)
-    from kl_comedy.training.build import check_parts, check_training
+    from kl_comedy.training.build import check_run, warn_about
 
-    # As a run checks them, before it loads a model: what is refused there is refused here.
-    check_training(loaded)
-    check_parts(loaded)
+    # As a run is checked before it loads a model. --gpu and --gpus describe another machine than this one.
+    here = wanted.gpu is None and wanted.gpus is None
+    warn_about(check_run(loaded, here=here))
     if wanted.resolved:
         return
     rows = what_starts(loaded, wanted.gpus)

@@ -23,7 +23,7 @@ from kl_comedy.tracking.loggers import check_loggers
 from kl_comedy.tracking.store import check_uri
 from kl_comedy.training.loss import named_terms
 from kl_comedy.training.models import teacher_errors
-from kl_comedy.training.problems import ProblemSets, load_problem_sets
+from kl_comedy.training.problems import ProblemSets, check_problem_sets, load_problem_sets
 from kl_comedy.training.rules import TrainingSettings, broken_rule
 
 log = logging.getLogger("kl_comedy")
@@ -112,9 +112,31 @@ def check_before_loading(config: Config) -> Run:
     call this before the imports that take seconds. Warnings come later, with :func:`warn_about`: a mistake is read
     alone.
     """
+    process_count = config.train.devices * config.train.nodes
+    if process_count > 1:
+        return check_run(config)  # each of the processes, which do not exist yet, loads its problems
+    run = _checked_run(config, here=True)
+    return replace(run, problems=load_problem_sets(config))
+
+
+def check_run(config: Config, *, here: bool = True) -> Run:
+    """The run of ``config``; nothing is kept in memory, and nothing is downloaded.
+
+    Raises :class:`UserError` for what :func:`check_before_loading` refuses; what this machine has (vLLM, a GPU, files)
+    counts where the run would be ``here``.
+    """
+    run = _checked_run(config, here=here)
+    check_problem_sets(config, here=here)
+    return run
+
+
+def _checked_run(config: Config, *, here: bool) -> Run:
+    """The run of ``config``, of which all but the data is checked."""
     run = build_run(config)
     check_parts(config)
     check_trainer_arguments(config)
+    if not here:
+        return run
     run.sampler.check_installed()
     check_writable(Path(config.output), "output", is_folder=True)
     # With `auto` a machine without GPU trains on its CPU; `cuda` asks for one.
@@ -124,10 +146,7 @@ def check_before_loading(config: Config) -> Run:
     if config.reference.teacher is not None:
         with teacher_errors():
             check_source(config.reference.teacher.model(config.model))
-    process_count = config.train.devices * config.train.nodes
-    if process_count > 1:
-        return run  # each of the processes, which do not exist yet, loads its problems
-    return replace(run, problems=load_problem_sets(config))
+    return run
 
 
 def check_trainer_arguments(config: Config) -> None:
