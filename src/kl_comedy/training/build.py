@@ -51,6 +51,8 @@ TRAINER_ARGUMENTS = {
     "use_distributed_sampler": "train.strategy",
 }
 """Arguments of Lightning's Trainer that ``trainer`` may not name, and the config key that sets each."""
+LORA_LR = (1e-5, 1e-3)
+"""The usual learning rates of an adapter, which starts at zero and moves little at the rates of all weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +201,17 @@ def warn_about(run: Run) -> None:
     if run.lag.mode == "async" and run.lag.max_steps == 0:
         log.warning("lag.max_steps is 0: with lag.mode=async the sampler waits for every update; 1 or more overlaps")
     if run.lag.mode == "replayed" and run.lag.steps == 0:
-        log.warning("lag.steps is 0: with lag.mode=replayed the samples are fresh; 1 or more is their age in updates")
+        per_batch = run.lag.updates_per_batch
+        log.warning(
+            "lag.steps is 0: with lag.mode=replayed the samples are fresh; it is their age in updates, "
+            f"a multiple of the {per_batch} made from one batch, as lag.steps={per_batch}"
+        )
+    lr = run.config.optimizer.lr
+    if run.config.model.lora is not None and lr < LORA_LR[0]:
+        low, high = LORA_LR
+        log.warning(
+            f"optimizer.lr is {lr:g}: low for a LoRA adapter (model.lora), which usually takes {low:g} to {high:g}"
+        )
 
 
 def is_off_policy(config: Config) -> bool:
