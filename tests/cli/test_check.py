@@ -36,6 +36,16 @@ def test_an_asynchronous_run_over_ranks_starts_a_server_beside_them():
     assert rows["samples"].endswith("at most 3 updates old, wait, weights in flight")
 
 
+def test_several_updates_of_a_batch_are_off_policy_in_every_row():
+    rows = starts("kl=[{estimator: k1, placement: reward, beta: 0.1}]")
+    assert rows["samples"].endswith("; on-policy")
+    assert "on-policy sequence_reverse" in rows["kl.0"]
+    rows = starts("kl=[{estimator: k2, placement: reward, beta: 0.1}]", "algorithm.updates_per_batch=2")
+    assert rows["samples"].endswith("off-policy after the first update of each batch")
+    assert rows["kl.0"].endswith("beta 0.1: off-policy the gradient of no KL")
+    assert rows["learning"] == "rate 0.001, constant, of all weights"
+
+
 def test_servers_elsewhere_get_the_merged_adapter_through_a_folder():
     urls = "rollout.options={urls: ['http://a:1', 'http://b:2']}"
     rows = starts("rollout.backend=vllm_server", urls, "model.lora={rank: 2}")
