@@ -38,6 +38,16 @@ def test_an_asynchronous_run_over_ranks_starts_a_server_beside_them():
     assert rows["samples"].endswith("at most 3 updates old, wait, weights in flight")
 
 
+def test_several_updates_of_a_batch_are_off_policy_in_every_row():
+    rows = starts("kl=[{estimator: k1, placement: reward, beta: 0.1}]")
+    assert rows["samples"].endswith("; on-policy")
+    assert "on-policy sequence_reverse" in rows["kl.0"]
+    rows = starts("kl=[{estimator: k2, placement: reward, beta: 0.1}]", "algorithm.updates_per_batch=2")
+    assert rows["samples"].endswith("off-policy after the first update of each batch")
+    assert rows["kl.0"].endswith("beta 0.1: off-policy the gradient of no KL")
+    assert rows["learning"] == "rate 0.001, constant, of all weights"
+
+
 def test_servers_elsewhere_get_the_merged_adapter_through_a_folder():
     urls = "rollout.options={urls: ['http://a:1', 'http://b:2']}"
     rows = starts("rollout.backend=vllm_server", urls, "model.lora={rank: 2}")
@@ -151,6 +161,67 @@ CONFIGS = [path for path in sorted((ROOT / "configs").glob("**/*.yaml")) if has_
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT / "configs")))
 def test_the_engines_of_every_config_are_the_ones_that_its_settings_name(path):
     assert what_starts(load_config(path), gpus=0)["sampler"]
+
+
+# --- what train would refuse ----------------------------------------------------------------------------------------
+
+TWO_PROCESSES = ["train.strategy=ddp", "train.devices=2"]
+NO_PATH = "data.train={dataset: csv, path: nope.csv}"
+
+
+@pytest.fixture
+def config(tmp_path):
+    """The tiny config without its data, whose options belong to another loader."""
+    values = yaml.safe_load(TINY.read_text())
+    del values["data"]["train"]
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.nope=1"], r"trainer\.nope: no such key"),
+        (["output=/proc/x"], r"output: cannot write /proc/x"),
+        (["model.source=models/nowhere"], r"model\.source: .*models/nowhere"),
+        (["reference.teacher={source: models/nowhere}"], r"reference\.teacher"),
+        (["data.train.path=nope.csv"], r"data\.train\.path: got 'nope\.csv', but the dataset 'pocket' does not use it"),
+        ([NO_PATH], r"data\.train\.path: got 'nope\.csv'"),
+        ([NO_PATH, *TWO_PROCESSES], r"data\.train\.path: got 'nope\.csv'"),
+        (["data.train.split=nowhere", *TWO_PROCESSES], r"data\.train\.split: got 'nowhere'"),
+        (
+            ["data.train={dataset: hub, path: x}"],
+            r"data\.train\.path: got 'x', but the dataset 'hub' does not use it",
+        ),
+        (
+            ["data.train={dataset: hub, name: openai/gsm8k}"],
+            r"data\.train\.split: the dataset 'hub' needs it",
+        ),
+        (["eval.suites=[gsm8kk]"], r"eval\.suites: .*did you mean 'gsm8k'"),
+    ],
+)
+def test_what_train_refuses_before_it_loads_a_model_is_refused(overrides, message, config):
+    with pytest.raises(UserError, match=message):
+        CliRunner().invoke(app, ["check", str(config), *overrides, "--no-memory"], catch_exceptions=False)
+
+
+def test_a_row_of_a_local_file_that_train_could_not_read_is_refused(tmp_path, config):
+    file = tmp_path / "mine.csv"
+    file.write_text("text,answer\n1+1,2\n1+2,3,4\n")
+    overrides = [f"data.train={{dataset: csv, path: '{file}'}}", "--no-memory"]
+    with pytest.raises(UserError, match=r"mine\.csv:3: 3 fields"):
+        CliRunner().invoke(app, ["check", str(config), *overrides], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("machine", [["--gpus", "2"], ["--gpu", "h100-80"]])
+def test_what_this_machine_lacks_does_not_count_for_another(machine, config):
+    for setting in ("rollout.backend=vllm_server", NO_PATH, "model.source=models/nowhere", "output=/proc/x"):
+        done = CliRunner().invoke(app, ["check", str(config), setting, *machine, "--no-memory"])
+        assert done.exit_code == 0, (setting, done.exception)
+    # What no machine could train is refused still.
+    for setting in ("trainer.nope=1", "data.train.path=nope.csv"):
+        assert isinstance(CliRunner().invoke(app, ["check", str(config), setting, *machine]).exception, UserError)
 
 
 # --- --resolved -------------------------------------------------------------------------------------------------------

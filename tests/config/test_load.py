@@ -219,6 +219,20 @@ def test_replayed_samples_that_are_fresh_are_warned_of(caplog):
     assert "lag.steps is 0" not in caplog.text
     check_training(load_config(None, ["lag={mode: replayed}"]))
     assert "lag.steps is 0" in caplog.text
+    # The number that the warning names is one that the config takes.
+    check_training(load_config(None, ["lag={mode: replayed}", "algorithm.updates_per_batch=4"]))
+    assert caplog.text.strip().endswith("a multiple of the 4 made from one batch, as lag.steps=4")
+    load_config(None, ["lag={mode: replayed, steps: 4}", "algorithm.updates_per_batch=4"])
+
+
+def test_a_learning_rate_of_all_weights_is_warned_of_with_an_adapter(caplog):
+    check_training(load_config(None, ["optimizer.lr=1e-6"]))
+    check_training(load_config(None, ["model.lora={rank: 8}", "optimizer.lr=3e-5"]))
+    assert "LoRA" not in caplog.text
+    check_training(load_config(None, ["model.lora={rank: 8}", "optimizer.lr=1e-6"]))
+    assert (
+        "optimizer.lr is 1e-06: low for a LoRA adapter (model.lora), which usually takes 1e-05 to 0.001" in caplog.text
+    )
 
 
 WRONG_FILES = {

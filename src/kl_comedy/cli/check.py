@@ -46,8 +46,9 @@ class CheckOptions:
 def check(wanted: CheckOptions) -> None:
     """Say what CONFIG would start: processes, engines, how weights reach the engines, memory.
 
-    Exit code 2 and the reason where it cannot run. With `--resolved` the whole config as YAML instead, which `train`
-    reads; a comment behind each value names its file, the command line or the default.
+    Exit code 2 and the reason where it cannot run: on this machine, or with `--gpu` or `--gpus` on another. With
+    `--resolved` the whole config as YAML instead, which `train` reads; a comment behind each value names its file, the
+    command line or the default.
 
     Example: `kl-comedy check configs/paper/on_policy_math_qwen.yaml --gpus 8`
 
@@ -57,11 +58,11 @@ def check(wanted: CheckOptions) -> None:
     if wanted.resolved:
         # Before the checks below: where they refuse the config, its values are what the user wants to see.
         _print_resolved(loaded, value_origins(find_config(wanted.config), wanted.overrides or []), wanted.format)
-    from kl_comedy.training.build import check_parts, check_training
+    from kl_comedy.training.build import check_run, warn_about
 
-    # As a run checks them, before it loads a model: what is refused there is refused here.
-    check_training(loaded)
-    check_parts(loaded)
+    # As a run is checked before it loads a model. --gpu and --gpus describe another machine than this one.
+    here = wanted.gpu is None and wanted.gpus is None
+    warn_about(check_run(loaded, here=here))
     if wanted.resolved:
         return
     rows = what_starts(loaded, wanted.gpus)
@@ -142,6 +143,8 @@ def what_starts(config: Config, gpus: int | None = None) -> dict[str, str]:
         "processes": f"{train.strategy}, {train.devices * train.nodes} on {nodes}",
         **_sampler_and_weights(config, sampler, gpu_names, server_gpus),
         "samples": _samples(config),
+        **_kl_terms(config),
+        "learning": _learning(config),
         "updates": f"{train.steps}, a checkpoint every {train.checkpoint_every or 'never'}",
         "output": f"{config.output}/{config.name}-...",
     }
@@ -168,7 +171,7 @@ def _sampler_and_weights(
     if drawn_by.beside:
         return _engines(config, drawn_by, gpu_names, server_gpus)
 
-    weights = "the trainer's own"
+    weights = "those of the trainer, not copied"
     if drawn_by.capabilities.recorded:
         path = config.rollout.options.get("path")
         sampler = f"{name}: batches of {path}, read by rank 0; evaluation samples in the trainer"
@@ -208,19 +211,46 @@ def _engines(config: Config, sampler: Sampler, gpu_names: Sequence[str], server_
 def _samples(config: Config) -> str:
     """The size of a batch, the updates from it, and how old its samples are."""
     from kl_comedy.config.combinations import updates_from_a_batch
+    from kl_comedy.training.build import is_off_policy
 
     lag = config.lag
-    if lag.mode == "on_policy":
+    updates = updates_from_a_batch(config)
+    if not is_off_policy(config):
         age = "on-policy"
+    elif config.rollout.backend == "replay":
+        age = "off-policy: recorded"
+    elif lag.mode == "on_policy":
+        age = "off-policy after the first update of each batch"
     elif lag.mode == "replayed":
         age = f"exactly {lag.steps} updates old"
     else:
         age = f"at most {lag.max_steps} updates old, {lag.sampling.policy}"
         if lag.sampling.in_flight:
             age += ", weights in flight"
-    updates = updates_from_a_batch(config)
     per_batch = f"{config.rollout.prompts_per_batch} prompts x {config.rollout.group_size} completions per batch"
     return f"{per_batch}, {updates} {plural(updates, 'update')} per batch; {age}"
+
+
+def _kl_terms(config: Config) -> dict[str, str]:
+    """What each KL term optimizes with samples as old as this config's, by its key in the config."""
+    from kl_comedy.kl import resolve_terms, verdict
+    from kl_comedy.training.build import is_off_policy
+
+    regime = "off_policy" if is_off_policy(config) else "on_policy"
+    rows = {}
+    for position, term in enumerate(resolve_terms(config.kl)):
+        meaning = f"{regime.replace('_', '-')} {verdict(term, regime)}"
+        if term.reference == "sampler":
+            meaning = "pulls towards the policy that sampled"
+        rows[f"kl.{position}"] = f"{term.label()}, beta {term.beta:g}: {meaning}"
+    return rows or {"kl": "none"}
+
+
+def _learning(config: Config) -> str:
+    """The learning rate, and which weights it moves."""
+    lora = config.model.lora
+    weights = "all weights" if lora is None else f"a LoRA adapter of rank {lora.rank}"
+    return f"rate {config.optimizer.lr:g}, {config.optimizer.schedule}, of {weights}"
 
 
 def _memory(config: Config, gpu: str | None, gpus: int | None) -> str:

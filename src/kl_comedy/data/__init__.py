@@ -6,7 +6,24 @@ Importing this package registers the built-in datasets; heavy packages are impor
 """
 
 from kl_comedy.data import pocket, sources  # noqa: F401  (registers the datasets)
-from kl_comedy.data.load import data_hash, decontaminate, load_problems, normalize
+from kl_comedy.data.load import (
+    check_dataset,
+    data_hash,
+    decontaminate,
+    is_on_this_machine,
+    load_problems,
+    normalize,
+)
 from kl_comedy.data.prompts import PromptOrder, RenderReport, render
 
-__all__ = ["PromptOrder", "RenderReport", "data_hash", "decontaminate", "load_problems", "normalize", "render"]
+__all__ = [
+    "PromptOrder",
+    "RenderReport",
+    "check_dataset",
+    "data_hash",
+    "decontaminate",
+    "is_on_this_machine",
+    "load_problems",
+    "normalize",
+    "render",
+]

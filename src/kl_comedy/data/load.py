@@ -173,6 +173,26 @@ def decontaminate(
     return clean, counts
 
 
+def check_dataset(config: DatasetConfig, *, key: str, training: bool, allow_test_split: bool) -> None:
+    """Raise :class:`UserError` for settings that no machine could load, as :func:`load_problems`; nothing is read.
+
+    A loader may declare ``check``, a function of the config and its ``key`` that refuses what the loader cannot use.
+    """
+    entry = DATASETS.get(config.dataset, key=f"{key}.dataset")
+    if training and not allow_test_split:
+        refuse_test_split(config, key=key)
+    check_record(config, key)
+    check = entry.facts.get("check")
+    if check is not None:
+        check(config, key=key)
+
+
+def is_on_this_machine(config: DatasetConfig) -> bool:
+    """Whether the problems are made or read here: not those of the hub, nor of a plugin, which may download too."""
+    entry = DATASETS.get(config.dataset)
+    return config.dataset != "hub" and not entry.modules
+
+
 def load_problems(config: DatasetConfig, *, key: str, training: bool, allow_test_split: bool) -> list[Problem]:
     """The problems of a registered dataset, at most ``config.limit`` of them.
 
@@ -180,12 +200,9 @@ def load_problems(config: DatasetConfig, *, key: str, training: bool, allow_test
     generates ``limit`` problems from ``seed``. Raises :class:`UserError` for training on a split that is meant for
     evaluation, unless ``allow_test_split``; for no problems, and for an id that occurs twice.
     """
-    entry = DATASETS.get(config.dataset, key=f"{key}.dataset")
     # Before anything is read: a mistake costs no download.
-    if training and not allow_test_split:
-        refuse_test_split(config, key=key)
-    check_record(config, key)
-    problems: list[Problem] = entry.fn(config, key=key)
+    check_dataset(config, key=key, training=training, allow_test_split=allow_test_split)
+    problems: list[Problem] = DATASETS.get(config.dataset).fn(config, key=key)
     if not problems:
         raise UserError(f"{key}: the dataset {config.dataset!r} gave no problems")
     # Records and random seeds are looked up by id.

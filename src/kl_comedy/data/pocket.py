@@ -167,7 +167,11 @@ def write_steps(chain: list[tuple[str, int]]) -> str:
     return ";".join(f"{left}={result}" for left, result in chain)
 
 
-@DATASETS.register("pocket", source="procedural; kl_comedy.data.pocket", splits=tuple(SPLITS))
+def _check_settings(config: DatasetConfig, *, key: str) -> None:
+    refuse_unused(config, "name", "path", "subset", "fields", key=key)
+
+
+@DATASETS.register("pocket", source="procedural; kl_comedy.data.pocket", splits=tuple(SPLITS), check=_check_settings)
 def pocket_problems(config: DatasetConfig, *, key: str) -> list[Problem]:
     """Chains of additions or subtractions with two-digit terms; out-of-domain splits are harder.
 
@@ -175,7 +179,7 @@ def pocket_problems(config: DatasetConfig, *, key: str) -> list[Problem]:
     256), ``seed`` the draw. Options for train and heldout: ``terms`` (2 to 5), ``digits`` (1 to 4).
     Raises UserError for an unknown split or option, a value out of range, or a limit beyond what exists.
     """
-    refuse_unused(config, "name", "path", "subset", "fields", key=key)
+    _check_settings(config, key=key)
     name = "train" if config.split is None else config.split
     if name not in SPLITS:
         raise bad_value(f"{key}.split", name, SPLITS)

@@ -39,7 +39,15 @@ def refuse_unused(config: DatasetConfig, *settings: str, key: str) -> None:
             raise UserError(f"{key}.{setting}: got {value!r}, but the dataset {config.dataset!r} does not use it")
 
 
-@DATASETS.register("jsonl", source="JSON Lines: one RFC 8259 object per line, UTF-8")
+def _check_file_settings(config: DatasetConfig, *, key: str, options: type[RowOptions] = RowOptions) -> None:
+    """Raise :class:`UserError` for settings that are not those of a file; whether it exists is not asked."""
+    parse_record(options, config.options, key=f"{key}.options")
+    refuse_unused(config, "name", "subset", "split", key=key)
+    if not config.path:
+        raise UserError(f"{key}.path: the dataset {config.dataset!r} needs the path of a file")
+
+
+@DATASETS.register("jsonl", source="JSON Lines: one RFC 8259 object per line, UTF-8", check=_check_file_settings)
 def jsonl(config: DatasetConfig, *, key: str) -> list[Problem]:
     """A local JSONL file; an error names the file and line of the malformed row."""
     options = parse_record(RowOptions, config.options, key=f"{key}.options")
@@ -47,7 +55,7 @@ def jsonl(config: DatasetConfig, *, key: str) -> list[Problem]:
     return read_rows(_jsonl_rows(path), config, options, key=key, source=str(path))
 
 
-@DATASETS.register("parquet", source="Apache Parquet, read with pyarrow")
+@DATASETS.register("parquet", source="Apache Parquet, read with pyarrow", check=_check_file_settings)
 def parquet(config: DatasetConfig, *, key: str) -> list[Problem]:
     """A local Parquet file; an error names the file and number of the malformed row."""
     options = parse_record(RowOptions, config.options, key=f"{key}.options")
@@ -58,11 +66,8 @@ def parquet(config: DatasetConfig, *, key: str) -> list[Problem]:
 
 
 def _file_of(config: DatasetConfig, key: str) -> Path:
-    """The file that ``path`` names. Raises :class:`UserError` for settings that are not those of a file."""
-    refuse_unused(config, "name", "subset", "split", key=key)
-    if not config.path:
-        raise UserError(f"{key}.path: the dataset {config.dataset!r} needs the path of a file")
-    return existing_file(Path(config.path).expanduser(), f"{key}.path")
+    """The file that ``path`` names, in settings that were checked. Raises :class:`UserError` where there is none."""
+    return existing_file(Path(str(config.path)).expanduser(), f"{key}.path")
 
 
 def _delimiter(value: object, key: str) -> str:
@@ -79,7 +84,11 @@ class CsvOptions(RowOptions):
     delimiter: str = option(",", "The character between two fields.", parse=_delimiter)
 
 
-@DATASETS.register("csv", source="RFC 4180, UTF-8, with a header")
+def _check_csv_settings(config: DatasetConfig, *, key: str) -> None:
+    _check_file_settings(config, key=key, options=CsvOptions)
+
+
+@DATASETS.register("csv", source="RFC 4180, UTF-8, with a header", check=_check_csv_settings)
 def csv_file(config: DatasetConfig, *, key: str) -> list[Problem]:
     """A local CSV file whose first line names the columns; an error names the file and line of the malformed row."""
     options = parse_record(CsvOptions, config.options, key=f"{key}.options")
@@ -154,14 +163,19 @@ def _column_names(names: list[str], place: str) -> list[str]:
     return names
 
 
-@DATASETS.register("saved", source="datasets.load_from_disk; no code is run")
-def saved(config: DatasetConfig, *, key: str) -> list[Problem]:
-    """A folder that ``save_to_disk`` of the library datasets wrote: path, and split where it holds several."""
-    options = parse_record(RowOptions, config.options, key=f"{key}.options")
+def _check_saved_settings(config: DatasetConfig, *, key: str) -> None:
+    """As :func:`_check_file_settings`; the folder says whether ``split`` is used."""
+    parse_record(RowOptions, config.options, key=f"{key}.options")
     refuse_unused(config, "name", "subset", key=key)
     if not config.path:
         raise UserError(f"{key}.path: the dataset 'saved' needs the path of a folder")
-    folder = Path(config.path).expanduser()
+
+
+@DATASETS.register("saved", source="datasets.load_from_disk; no code is run", check=_check_saved_settings)
+def saved(config: DatasetConfig, *, key: str) -> list[Problem]:
+    """A folder that ``save_to_disk`` of the library datasets wrote: path, and split where it holds several."""
+    options = parse_record(RowOptions, config.options, key=f"{key}.options")
+    folder = Path(str(config.path)).expanduser()
     if not is_saved(folder):
         raise bad_value(f"{key}.path", config.path, "a folder that save_to_disk wrote (with state.json)")
     label = str(folder)
@@ -335,14 +349,19 @@ class HubOptions(RowOptions):
     revision: str | None = option(None, "The commit, tag or branch.")
 
 
-@DATASETS.register("hub", source="datasets.load_dataset; no code from the hub is run")
-def hub(config: DatasetConfig, *, key: str) -> list[Problem]:
-    """A dataset by hub name: name, subset, split, and the option revision to pin it."""
-    options = parse_record(HubOptions, config.options, key=f"{key}.options")
+def _check_hub_settings(config: DatasetConfig, *, key: str) -> None:
+    """Raise :class:`UserError` for settings that name no dataset of the hub; the hub is not asked."""
+    parse_record(HubOptions, config.options, key=f"{key}.options")
     refuse_unused(config, "path", key=key)
     for setting, example in (("name", "openai/gsm8k"), ("split", "train")):
         if not getattr(config, setting):
             raise UserError(f"{key}.{setting}: the dataset 'hub' needs it, for example {key}.{setting}={example}")
+
+
+@DATASETS.register("hub", source="datasets.load_dataset; no code from the hub is run", check=_check_hub_settings)
+def hub(config: DatasetConfig, *, key: str) -> list[Problem]:
+    """A dataset by hub name: name, subset, split, and the option revision to pin it."""
+    options = parse_record(HubOptions, config.options, key=f"{key}.options")
     if is_saved(Path(str(config.name)).expanduser()):
         raise UserError(
             f"{key}.name: {config.name} is a folder that save_to_disk wrote; set {key}.dataset=saved "
@@ -375,7 +394,11 @@ def _download(config: DatasetConfig, revision: str | None, *, key: str) -> Any:
 TEXT_OPTIONS = ("text_field", "text_after")
 
 
-@DATASETS.register("reasoning_gym", source="open-thought/reasoning-gym (Apache-2.0)")
+def _check_gym_settings(config: DatasetConfig, *, key: str) -> None:
+    refuse_unused(config, "path", "subset", "split", "fields", key=key)
+
+
+@DATASETS.register("reasoning_gym", source="open-thought/reasoning-gym (Apache-2.0)", check=_check_gym_settings)
 def reasoning_gym(config: DatasetConfig, *, key: str) -> list[Problem]:
     """A reasoning-gym task: name = the task, options = its settings (size, seed, min_terms, ...).
 
@@ -383,7 +406,6 @@ def reasoning_gym(config: DatasetConfig, *, key: str) -> list[Problem]:
     a string of its metadata, with ``text_after`` what follows a marker in the question. Where several solutions are
     right the answer is ``""``: only the task's own scorer can judge them.
     """
-    refuse_unused(config, "path", "subset", "split", "fields", key=key)
     task = _build(config, key=key)
     count = task.size
     if config.limit is not None:

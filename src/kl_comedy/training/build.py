@@ -23,7 +23,7 @@ from kl_comedy.tracking.loggers import check_loggers
 from kl_comedy.tracking.store import check_uri
 from kl_comedy.training.loss import named_terms
 from kl_comedy.training.models import teacher_errors
-from kl_comedy.training.problems import ProblemSets, load_problem_sets
+from kl_comedy.training.problems import ProblemSets, check_problem_sets, load_problem_sets
 from kl_comedy.training.rules import TrainingSettings, broken_rule
 
 log = logging.getLogger("kl_comedy")
@@ -51,6 +51,8 @@ TRAINER_ARGUMENTS = {
     "use_distributed_sampler": "train.strategy",
 }
 """Arguments of Lightning's Trainer that ``trainer`` may not name, and the config key that sets each."""
+LORA_LR = (1e-5, 1e-3)
+"""The usual learning rates of an adapter, which starts at zero and moves little at the rates of all weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +114,31 @@ def check_before_loading(config: Config) -> Run:
     call this before the imports that take seconds. Warnings come later, with :func:`warn_about`: a mistake is read
     alone.
     """
+    process_count = config.train.devices * config.train.nodes
+    if process_count > 1:
+        return check_run(config)  # each of the processes, which do not exist yet, loads its problems
+    run = _checked_run(config, here=True)
+    return replace(run, problems=load_problem_sets(config))
+
+
+def check_run(config: Config, *, here: bool = True) -> Run:
+    """The run of ``config``; nothing is kept in memory, and nothing is downloaded.
+
+    Raises :class:`UserError` for what :func:`check_before_loading` refuses; what this machine has (vLLM, a GPU, files)
+    counts where the run would be ``here``.
+    """
+    run = _checked_run(config, here=here)
+    check_problem_sets(config, here=here)
+    return run
+
+
+def _checked_run(config: Config, *, here: bool) -> Run:
+    """The run of ``config``, of which all but the data is checked."""
     run = build_run(config)
     check_parts(config)
     check_trainer_arguments(config)
+    if not here:
+        return run
     run.sampler.check_installed()
     check_writable(Path(config.output), "output", is_folder=True)
     # With `auto` a machine without GPU trains on its CPU; `cuda` asks for one.
@@ -124,10 +148,7 @@ def check_before_loading(config: Config) -> Run:
     if config.reference.teacher is not None:
         with teacher_errors():
             check_source(config.reference.teacher.model(config.model))
-    process_count = config.train.devices * config.train.nodes
-    if process_count > 1:
-        return run  # each of the processes, which do not exist yet, loads its problems
-    return replace(run, problems=load_problem_sets(config))
+    return run
 
 
 def check_trainer_arguments(config: Config) -> None:
@@ -180,7 +201,17 @@ def warn_about(run: Run) -> None:
     if run.lag.mode == "async" and run.lag.max_steps == 0:
         log.warning("lag.max_steps is 0: with lag.mode=async the sampler waits for every update; 1 or more overlaps")
     if run.lag.mode == "replayed" and run.lag.steps == 0:
-        log.warning("lag.steps is 0: with lag.mode=replayed the samples are fresh; 1 or more is their age in updates")
+        per_batch = run.lag.updates_per_batch
+        log.warning(
+            "lag.steps is 0: with lag.mode=replayed the samples are fresh; it is their age in updates, "
+            f"a multiple of the {per_batch} made from one batch, as lag.steps={per_batch}"
+        )
+    lr = run.config.optimizer.lr
+    if run.config.model.lora is not None and lr < LORA_LR[0]:
+        low, high = LORA_LR
+        log.warning(
+            f"optimizer.lr is {lr:g}: low for a LoRA adapter (model.lora), which usually takes {low:g} to {high:g}"
+        )
 
 
 def is_off_policy(config: Config) -> bool:

@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kl_comedy.config import Config
-from kl_comedy.config.schema import SuiteConfig
-from kl_comedy.data import RenderReport, data_hash, decontaminate, load_problems, render
+from kl_comedy.config.schema import DatasetConfig, SuiteConfig
+from kl_comedy.data import (
+    RenderReport,
+    check_dataset,
+    data_hash,
+    decontaminate,
+    is_on_this_machine,
+    load_problems,
+    render,
+)
 from kl_comedy.errors import bad_value
 from kl_comedy.evaluation import EvalSet, get_suite
 from kl_comedy.evaluation.likelihood import ChoiceSet, tokenize_choices
@@ -70,6 +78,30 @@ def load_problem_sets(config: Config, *, train: bool = True) -> ProblemSets:
         problems, removed = decontaminate(problems, held_out)
         counts = {f"decontaminated.{name}": count for name, count in removed.items()}
     return ProblemSets(train=problems, evals=evals, suites=suites, counts=counts)
+
+
+def check_problem_sets(config: Config, *, here: bool) -> None:
+    """Raise :class:`UserError` for data that :func:`load_problem_sets` would refuse; nothing is downloaded.
+
+    ``here``: this machine would load them, so that what is on it is read. What a plugin or the hub holds is not.
+    """
+    data = config.data
+    sets: dict[str, DatasetConfig] = {f"data.eval.{name}": dataset for name, dataset in data.eval.items()}
+    sets["data.train"] = data.train
+    for key, dataset in sets.items():
+        training = key == "data.train"
+        check_dataset(dataset, key=key, training=training, allow_test_split=not training or data.allow_test_split)
+    for name in config.eval.suites:
+        get_suite(name, key="eval.suites")
+    if not here:
+        return
+    are_here = {key: is_on_this_machine(dataset) for key, dataset in sets.items()}
+    if all(are_here.values()) and not config.eval.suites:
+        load_problem_sets(config)
+        return
+    for key, dataset in sets.items():
+        if are_here[key]:
+            load_problems(dataset, key=key, training=False, allow_test_split=True)
 
 
 def _load_suites(config: Config, taken_names: set[str]) -> list[tuple[SuiteConfig, Sequence[Problem]]]:
