@@ -784,8 +784,8 @@ UNTESTED = (
     ),
     Mutant(
         "the holes of a check ignore the seed",
-        "holes_seed = seed if holes else None",
-        "holes_seed = 0 if holes else None",
+        "holes_seed = seed if $masked_tokens != 'absent' else None",
+        "holes_seed = 0 if $masked_tokens != 'absent' else None",
         tests=CONFORMANCE,
     ),
     Mutant(
