@@ -4,12 +4,12 @@ import re
 
 import pytest
 import torch
-from tests.support import mask_mistakes
-from tests.support.multi_turn_losses import RIGHT, WRONG
 
+import mask_mistakes
 from kl_comedy.conformance import check
 from kl_comedy.conformance.masks import turn_lengths, turn_numbers
 from kl_comedy.errors import UserError
+from multi_turn_losses import RIGHT, WRONG
 
 ON = {"claims": "token_reverse", "regimes": ("on_policy",)}
 TWENTY_SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]

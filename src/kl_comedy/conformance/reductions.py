@@ -109,7 +109,7 @@ def reductions_of(measure: Measure, mask_BT: Tensor, attention_BT: Tensor) -> li
 def _rows_of_all_lengths(mask_BT: Tensor) -> list[int]:
     """A row of each length, from the shortest completion to the longest; two where all have one length."""
     length_B = mask_BT.sum(-1)
-    lengths = length_B.unique().tolist()
+    lengths = sorted(set(length_B.tolist()))
     rows = [int((length_B == length).nonzero()[0][0]) for length in lengths]
     if len(rows) == 1 and len(mask_BT) > 1:
         rows.append(len(mask_BT) - 1)
@@ -144,9 +144,15 @@ def _fits(candidate: Reduction, measured: Sequence[Shares], mask_BT: Tensor, att
         total = 1.0
         if not candidate.is_sum:
             total = float(count_B[shares.rows].sum())
+        # A mean of completions of which none is counted is 0 / 0, or anything by a clamp.
+        if total == 0:
+            continue
         for row, share in shares.share_by_row.items():
-            # A mean of completions of which none is counted is 0 / 0, or 0 by a clamp: the share is anything.
-            if total > 0 and abs(share - float(count_B[row]) / total) > TOLERANCE:
+            expected = [float(count_B[row]) / total]
+            if expected == [0.0]:
+                # Alone such a completion is divided by a clamped count, and here by that of the others.
+                expected.append(1 / total)
+            if all(abs(share - value) > TOLERANCE for value in expected):
                 return False
     return True
 
