@@ -79,7 +79,10 @@ def test_without_claims_it_says_what_the_loss_optimizes(losses):
     output = run("own_losses_of_a_test:k2")
     assert "on_policy: token_reverse" in output
     assert "off_policy: none" in output
-    assert "claimed" not in output
+    assert "[claimed" not in output
+    # Nothing was claimed, so nothing is right or wrong.
+    assert "ok " not in output
+    assert output.count("[nothing claimed]") == 3
 
 
 def test_a_claim_that_fails_and_a_wrong_beta_end_with_an_error(losses):

@@ -142,7 +142,7 @@ def test_a_mask_of_attention_alone_trains_on_the_replies_of_tools():
         return k2(logps, ref_logps, attention_mask).sum(-1)
 
     assert "mask: tokens 2, 3, 5" in str(check(loss, **ON))
-    check(loss, holes=False, **ON).assert_ok()
+    check(loss, masked_tokens="absent", **ON).assert_ok()
 
 
 def test_a_compiled_loss_is_differentiated_once():

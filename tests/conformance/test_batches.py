@@ -92,7 +92,7 @@ def test_holes_stand_within_completions_and_have_log_probs():
     batch = batch_of(holes_seed=0)
     mask_BT = batch.tensors["mask"]
     holes = [column for column, step in enumerate(batch.step_T) if step < 0]
-    assert len(holes) == sum(HOLES.get(step, 0) for step in range(3))
+    assert len(holes) == sum(HOLES[0].get(step, 0) for step in range(3))
     for column in holes:
         assert not bool(mask_BT[:, column].any())
         continues_B = mask_BT[:, column:].any(-1)

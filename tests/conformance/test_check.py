@@ -18,16 +18,14 @@ def mean_k2(logp, ref_logp, mask):
     return summed_k2(logp, ref_logp, mask) / mask.sum()
 
 
-@pytest.mark.parametrize(
-    ("loss", "reduction"), [(summed_k2, "sum"), pytest.param(mean_k2, "token_mean", marks=pytest.mark.slow)]
-)
-def test_a_scalar_in_the_shape_of_one_number_is_a_scalar(loss, reduction):
+@pytest.mark.parametrize("loss", [summed_k2, pytest.param(mean_k2, marks=pytest.mark.slow)])
+def test_a_scalar_in_the_shape_of_one_number_is_a_scalar(loss):
     """Torch differentiates it as it does a scalar."""
 
     def in_shape_one(logp, ref_logp, mask):
         return loss(logp, ref_logp, mask).reshape(1)
 
-    asked = {"claims": "token_reverse", "reduction": reduction}
+    asked = {"claims": "token_reverse"}
     check(in_shape_one, **asked).assert_ok()
     assert str(check(in_shape_one, **asked)) == str(check(loss, **asked)).replace(loss.__name__, "in_shape_one")
 
@@ -45,7 +43,7 @@ def test_a_claim_for_a_regime_is_checked_though_the_regime_is_not_asked_for():
 
 
 def test_what_is_not_finite_far_from_the_reference_is_no_problem_of_a_claim_near_it():
-    asked = {"claims": "token_reverse", "regimes": ("on_policy",), "holes": False}
+    asked = {"claims": "token_reverse", "regimes": ("on_policy",), "masked_tokens": "absent"}
     check(infinite_far_from_the_reference, near_only=True, **asked).assert_ok()
     problems = check(infinite_far_from_the_reference, **asked).problems
     assert any(problem.startswith("finite: the value is not finite") for problem in problems), problems
@@ -66,7 +64,7 @@ def test_the_token_whose_value_is_not_finite_is_named_by_its_number():
         is_second = torch.arange(mask.shape[1]) == 1
         return torch.where(is_second & mask, torch.inf, k2(logp, ref_logp, mask))
 
-    (problem,) = check(second_is_infinite, claims="none", regimes=("on_policy",), holes=False).problems
+    (problem,) = check(second_is_infinite, claims="none", regimes=("on_policy",), masked_tokens="absent").problems
     assert problem.startswith("finite: the value is not finite at token 2, with the mask 1 1")
 
 

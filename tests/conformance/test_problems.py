@@ -149,4 +149,6 @@ def test_a_mean_of_tokens_does_not_mix_completions():
     def loss(logp, ref_logp, mask):
         return k2(logp, ref_logp, mask).sum() / mask.sum()
 
-    check(loss, reduction="token_mean", **ON).assert_ok()
+    report = check(loss, **ON)
+    report.assert_ok()
+    assert report.reduction == "the mean over the tokens of the batch"

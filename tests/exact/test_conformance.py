@@ -122,13 +122,20 @@ def test_a_loss_that_is_right_on_policy_only_fails_a_claim_off_policy():
         report.assert_ok()
 
 
-def test_a_mean_over_tokens_is_undone_where_it_is_declared():
-    check(mean_of_k2, claims="token_reverse", reduction="token_mean", regimes=("on_policy",)).assert_ok()
+def test_a_mean_over_the_tokens_of_the_batch_is_known_by_its_behaviour():
+    report = check(mean_of_k2, claims="token_reverse", regimes=("on_policy",))
+    report.assert_ok()
+    assert report.findings[0].coefficient == pytest.approx(1)
+    assert "the scalar is the mean over the tokens of the batch" in str(report)
 
 
-def test_a_mean_over_tokens_that_is_not_declared_hits_no_target():
-    """A mean per completion weights it by 1 / length."""
-    assert check(mean_of_k2, claims="none", regimes=("on_policy",)).ok
+def test_a_mean_of_each_completion_hits_no_target():
+    """It weights a completion by 1 / length, alone and as the mean over a batch of such means."""
+
+    def mean_of_means(logp, ref_logp, mask):
+        return ((0.5 * (logp - ref_logp) ** 2 * mask).sum(-1) / mask.sum(-1).clamp(min=1)).mean()
+
+    assert check(mean_of_means, claims="none", regimes=("on_policy",)).ok
 
 
 def test_a_claim_near_the_reference_is_told_from_one_everywhere():
@@ -284,7 +291,7 @@ def test_masked_tokens_that_enter_the_loss_are_named(loss, seed):
     (problem,) = report.problems
     assert "tokens 2, 3, 5, masked as a tool's reply is (mask 1 0 0 1 0 1 1)" in problem
     assert ("the gradient of token" in problem) == (loss in LEAKS_INTO_OTHER_TOKENS)
-    without_holes = check(loss, claims="none", regimes=("on_policy",), seed=seed, holes=False)
+    without_holes = check(loss, claims="none", regimes=("on_policy",), seed=seed, masked_tokens="absent")
     assert without_holes.problems == ()
 
 
@@ -308,7 +315,11 @@ def test_a_masked_ratio_holds_with_tool_tokens():
     [
         (my_kl_loss, {"claims": "token_revers"}, "claims: got 'token_revers'; .* did you mean 'token_reverse'"),
         (my_kl_loss, {"claims": {"offpolicy": "zero"}}, "regimes: got 'offpolicy'; .* did you mean 'off_policy'"),
-        (my_kl_loss, {"claims": "zero", "reduction": "mean"}, "reduction: got 'mean'; allowed: sum, token_mean"),
+        (
+            my_kl_loss,
+            {"claims": "zero", "masked_tokens": "left"},
+            "masked_tokens: got 'left'; allowed: zero, left_out, absent",
+        ),
         (lambda logp, ref: logp, {"claims": "zero"}, "loss_fn.ref: no tensor has this name.* ref_logp"),
         (lambda logp: logp.sum(0), {"claims": "zero"}, r"loss_fn: got \(7,\); allowed: a tensor \[B, T\], \[B\], or a"),
         (lambda logp: 1.0, {"claims": "zero"}, "loss_fn: got 'float'"),

@@ -85,6 +85,8 @@ def check(
     for regime in dict.fromkeys((*regimes, *claim_by_regime)):
         policies = _policies(regime, seed)
         batches = [Batch.of(policy, holes_seed, number=number) for number, policy in enumerate(policies)]
+        if loss.reduction is None:
+            loss.measure_reduction([batch for batch, policy in zip(batches, policies, strict=True) if policy.near])
         results = [result_of(loss, batch, policy) for batch, policy in zip(batches, policies, strict=True)]
         # A loss that clamps may overflow far from the reference, where it claims nothing.
         claimed_here = [result for result in results if result.policy.near or not near_only]

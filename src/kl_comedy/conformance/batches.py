@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.conformance.arguments import Call, described_error
-from kl_comedy.conformance.reductions import REDUCTIONS, SUM, Reduction, reductions_of
+from kl_comedy.conformance.reductions import OTHER_MEAN, SUM, Reduction, reductions_of
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl.oracle.certificate import BatteryInstance
 from kl_comedy.kl.oracle.enumeration import Completions
@@ -27,6 +27,10 @@ its first turn, and a mask from one that has as many tokens.
 PROMPT = {0: 1}
 """The same for a completion behind its prompt."""
 CHANGES = "loss_fn: the loss changes from call to call (dropout, noise, a running mean); switch it off"
+MIXED = (
+    "loss_fn: the loss of several completions is neither the sum nor a mean of those of each alone: completions are "
+    "mixed; give the loss before that step"
+)
 REPEATS = 50
 """Calls before another explanation is given for two values that differ."""
 MASKED_TOKENS = ("zero", "left_out", "absent")
@@ -199,8 +203,7 @@ class Loss:
         # nan_to_num, because NaN differs from itself; a NaN is reported as a problem, not as a random loss.
         if not torch.equal(first.nan_to_num(), again.nan_to_num()):
             raise UserError(CHANGES)
-        # Two completions tell as well: of one, a scalar in the shape (1,) looks like the losses of a batch.
-        if first.dim() == 0 or self.value(batch).dim() == 0:
+        if self._returns_scalar(batch):
             reduction = self._reduction_of(batch)
             # A mean over a wrong mask may depend on the padding too; the report names the mask.
             if not reduction.problem:
@@ -237,38 +240,77 @@ class Loss:
         """The scalar that the loss returns for some completions, perhaps in the shape (1,)."""
         return self._value(batch, rows).reshape(())
 
-    def _reduction_of(self, batch: Batch) -> Reduction:
-        """How the scalar of several completions is made of that of each; the same in every batch.
+    def _returns_scalar(self, batch: Batch) -> bool:
+        # Two completions tell as well: of one, a scalar in the shape (1,) looks like the losses of a batch.
+        return self._value(batch, slice(0, 1)).dim() == 0 or self.value(batch).dim() == 0
 
-        Raises :class:`UserError` where it is neither their sum nor a mean of them.
+    def measure_reduction(self, batches: Sequence[Batch]) -> None:
+        """Read off how a scalar of several completions is made of that of each, in batches near the reference.
+
+        Farther away gradients lose their digits. Several batches, because in one the turns of completions may be as
+        many as the tokens of some mask. Raises :class:`UserError` where the scalar is neither a sum nor a mean.
         """
-        dtypes = {self._value(batch, slice(0, 1)).dtype, batch.tensors["logp"].dtype}
-        if self.reduction is not None and dtypes & {torch.float16, torch.bfloat16}:
-            # Three digits do not tell means apart.
-            return self.reduction
-        candidates = REDUCTIONS
-        if self.reduction is not None:
-            candidates = (self.reduction,)
+        if not self._returns_scalar(batches[0]):
+            return
+        fitting: list[Reduction] | None = None
+        for batch in batches:
 
-        def measure(rows: list[int]) -> Tensor:
-            return slope_of(self._scalar_of(rows, batch).reshape(1), batch)
+            def measure(rows: list[int], batch: Batch = batch) -> Tensor:
+                return slope_of(self._scalar_of(rows, batch).reshape(1), batch)
 
-        fitting = reductions_of(measure, batch.tensors["mask"], batch.tensors["attention_mask"], candidates)
-        if not fitting:
-            self._check_repeats(batch)
-            raise UserError(
-                "loss_fn: the loss of several completions is neither the sum nor a mean of those of each alone: "
-                "completions are mixed; give the loss before that step"
-            )
-        if self.reduction is None:
+            here = reductions_of(measure, batch.tensors["mask"], batch.tensors["attention_mask"])
+            if here is None:
+                # Without a gradient nothing is optimized, however it is summed.
+                continue
+            if not here:
+                self._check_repeats(batch)
+                raise UserError(MIXED)
+            if fitting is not None:
+                here = [reduction for reduction in fitting if reduction in here]
+            fitting = here
+        if fitting is not None and not fitting:
+            raise UserError(OTHER_MEAN)
+        if fitting:
             self.reduction = fitting[0]
-        return self.reduction
+
+    def _reduction_of(self, batch: Batch) -> Reduction:
+        """The reduction, of which the batch must be one more example."""
+        if self.reduction is None:
+            self.measure_reduction([batch])
+        else:
+            self._check_pair(batch, self.reduction)
+        return self.reduction or SUM
+
+    def _check_pair(self, batch: Batch, reduction: Reduction) -> None:
+        """Raise :class:`UserError` where the value for two completions is not made of theirs as in the first batch."""
+        if reduction.problem:
+            return
+        mask_BT = batch.tensors["mask"]
+        tokens_B = mask_BT.sum(-1)
+        pair = [int(tokens_B.argmin()), int(tokens_B.argmax())]
+        if len(set(pair)) < 2:
+            return
+        alone_2 = torch.stack([self._scalar_of([row], batch).detach() for row in pair]).double()
+        together = self._scalar_of(pair, batch).detach().double()
+        if not bool(torch.cat([alone_2, together[None]]).isfinite().all()):
+            return
+        count_2 = reduction.counts(mask_BT, batch.tensors["attention_mask"])[pair].double()
+        total = 1.0
+        if not reduction.is_sum:
+            total = float(count_2.sum())
+        parts_2 = alone_2 * count_2 / total
+        relative, absolute = rounding_in(batch, self._scalar_of(pair, batch))
+        # Relative to the parts, which may cancel in the sum.
+        largest = absolute + relative * float(parts_2.abs().sum())
+        if float((together - parts_2.sum()).abs()) > largest:
+            self._check_repeats(batch)
+            raise UserError(MIXED)
 
     def _check_alone(self, row: int, loss_B: Tensor, batch: Batch) -> None:
         """Raise :class:`UserError` where a completion alone has another loss than among the others."""
         rows = slice(row, row + 1)
         alone_B = self._summed(self._value(batch, rows), batch.tensors["mask"][rows])
-        relative, absolute = rounding_of(loss_B)
+        relative, absolute = rounding_in(batch, loss_B)
         if not torch.allclose(alone_B, loss_B[rows], rtol=relative, atol=absolute, equal_nan=True):
             self._check_repeats(batch)
             raise UserError(
@@ -358,12 +400,9 @@ class Loss:
 
     def _summed(self, value: Tensor, mask_BT: Tensor) -> Tensor:
         """A value ``[B, T]`` as its caller sums it over tokens; others as they are."""
-        if value.dim() != 2:
-            return value
         if self.leaves_masked_out:
-            # Not a product with the mask: inf * 0 would be NaN.
-            value = torch.where(mask_BT, value, 0.0)
-        return value.sum(-1)
+            return _summed_over(mask_BT, value)
+        return _summed_over(torch.ones_like(mask_BT), value)
 
     def _check_padding(self, batch: Batch) -> None:
         """Raise :class:`UserError` where the padding behind a completion changes its loss."""
@@ -375,10 +414,11 @@ class Loss:
         rows = slice(row, row + 1)
         columns = slice(0, length)
         with_padding = self._value(batch, rows)
-        padded = self._summed(with_padding, mask_BT[rows]).detach().reshape(-1)
+        # What a loss [B, T] has in the padding itself is a problem of the report, which says whose sum it spoils.
+        padded = _summed_over(mask_BT[rows], with_padding).detach().reshape(-1)
         without_padding = self._value(batch, rows, columns)
-        cut_off = self._summed(without_padding, mask_BT[rows, columns]).detach().reshape(-1)
-        relative, absolute = rounding_of(padded)
+        cut_off = _summed_over(mask_BT[rows, columns], without_padding).detach().reshape(-1)
+        relative, absolute = rounding_in(batch, padded)
         agree = torch.allclose(cut_off, padded, rtol=relative, atol=absolute, equal_nan=True)
         # A value that is not finite is a problem of its own, which the report names.
         if not agree and bool(padded.isfinite().all()):
@@ -388,6 +428,19 @@ class Loss:
                 f"{length} columns and {float(padded):.4g} in {mask_BT.shape[1]}; multiply by the mask, and divide by "
                 "its tokens"
             )
+
+
+def _summed_over(mask_BT: Tensor, value: Tensor) -> Tensor:
+    """A value ``[B, T]`` summed over some tokens; others as they are."""
+    if value.dim() != 2:
+        return value
+    # Not a product with the mask: inf * 0 would be NaN.
+    return torch.where(mask_BT, value, 0.0).sum(-1)
+
+
+def rounding_in(batch: Batch, value: Tensor) -> tuple[float, float]:
+    """The rounding of a value, or of the log-probs that it was computed from where theirs is larger."""
+    return max(rounding_of(value), rounding_of(batch.tensors["logp"]))
 
 
 def rounding_of(value: Tensor) -> tuple[float, float]:

@@ -20,8 +20,10 @@ from kl_comedy.errors import UserError
 
 TOLERANCE = 1e-3
 """Relative difference up to which shares agree: losses compute in float32, and divide by a count plus 1e-8."""
-LARGEST_SET = 5
-"""Completions that are looked at: the shortest, the longest, and some between."""
+OTHER_MEAN = (
+    "loss_fn: the loss of several completions is a mean over neither completions, turns nor tokens of the mask; divide "
+    "by the mask's tokens, or return the loss unreduced"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,41 +83,37 @@ class Shares:
     share_by_row: dict[int, float]
 
 
-def reductions_of(
-    measure: Measure, mask_BT: Tensor, attention_BT: Tensor, candidates: Sequence[Reduction] = REDUCTIONS
-) -> list[Reduction]:
-    """Those of ``candidates`` that a scalar may be; none where completions are mixed.
+def reductions_of(measure: Measure, mask_BT: Tensor, attention_BT: Tensor) -> list[Reduction] | None:
+    """Those of :data:`REDUCTIONS` that a scalar may be; none where completions are mixed, None without a gradient.
 
     Raises :class:`UserError` for a mean that weights completions by a count which is none of :data:`REDUCTIONS`.
     """
     rows = _rows_of_all_lengths(mask_BT)
-    if len(rows) < 2:
-        return list(candidates)
     alone = {row: measure([row]) for row in rows}
-    sets = [[rows[0], rows[-1]], rows, [rows[0], rows[-1], rows[-1]]]
-    sets += [[first, second] for first, second in itertools.pairwise(rows)]
-    together = [(chosen, measure(chosen)) for chosen in sets]
     if not any(bool((slope_BTV != 0).any()) for slope_BTV in alone.values()):
-        # Without a gradient nothing is optimized, however it is summed.
-        return list(candidates)
+        return None
+    # The first and the last differ most in length; the last twice, because a mean is no mean of different ones.
+    sets = [rows, [rows[0], rows[-1], rows[-1]], *([first, second] for first, second in itertools.pairwise(rows))]
     measured = []
-    for chosen, slope_BTV in together:
-        shares = _shares(chosen, slope_BTV, alone)
+    for chosen in sets:
+        shares = _shares(chosen, measure(chosen), alone)
         if shares is None:
             return []
         measured.append(shares)
-    fitting = [candidate for candidate in candidates if _fits(candidate, measured, mask_BT, attention_BT)]
+    fitting = [candidate for candidate in REDUCTIONS if _fits(candidate, measured, mask_BT, attention_BT)]
     if not fitting:
         _refuse_other_mean(measured, mask_BT)
     return fitting
 
 
 def _rows_of_all_lengths(mask_BT: Tensor) -> list[int]:
-    """Some rows, from the shortest completion to the longest."""
-    by_length = mask_BT.sum(-1).sort(stable=True).indices
-    count = min(len(by_length), LARGEST_SET)
-    places = torch.linspace(0, len(by_length) - 1, count).long()
-    return list(dict.fromkeys(by_length[places].tolist()))
+    """A row of each length, from the shortest completion to the longest; two where all have one length."""
+    length_B = mask_BT.sum(-1)
+    lengths = sorted(set(length_B.tolist()))
+    rows = [int((length_B == length).nonzero()[0][0]) for length in lengths]
+    if len(rows) == 1 and len(mask_BT) > 1:
+        rows.append(len(mask_BT) - 1)
+    return rows
 
 
 def _shares(rows: list[int], slope_BTV: Tensor, alone: dict[int, Tensor]) -> Shares | None:
@@ -146,9 +144,15 @@ def _fits(candidate: Reduction, measured: Sequence[Shares], mask_BT: Tensor, att
         total = 1.0
         if not candidate.is_sum:
             total = float(count_B[shares.rows].sum())
+        # A mean of completions of which none is counted is 0 / 0, or anything by a clamp.
+        if total == 0:
+            continue
         for row, share in shares.share_by_row.items():
-            # A mean of completions of which none is counted is 0 / 0, or 0 by a clamp: the share is anything.
-            if total > 0 and abs(share - float(count_B[row]) / total) > TOLERANCE:
+            expected = [float(count_B[row]) / total]
+            if expected == [0.0]:
+                # Alone such a completion is divided by a clamped count, and here by that of the others.
+                expected.append(1 / total)
+            if all(abs(share - value) > TOLERANCE for value in expected):
                 return False
     return True
 
@@ -169,7 +173,4 @@ def _refuse_other_mean(measured: Sequence[Shares], mask_BT: Tensor) -> None:
                 return
     weights = ", ".join(f"{weight / smallest:.3g}" for weight in weight_by_row.values())
     lengths = ", ".join(str(int(mask_BT[row].sum())) for row in weight_by_row)
-    raise UserError(
-        "loss_fn: the loss of several completions is a mean over neither completions, turns nor tokens: completions of "
-        f"{lengths} tokens in the mask weigh {weights}; divide by the mask's tokens, or return the loss unreduced"
-    )
+    raise UserError(f"{OTHER_MEAN} (completions of {lengths} tokens in the mask weigh {weights})")
