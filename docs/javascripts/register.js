@@ -170,6 +170,60 @@
     const flags = make("div", { class: "kl-controls" });
     const answer = make("div", { class: "kl-answer", role: "status" });
     let controls = [];
+    let fields = [];
+
+    // The trainers that a flag names at the start of its meaning, as in "grpo: the level of that ratio".
+    const belongs = (flag, trainer) => {
+      const named = flag.meaning.match(/^([a-z_]+): /);
+      if (!named || !trainer) return true;
+      return trainer === named[1] || trainer.endsWith(`_${named[1]}`);
+    };
+
+    // Only the flags of the chosen trainer are asked for; the others are at their defaults.
+    const showFields = () => {
+      const chosen = data.systems[system.value];
+      const number = chosen.flags.findIndex((flag) => flag.name === "trainer");
+      const trainer = number < 0 ? "" : controls[number].value;
+      const trainers = number < 0 ? [] : chosen.flags[number].options;
+      chosen.flags.forEach((flag, place) => {
+        const isOfATrainer = trainers.some((name) => flag.meaning.startsWith(`${name}: `));
+        fields[place].hidden = isOfATrainer && !belongs(flag, trainer);
+        if (fields[place].hidden) controls[place].selectedIndex = 0;
+      });
+    };
+
+    // What was chosen, as the fragment of an address that can be shared; defaults are left out.
+    const address = () => {
+      const chosen = data.systems[system.value];
+      const words = new URLSearchParams({ system: system.value });
+      if (version.selectedIndex > 0) words.set("version", "older");
+      chosen.flags.forEach((flag, number) => {
+        if (controls[number].selectedIndex > 0) words.set(flag.name, controls[number].value);
+      });
+      return `#${words}`;
+    };
+
+    const restore = () => {
+      const words = new URLSearchParams(location.hash.slice(1));
+      const name = words.get("system");
+      // Another fragment is that of a heading; without any, the form is as it was at first.
+      if (location.hash && !data.systems[name]) return;
+      system.value = name || names[0];
+      showFlags();
+      if (words.get("version") === "older" && version.options.length > 1) version.selectedIndex = 1;
+      data.systems[system.value].flags.forEach((flag, number) => {
+        if (flag.options.includes(words.get(flag.name))) controls[number].value = words.get(flag.name);
+      });
+      showFields();
+      showAnswer();
+    };
+
+    // An entry of the browser's history for each choice, so that "back" undoes it.
+    const chose = () => {
+      showFields();
+      showAnswer();
+      if (location.hash !== address()) history.pushState(null, "", address());
+    };
 
     const showAnswer = () => {
       const chosen = data.systems[system.value];
@@ -204,25 +258,34 @@
       controls = chosen.flags.map((flag) =>
         select(flag.options.map((option, number) => [option, number === 0 ? `${option} (default)` : option]), flag.name),
       );
-      const fields = chosen.flags.map((flag, number) => {
+      fields = chosen.flags.map((flag, number) => {
         const field = labelled(flag.name, controls[number]);
         field.append(make("small", {}, flag.meaning));
-        controls[number].addEventListener("input", showAnswer);
+        controls[number].addEventListener("input", chose);
         return field;
       });
-      flags.replaceChildren(...fields);
+      // The trainer decides which of the others exist: it is asked first, beside system and version.
+      const first = fields.filter((_, number) => chosen.flags[number].name === "trainer");
+      chooser.replaceChildren(labelled("System", system), ...first, labelled("Version", version));
+      flags.replaceChildren(...fields.filter((field) => !first.includes(field)));
       if (chosen.left_out.length) {
         flags.append(make("p", {}, `At their defaults: ${chosen.left_out.join(", ")}.`));
       }
+      showFields();
       showAnswer();
     };
 
-    system.addEventListener("input", showFlags);
     const chooser = make("div", { class: "kl-controls" });
-    chooser.append(labelled("System", system), labelled("Version", version));
-    version.addEventListener("input", showAnswer);
-    root.replaceChildren(chooser, source, flags, answer);
+    system.addEventListener("input", () => {
+      showFlags();
+      chose();
+    });
+    version.addEventListener("input", chose);
+    window.addEventListener("popstate", restore);
+    const share = make("p", { class: "kl-source" }, "The address of this page holds the choice: copy it to share the answer.");
+    root.replaceChildren(chooser, answer, flags, source, share);
     showFlags();
+    restore();
   };
 
   const show = () => {

@@ -304,6 +304,68 @@ def dead_texts(html: str) -> Iterator[str]:
         yield match[0]
 
 
+# --- the glossary -------------------------------------------------------------------------------------------------
+GLOSSARY = "glossary.md"
+WITH_GLOSSARY = (
+    "index.md",
+    "decision.md",
+    "loss_or_reward.md",
+    "peers.md",
+    "register.md",
+    "conformance.md",
+    "offpolicy.md",
+    "audit.md",
+    "results.md",
+    "in_your_own_trainer.md",
+)
+"""The pages whose first use of a word is a link to it."""
+NOT_PROSE = re.compile(
+    r"^```.*?^```$|`[^`]*`|!?\[[^\]]*\]\([^)]*\)|^#.*?$|<!--.*?-->|<[^>]*>|^ {4}.*?$|^\|[^\n]*\n\| ?-{3}",
+    re.DOTALL | re.MULTILINE,
+)
+"""Code, links, headings, HTML, and the heads of tables."""
+
+
+def glossary_words(text: str) -> dict[str, str]:
+    """The anchor of every word of the glossary; a heading may have several, with commas between them.
+
+    >>> glossary_words("# G\\n\\n### Lag\\nx\\n\\n### To go, later\\n")
+    {'lag': 'lag', 'to go': 'to-go-later', 'later': 'to-go-later'}
+    """
+    words = {}
+    for heading in re.findall(r"^### (.+)$", text, re.MULTILINE):
+        anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+        for word in heading.lower().split(", "):
+            words[word] = anchor
+    return words
+
+
+def with_glossary_links(markdown: str, words: dict[str, str], to_glossary: str) -> str:
+    """``markdown`` with a link at the first use of each word in its prose.
+
+    >>> with_glossary_links("# Lag\\n`lag` is lag. Lag.", {"lag": "lag"}, "glossary.md")
+    '# Lag\\n`lag` is [lag](glossary.md#lag). Lag.'
+    """
+    # The longest first: "to go" is part of no other, and "stale samples" of none that is shorter.
+    longest_first = sorted(words, key=len, reverse=True)
+    word_pattern = re.compile(rf"(?<![\w/-])({'|'.join(map(re.escape, longest_first))})(?![\w/-])", re.IGNORECASE)
+    linked = set[str]()
+
+    def link(match: re.Match[str]) -> str:
+        anchor = words[match[1].lower()]
+        if anchor in linked:
+            return match[0]
+        linked.add(anchor)
+        return f"[{match[0]}]({to_glossary}#{anchor})"
+
+    pieces = []
+    end = 0
+    for other in NOT_PROSE.finditer(markdown):
+        pieces += [word_pattern.sub(link, markdown[end : other.start()]), other[0]]
+        end = other.end()
+    return "".join([*pieces, word_pattern.sub(link, markdown[end:])])
+
+
 # --- called by mkdocs ---------------------------------------------------------------------------------------------
 _FILES: dict[str, str] = {}
 """Of the site that is being built: :func:`files_outside_docs`. mkdocs calls its hooks without a place to keep it."""
@@ -349,7 +411,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: object) -> str:
     if not path.endswith(".md"):
         return markdown
     try:
-        return with_fences(with_site_links(markdown, path, _root(config)))
+        text = with_site_links(markdown, path, _root(config))
+        glossary = _root(config) / "docs" / GLOSSARY
+        if uri in WITH_GLOSSARY and glossary.is_file():
+            text = with_glossary_links(text, glossary_words(glossary.read_text("utf-8")), GLOSSARY)
+        return with_fences(text)
     except DeadLink as error:
         raise _ends_build(error) from None
 

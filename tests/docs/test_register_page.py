@@ -162,3 +162,42 @@ def test_it_asks_no_other_host(tab, address):
     tab.open(f"{address}/register/", *WIDTHS["desktop"])
     tab.wait_for(CARDS)
     assert [request for request in tab.requests if not request.startswith((address, "data:"))] == []
+
+
+FIELDS = """
+[...document.querySelectorAll('#kl-which-flag label')].filter((field) => field.offsetHeight)
+  .map((field) => field.querySelector('span').textContent)
+"""
+"""The names of the form's fields that can be seen, in their order."""
+
+
+@browser_test
+def test_the_form_asks_for_the_trainer_first_and_for_its_flags_alone(tab, address):
+    tab.open(f"{address}/register/", *WIDTHS["desktop"])
+    tab.wait_for(ANSWER)
+    put(tab, "kl-which-flag", "System", "trl")
+    assert tab.evaluate(FIELDS)[:3] == ["System", "trainer", "Version"]
+    assert "loss_type" in tab.evaluate(FIELDS)
+    assert "kl_coef" not in tab.evaluate(FIELDS)
+    put(tab, "kl-which-flag", "trainer", "ppo")
+    assert "loss_type" not in tab.evaluate(FIELDS)
+    assert "kl_coef" in tab.evaluate(FIELDS)
+
+
+@browser_test
+def test_an_answer_has_an_address_that_brings_it_back(tab, address):
+    tab.open(f"{address}/register/", *WIDTHS["desktop"])
+    tab.wait_for(ANSWER)
+    put(tab, "kl-which-flag", "System", "trl")
+    put(tab, "kl-which-flag", "trainer", "ppo")
+    put(tab, "kl-which-flag", "kl_estimator", "k3")
+    answer = tab.evaluate(ANSWER)
+    shared = tab.evaluate("location.href")
+    assert shared.endswith("#system=trl&kl_estimator=k3&trainer=ppo")
+    assert "k3" in answer
+    tab.evaluate("history.back(); true")
+    assert tab.wait_for("!location.hash.includes('kl_estimator')")
+    assert tab.evaluate("document.querySelector('[aria-label=kl_estimator]').value") == "k1"
+    tab.open("about:blank", *WIDTHS["desktop"])
+    tab.open(shared, *WIDTHS["desktop"])
+    assert tab.wait_for(ANSWER) == answer

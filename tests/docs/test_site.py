@@ -69,6 +69,26 @@ def test_every_link_of_this_repository_leads_to_a_file():
     assert "evidence/evidence/README.md" in files
 
 
+def test_the_first_use_of_a_word_leads_to_its_entry_in_the_glossary():
+    glossary = (ROOT / "docs" / "glossary.md").read_text("utf-8")
+    words = hooks.glossary_words(glossary)
+    assert len(set(words.values())) >= 25
+    elsewhere = "# Cosine\n\n`cosine` and [a cosine](x.md)\n\n```text\ncosine\n```\n\n"
+    page = f"{elsewhere}A Cosine of one. Cosines, cosine. Fresh samples.\n"
+    linked = hooks.with_glossary_links(page, words, "glossary.md")
+    assert linked == page.replace("A Cosine", "A [Cosine](glossary.md#cosine)").replace(
+        "Fresh samples", "[Fresh samples](glossary.md#on-policy-fresh-samples)"
+    )
+
+
+def test_every_page_with_glossary_links_is_there_and_uses_a_word():
+    words = hooks.glossary_words((ROOT / "docs" / "glossary.md").read_text("utf-8"))
+    for page in hooks.WITH_GLOSSARY:
+        assert "glossary.md#" in hooks.with_glossary_links(
+            (ROOT / "docs" / page).read_text("utf-8"), words, "glossary.md"
+        )
+
+
 SENTENCES = """<table>
 <thead>
 <tr>

@@ -19,7 +19,8 @@ PAGES = [
     "evidence/lags/",
     "register/",
     "api/kl/",
-    "api/python/",
+    "api/",
+    "glossary/",
     "files/examples/own_trainer.py/",
 ]
 """One of each kind: the start, tables, commands, results, docstrings, a file of source."""
@@ -128,3 +129,20 @@ def test_the_start_page_shows_its_picture_and_its_doors(tab, address, size):
     assert tab.evaluate("document.querySelector('article img').naturalWidth") > 100
     doors = tab.evaluate("[...document.querySelectorAll('.grid li > p:first-child')].map((door) => door.textContent)")
     assert doors == ["Ask about my flag", "Train", "Extend", "Read the evidence"]
+
+
+@pytest.mark.parametrize("size", WIDTHS)
+def test_the_start_page_opens_with_install_command_and_output(tab, address, size):
+    """Above the fold, and on a desktop without a scroll bar."""
+    tab.open(f"{address}/", *WIDTHS[size])
+    blocks = tab.evaluate(
+        "[...document.querySelectorAll('article pre')].slice(0, 3).map((block) => [block.textContent.trim(),"
+        " block.getBoundingClientRect().bottom, block.scrollWidth - block.clientWidth])"
+    )
+    install, command, output = blocks
+    assert install[0].startswith("pip install")
+    assert command[0].startswith("kl-comedy ")
+    assert len(output[0].splitlines()) >= 5
+    assert output[1] < WIDTHS[size][1]
+    if size == "desktop":
+        assert max(extra for *_, extra in blocks) <= 0

@@ -12,8 +12,10 @@ from doc_tables.common import ROOT
 
 WIDTH = 96
 """Columns of the terminal: what fits beside a page's menu without a scroll bar."""
+BESIDE_TWO_MENUS = 78
+"""Columns that fit where the page has a table of contents too."""
 
-EXPLAIN = 'kl-comedy explain "verl:use_kl_loss=true,kl_loss_type=low_var_kl"'
+OPENING = "kl-comedy certify trl/default --regime on_policy"
 CERTIFY = "kl-comedy certify grpo rb/per_decision"
 TABLE = """\
 kl-comedy results table --uri results/evidence/export.parquet --group kl.label --metric eval/heldout/reward \\
@@ -22,10 +24,10 @@ kl-comedy results table --uri results/evidence/export.parquet --group kl.label -
 
 
 @contextlib.contextmanager
-def _narrow_terminal() -> Iterator[None]:
-    """Within: the repository is the working folder, and tables are as wide as :data:`WIDTH`."""
+def _narrow_terminal(width: int) -> Iterator[None]:
+    """Within: the repository is the working folder, and tables are ``width`` columns wide."""
     before = dict(os.environ)
-    os.environ |= {"COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "dumb"}
+    os.environ |= {"COLUMNS": str(width), "NO_COLOR": "1", "TERM": "dumb"}
     try:
         with contextlib.chdir(ROOT):
             yield
@@ -34,30 +36,33 @@ def _narrow_terminal() -> Iterator[None]:
         os.environ.update(before)
 
 
-def output_of(command: str) -> str:
+def output_of(command: str, width: int = WIDTH) -> str:
     """What ``kl-comedy ...`` prints on stdout. Raises SystemExit where it fails."""
     # Imported here: a page without commands does not need the command line.
     from kl_comedy.cli.main import app
 
     words = shlex.split(command.replace("\\\n", " "))
     out = io.StringIO()
-    with _narrow_terminal(), contextlib.redirect_stdout(out):
+    with _narrow_terminal(width), contextlib.redirect_stdout(out):
         code = app(words[1:], standalone_mode=False)
     if code:
         raise SystemExit(f"{command}: exit code {code}")
     return out.getvalue()
 
 
-def shown(command: str) -> Callable[[], str]:
-    """A generated part: the command in a block that can be copied, and its output in another."""
+def shown(command: str, *, first: int | None = None) -> Callable[[], str]:
+    """A generated part: the command in a block that can be copied, and its output (``first`` lines) in another."""
 
     def part() -> str:
-        lines = [line.rstrip() for line in output_of(command).rstrip("\n").split("\n")]
+        width = WIDTH if first is None else BESIDE_TWO_MENUS
+        lines = [line.rstrip() for line in output_of(command, width).rstrip("\n").split("\n")]
+        if first is not None and len(lines) > first:
+            lines = [*lines[:first], "..."]
         output = "\n".join(lines)
         return f"```bash\n{command.rstrip()}\n```\n\n```text\n{output}\n```"
 
     return part
 
 
-PARTS = {"explain": shown(EXPLAIN), "certify": shown(CERTIFY), "table": shown(TABLE)}
+PARTS = {"opening": shown(OPENING, first=6), "certify": shown(CERTIFY), "table": shown(TABLE)}
 """The generated parts of the start page."""
