@@ -141,7 +141,7 @@ def k3_in_the_first_turn(logp, ref_logp, mask):
     [
         (
             k3_attended_mean,
-            "the mean divides by the tokens of the attention mask(.|\\n)*the attention mask stands where",
+            r"divides by the tokens of the attention mask(.|\n)*the attention mask stands where",
         ),
         (k3_attended_mean_of_each, "each completion is divided by its number of tokens in the attention mask"),
         (k3_in_the_first_turn, "only the first turn of a completion has a gradient"),
