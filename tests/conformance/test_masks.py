@@ -13,7 +13,9 @@ from multi_turn_losses import RIGHT, WRONG
 
 ON = {"claims": "token_reverse", "regimes": ("on_policy",)}
 TWENTY_SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
-DRAWS = [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 300))]
+MISDIAGNOSED = (122, 219)
+"""Draws of which the checker once said that completions are mixed."""
+DRAWS = [pytest.param(seed, marks=() if seed in (0, 1, *MISDIAGNOSED) else pytest.mark.slow) for seed in range(300)]
 
 
 def said_of(loss, **asked):
@@ -137,15 +139,17 @@ def k3_in_the_first_turn(logp, ref_logp, mask):
 @pytest.mark.parametrize(
     ("loss", "mask"),
     [
-        (k3_attended_mean, "the mean divides by the tokens of the attention mask"),
-        (k3_attended_mean, "the attention mask stands where the mask is meant"),
+        (
+            k3_attended_mean,
+            r"divides by the tokens of the attention mask(.|\n)*the attention mask stands where",
+        ),
         (k3_attended_mean_of_each, "each completion is divided by its number of tokens in the attention mask"),
         (k3_in_the_first_turn, "only the first turn of a completion has a gradient"),
     ],
 )
 def test_a_wrong_mask_and_a_wrong_direction_are_both_named(loss, mask):
     report = check(loss, **ON)
-    assert mask in str(report)
+    assert re.search(mask, str(report))
     assert "wrong direction: the gradient is the forward KL's" in str(report)
     assert "smallest failing batch" in str(report)
 

@@ -155,15 +155,10 @@ def rllm_512(log_prob, ref_log_prob, response_mask):
     starts = mask.clone()
     starts[:, 1:] = mask[:, 1:] * (1 - mask[:, :-1])
     turn = starts.cumsum(-1) * mask
-    kl = k2(log_prob, ref_log_prob)
-    total = 0.0
-    rows = 0.0
-    for number in range(1, mask.shape[1] + 1):
-        in_turn = (turn == number).to(kl.dtype)
-        tokens = in_turn.sum(-1)
-        total = total + ((kl * in_turn).sum(-1) / tokens.clamp(min=1)).sum()
-        rows = rows + (tokens > 0).sum()
-    return total / rows
+    in_turn = (turn[:, None] == torch.arange(1, mask.shape[1] + 1)[:, None]).to(mask.dtype)
+    tokens = in_turn.sum(-1)
+    means = (k2(log_prob, ref_log_prob)[:, None] * in_turn).sum(-1) / tokens.clamp(min=1)
+    return means.sum() / (tokens > 0).sum()
 
 
 def prime_rl_1525(logprobs, ref_logprobs, loss_mask):
