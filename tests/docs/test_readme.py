@@ -18,11 +18,11 @@ def test_it_is_read_in_a_minute():
     assert len(TEXT.split()) < 900
 
 
-def test_the_pages_written_by_hand_have_at_most_25000_words():
+def test_the_pages_written_by_hand_have_at_most_26000_words():
     """What goes beyond belongs in a docstring or results/, or is said twice (`count_words.py` lists the pages)."""
     words = count_words.words_by_page()
     assert {"README.md", "CONTRIBUTING.md", "docs/index.md"} <= set(words)
-    assert sum(words.values()) <= 25_000
+    assert sum(words.values()) <= 26_000
 
 
 def test_a_symptom_page_is_one_screen():
