@@ -396,7 +396,7 @@ def test_nothing_is_documented_twice(site):
 
 @pytest.mark.slow
 def test_functions_show_their_types(site):
-    content = (site / "api" / "python" / "index.html").read_text()
+    content = (site / "api" / "index.html").read_text()
     signature = re.sub(r"<[^>]+>", "", content[content.index('id="kl_comedy.api.certify"') :][:6000])
     assert "seed: int = 0" in signature
 

@@ -13,7 +13,7 @@ _ANSWER = re.compile(r"\\\(([^$\n]*)\\\)[\s.*!]*\Z|\$([^$\n]+)\$[\s.*!]*\Z|([^\n
 
 
 def dotted_list(text: str) -> tuple[str, ...]:
-    r"""The entries of the list with dots that is the answer in ``text``; empty where the answer is no such list.
+    r"""The entries of the list with dots that is the answer in ``text``; empty for any other answer.
 
     >>> dotted_list(r"so $\boxed{1, 2, \ldots, 10}$."), dotted_list("It is 2, 4, 8, ...")
     (('1', '2', '...', '10'), ('2', '4', '8', '...'))
