@@ -137,7 +137,7 @@ def one_line(text: str) -> str:
     by what Unicode says of them, not refused by a list: what ends a line for some reader is no printable character.
 
     >>> one_line("a\\u2028kl:\\x85  b\\x1b[31m\\r\\n")
-    'a kl: b '
+    'a kl:  b '
     """
     # Spaces alone stay: a path may have two.
     spaced = re.sub(r"\s++", lambda gap: gap[0] if not gap[0].strip(" ") else " ", printable(text))

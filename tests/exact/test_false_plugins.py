@@ -459,7 +459,7 @@ def test_a_correction_that_is_not_the_ratio_it_declares_is_caught(lie):
 
 
 def test_a_correction_with_an_unknown_scope_is_refused():
-    with pytest.raises(UserError, match="'mine': scope: got 'prefx'; allowed: none, token, prefix, sequence; did you"):
+    with pytest.raises(UserError, match="'mine': scope: got 'prefx'; did you mean 'prefix'"):
         failure_of_correction(torch.exp, "prefx")
 
 

@@ -471,6 +471,7 @@ WITHOUT_FORMULA = {
     ("trl", "sync_ref_model", "true"),  # another reference, the same terms
     ("verl", "distillation_loss_mode", "forward_kl_topk"),  # no term
     ("verl", "adv_estimator", "gdpo"),  # takes the cost out of the reward
+    ("verl", "recipe_trainer", "prime"),  # never applies the KL in the reward
     ("nemo-rl", "adv_estimator", "gae"),  # with clamps that leave no formula
     ("prime-rl", "loss_type", "ipo"),  # another coefficient of the policy loss's own term
     ("prime-rl", "algo", "opsd"),  # as opd, with another teacher

@@ -147,4 +147,4 @@ def test_explain_of_a_file_imports_no_torch(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-300:]
-    assert "KL is on: loss" in result.stdout
+    assert "k3 in the loss" in result.stdout

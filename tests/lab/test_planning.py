@@ -795,7 +795,7 @@ def test_autocast_keeps_the_share_that_is_assumed(small_decoder):
 
 
 # --- planned memory, added up by hand ---------------------------------------------------------------------------------
-ASYNC = ["lag.mode=async", "rollout.backend=hf_server"]
+ASYNC_SERVER = ["lag.mode=async", "rollout.backend=hf_server"]
 MEMORY_SETTINGS = {
     "sync": [],
     "sync, adapter": ["model.lora={rank: 8}"],
@@ -808,8 +808,8 @@ MEMORY_SETTINGS = {
         "kl=[{estimator: k3, placement: loss, beta: 0.1, reference: ema}]",
     ],
     "async": ["lag.mode=async"],
-    "async, server": ASYNC,
-    "async, adapter": [*ASYNC, "model.lora={rank: 8}"],
+    "async, server": ASYNC_SERVER,
+    "async, adapter": [*ASYNC_SERVER, "model.lora={rank: 8}"],
     "colocated vllm": ["rollout.backend=vllm"],
     "colocated vllm, awake": ["rollout.backend=vllm", "rollout.options={sleep: false}"],
 }

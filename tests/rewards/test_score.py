@@ -106,7 +106,7 @@ def test_the_value_is_the_weighted_sum_of_the_parts(weights: list[float], text: 
         ("math_verify", {"max_char": 5}, r"rewards\.1\.options\.max_char: no such key.*'max_chars'"),
         ("math_verify", {"max_chars": "5"}, r"rewards\.1\.options\.max_chars: got '5'.*whole number"),
         ("math_verify", {"timeout_s": 0}, r"timeout_s: got 0.*above 0"),
-        ("zero", {"timeout_s": 1}, r"options\.timeout_s: no such key \(given 1\); allowed: \(none\)"),
+        ("zero", {"timeout_s": 1}, r"options\.timeout_s: no such key \(given 1\); allowed: \(nothing\)"),
         ("format", {"pattern": "("}, r"options\.pattern: got '\('.*regular expression"),
         ("format", {"style": "box"}, r"options\.style: got 'box'.*did you mean 'boxed'"),
         ("format", {"style": "boxed", "pattern": "a"}, r"rewards\.1.*exclude each other"),

@@ -136,7 +136,8 @@ def _lines_about_run(summary: Mapping[str, Any], path: Path, has_evaluation: boo
     ending = f"{summary['name']} seed {summary['seed']}: {summary['status'].lower()}"
     if summary.get("seconds"):
         ending += f" in {summary['seconds']:.0f} s"
-    changes = [f"{name} {change}" for name, change in _changes(summary, "evaluations", "reward")]
+    scores = [*_changes(summary, "evaluations", "reward"), *_changes(summary, "accuracies", "accuracy")]
+    changes = [f"{name} {change}" for name, change in scores]
     is_uploaded = summary["run_id"] is not None
     if is_uploaded:
         place = f"run {summary['run_id']} in {path}"
