@@ -37,7 +37,7 @@ COMPARED = 100
 """Characters of a name that is compared with others: the comparison's time grows with the product of the lengths."""
 CANDIDATES = 1000
 """Names with which one name is compared."""
-LISTED = 20
+LISTED = 24
 """Allowed names that a message lists; the hint stands before them."""
 
 ALIASES: dict[str, tuple[str, ...]] = {
