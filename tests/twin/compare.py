@@ -21,6 +21,7 @@ ROUNDING = 1e-9
 """What sums in another order may leave of a quantity that is 0, beside the largest of its kind."""
 
 STEP_OF_ROUNDING = 1e-9
+WHITENED_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,9 @@ def differs(name, engine, twin, scale):
     if name.startswith("update of"):
         # Where there is no signal, AdamW divides rounding by its epsilon.
         return not gap <= TOLERANCE * float(twin.norm()) + STEP_OF_ROUNDING
+    if name == "advantages":
+        # Equal values, whitened: rounding divided by the epsilon of their deviation.
+        return not gap <= TOLERANCE * float(twin.norm()) + WHITENED_ROUNDING
     return not gap <= TOLERANCE * float(twin.norm()) + ROUNDING * max(scale, 1e-3)
 
 
