@@ -361,3 +361,10 @@ def test_the_matrix_fails_for_a_mutated_surrogate(name, mutate, regime, monkeypa
     assert broken_terms(regime) == []
     monkeypatch.setattr(surrogate_module, name, mutate(getattr(surrogate_module, name)))
     assert len(broken_terms(regime)) >= 3
+
+
+def test_a_gradient_that_is_zero_near_the_reference_has_no_direction():
+    """There a clamp does nothing, and what is left are rounding errors, whose cosine differs from run to run."""
+    (certificate,) = certify("", (KLTerm("k1", placement="loss", output_clamp=10.0),), regimes=("on_policy",))
+    assert (certificate.target, certificate.near_target) == (None, "zero")
+    assert all(math.isnan(cosine) for cosine in certificate.cosine.values())

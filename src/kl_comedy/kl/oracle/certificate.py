@@ -314,7 +314,8 @@ def _certificate(name: str, question: Question, measured: Measured, judged: Judg
     cosine = {}
     for target in targets:
         relative_bias[target] = measured.mean(target, "relative_bias")
-        if judged.target == "zero":
+        # The figures are of the near instances, whatever a clamp does far from the reference.
+        if measured.near_target == "zero":
             cosine[target] = math.nan  # the direction of rounding errors means nothing
         else:
             cosine[target] = measured.mean(target, "cosine")
