@@ -571,7 +571,7 @@ def optimize(twin, step, completions, gradient, quantities):
         quantities[f"gradient norm{label}"] = norm
         after = {}
         for name, weight in weights.items():
-            after[name] = twin.adam[name].after(weight, gradient[name] * scale, rate, settings.adamw)
+            after[name] = twin.adam[name].after(weight, gradient[name] * scale, rate, settings)
             quantities[f"update of {name}"] = after[name] - weight
         if weights is twin.trained:
             twin.trained = after
