@@ -32,16 +32,9 @@ from teachers import SERVED_TERMS, save_teacher
 from training_runs import TINY, go, metrics_of
 
 PLACEMENTS = {
-    "k1 in reward": ["kl=[{estimator: k1, placement: reward, beta: 0.05}]"],
-    "k1 in reward, before the baseline": ["kl=[{estimator: k1, placement: reward, beta: 0.05, baseline: before}]"],
     "k1 in reward, own baseline": ["kl=[{estimator: k1, placement: reward, beta: 0.05, baseline: own}]"],
-    "k1 of the sequence in reward": ["kl=[{estimator: k1, placement: reward, beta: 0.05, level: sequence}]"],
-    "k2 in loss": ["kl=[{estimator: k2, placement: loss, beta: 0.05}]"],
     "k2 of the sequence in loss": ["kl=[{estimator: k2, placement: loss, beta: 0.01, level: sequence}]"],
-    "exact in reward": ["kl=[{estimator: exact, placement: reward, beta: 0.05}]"],
-    "exact in loss": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]"],
     "exact in loss, adapter": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]", "model.lora={rank: 4}"],
-    "mixed": MIXED,
     "mixed, three layers": [*MIXED, "model.options={preset: tiny, layers: 3}", "model.gradient_checkpointing=true"],
 }
 
