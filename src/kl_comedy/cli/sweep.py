@@ -35,7 +35,17 @@ from kl_comedy.registry import PluginPackage, PluginSet, plugin_sources
 from kl_comedy.slurm import local as local_runs
 from kl_comedy.slurm import submit
 from kl_comedy.slurm.grid import read_grid, split_axes
-from kl_comedy.slurm.manifest import FILE, Cell, Manifest, Sweep, plan, read_sweep, write_sweep
+from kl_comedy.slurm.manifest import (
+    FILE,
+    SUBMIT_LOCK,
+    SUBMIT_WAIT_S,
+    Cell,
+    Manifest,
+    Sweep,
+    plan,
+    read_sweep,
+    write_sweep,
+)
 from kl_comedy.slurm.profile import Profile, profile_file, read_profile
 from kl_comedy.slurm.scripts import array_ranges, scripts
 from kl_comedy.slurm.status import CellStatus, SweepStatus, missing_work, read_status, seeds_table
@@ -336,7 +346,7 @@ def _run_missing(
     :class:`RunFailed` where cells that ran here did not finish.
     """
     # Two calls at the same time submit each cell once: the second one finds the jobs of the first in the journal.
-    with file_lock(sweep.path / ".submit.lock", wait_s=600):
+    with file_lock(sweep.path / SUBMIT_LOCK, wait_s=SUBMIT_WAIT_S):
         _adopt_jobs(sweep, place)
         sweep_status = _read_status(sweep)
         work = missing_work(sweep, sweep_status)
