@@ -30,7 +30,6 @@ from kl_comedy.config import standalone_text
 from kl_comedy.config.shipped import find_config
 from kl_comedy.errors import RunFailed, UserError, error_prefix
 from kl_comedy.io import file_lock
-from kl_comedy.redaction import printable
 from kl_comedy.registry import PluginPackage, PluginSet, plugin_sources
 from kl_comedy.slurm import local as local_runs
 from kl_comedy.slurm import submit
@@ -154,7 +153,7 @@ def status(sweep: SweepArgument, format: TableOrJson = "table") -> None:
             "tries": row.attempts,
             "evaluated": evaluation_state(row, sweep_status),
         }
-        table.add_row(*(printable(str(texts[column])) for column in columns))
+        table.add_row(*(texts[column] for column in columns))
     console = stdout_console()
     console.print(table)
     console.print(sweep_status.summary(), highlight=False)
