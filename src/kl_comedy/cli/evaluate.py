@@ -216,10 +216,14 @@ def show_suites(rows: Sequence[Mapping[str, Any]], format: str) -> None:
         print(json.dumps(rows, indent=1))
         return
     if format == "csv":
+        from kl_comedy.tracking.tables import csv_cell
+
         # Suites of choices have other scores than suites that generate: the columns are those of all rows.
         writer = csv.DictWriter(sys.stdout, _all_keys(rows), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        # A suite is a file from elsewhere, and its name and what it names may begin a formula.
+        for row in rows:
+            writer.writerow({name: csv_cell(value) for name, value in row.items()})
         return
 
     if format == "markdown":

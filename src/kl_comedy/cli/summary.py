@@ -89,10 +89,10 @@ def show_outcome(outcome: Outcome, console: Console, *, has_evaluation: bool = T
 def _scores_table(summary: Mapping[str, Any]) -> Table:
     """One row per score, because a terminal cuts wide rows: first and last evaluation, and final metrics."""
     table = Table.grid(padding=(0, 2))
-    table.add_row("KL terms", summary["kl"])
+    table.add_row("KL terms", one_line(summary["kl"]))
     for key, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
         for name, change in _changes(summary, key, score):
-            table.add_row(name, change)
+            table.add_row(one_line(name), change)
     for key, title in METRICS.items():
         if key in summary.get("metrics", {}):
             table.add_row(title, f"{summary['metrics'][key]:.3f}")

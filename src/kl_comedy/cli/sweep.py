@@ -30,12 +30,21 @@ from kl_comedy.config import standalone_text
 from kl_comedy.config.shipped import find_config
 from kl_comedy.errors import RunFailed, UserError, error_prefix
 from kl_comedy.io import file_lock
-from kl_comedy.redaction import printable
 from kl_comedy.registry import PluginPackage, PluginSet, plugin_sources
 from kl_comedy.slurm import local as local_runs
 from kl_comedy.slurm import submit
 from kl_comedy.slurm.grid import read_grid, split_axes
-from kl_comedy.slurm.manifest import FILE, Cell, Manifest, Sweep, plan, read_sweep, write_sweep
+from kl_comedy.slurm.manifest import (
+    FILE,
+    SUBMIT_LOCK,
+    SUBMIT_WAIT_S,
+    Cell,
+    Manifest,
+    Sweep,
+    plan,
+    read_sweep,
+    write_sweep,
+)
 from kl_comedy.slurm.profile import Profile, profile_file, read_profile
 from kl_comedy.slurm.scripts import array_ranges, scripts
 from kl_comedy.slurm.status import CellStatus, SweepStatus, missing_work, read_status, seeds_table
@@ -144,7 +153,7 @@ def status(sweep: SweepArgument, format: TableOrJson = "table") -> None:
             "tries": row.attempts,
             "evaluated": evaluation_state(row, sweep_status),
         }
-        table.add_row(*(printable(str(texts[column])) for column in columns))
+        table.add_row(*(texts[column] for column in columns))
     console = stdout_console()
     console.print(table)
     console.print(sweep_status.summary(), highlight=False)
@@ -336,7 +345,7 @@ def _run_missing(
     :class:`RunFailed` where cells that ran here did not finish.
     """
     # Two calls at the same time submit each cell once: the second one finds the jobs of the first in the journal.
-    with file_lock(sweep.path / ".submit.lock", wait_s=600):
+    with file_lock(sweep.path / SUBMIT_LOCK, wait_s=SUBMIT_WAIT_S):
         _adopt_jobs(sweep, place)
         sweep_status = _read_status(sweep)
         work = missing_work(sweep, sweep_status)
