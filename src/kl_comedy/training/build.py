@@ -10,10 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kl_comedy.config import Config
-from kl_comedy.config.combinations import updates_from_a_batch
+from kl_comedy.config.combinations import is_off_policy, updates_from_a_batch
 from kl_comedy.errors import UserError, unknown_key
 from kl_comedy.io import check_writable
 from kl_comedy.kl import KLTerm, resolve_terms, term_warnings
+from kl_comedy.kl.claims import idle_terms
 from kl_comedy.models.load import pick_device
 from kl_comedy.models.sources import check_source
 from kl_comedy.objective import PolicyTerm, check_policy_term
@@ -195,9 +196,13 @@ def check_training(config: Config) -> tuple[KLTerm, ...]:
 def warn_about(run: Run) -> None:
     """Warn where a KL term optimizes something else than its value suggests, and of a lag that does nothing."""
     off_policy = is_off_policy(run.config)
+    warnings: list[str] = []
     for term in run.terms.values():
-        for warning in term_warnings(term, off_policy=off_policy):
-            log.warning(warning)
+        warnings += term_warnings(term, off_policy=off_policy)
+    if idle_terms(run.terms.values(), off_policy=off_policy):
+        warnings = [f"no KL of this run acts: {'; '.join(warnings)}"]
+    for warning in warnings:
+        log.warning(warning)
     if run.lag.mode == "async" and run.lag.max_steps == 0:
         log.warning("lag.max_steps is 0: with lag.mode=async the sampler waits for every update; 1 or more overlaps")
     if run.lag.mode == "replayed" and run.lag.steps == 0:
@@ -212,11 +217,3 @@ def warn_about(run: Run) -> None:
         log.warning(
             f"optimizer.lr is {lr:g}: low for a LoRA adapter (model.lora), which usually takes {low:g} to {high:g}"
         )
-
-
-def is_off_policy(config: Config) -> bool:
-    """Whether any update uses samples of other weights than its own."""
-    has_lag = config.lag.steps > 0 or config.lag.max_steps > 0
-    reuses_batches = updates_from_a_batch(config) > 1
-    is_recorded = config.rollout.backend == "replay"  # drawn by another run's policy
-    return has_lag or reuses_batches or is_recorded
