@@ -123,6 +123,14 @@ def test_a_term_without_a_pull_does_not_lead_back_to_the_reference(regime, corre
     assert kinds == {True, False}
 
 
+@pytest.mark.parametrize("clamp", [{"input_clamp": 0.01}, {"output_clamp": 1e-4}], ids=str)
+def test_the_gradient_of_k2_does_not_end_at_a_clamp_and_the_estimates_own_does(clamp):
+    where = setting("off_policy", 11, None)
+    for gradient, ends in (("natural", True), ("k2", False)):
+        term = KLTerm("k3", placement="loss", gradient=gradient)
+        assert same(expected(where, replace(term, **clamp)), expected(where, term)) != ends
+
+
 OPTIONS = (
     {"discount": 0.5},
     {"window": 1},

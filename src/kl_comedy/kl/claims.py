@@ -133,7 +133,8 @@ def _options_bias_it(term: KLTerm, *, on_policy: bool) -> bool:
     """Whether an option keeps the term from every target, whatever its estimator and its correction are."""
     if term.reference == "sampler":
         return True
-    # Beyond a clamp there is no gradient, and no target has a gradient that ends.
+    # The estimate's own gradient ends at a clamp, and no target has a gradient that ends. That of k2 does not end: such
+    # a term claims too little.
     if term.input_clamp is not None or term.output_clamp is not None:
         return True
     if term.discount != 1:
