@@ -99,7 +99,7 @@ def _check_keys(hint: Any, raw: Any, key: str) -> None:
     hint, _ = without_none(hint)
     args = typing.get_args(hint)
     if dataclasses.is_dataclass(hint) and isinstance(raw, Mapping):
-        schema = typing.cast(type, hint)
+        schema = typing.cast(Any, hint)
         hints = field_types(schema)
         fields = {item.name: item for item in dataclasses.fields(schema) if item.init}
         for name, item in raw.items():
