@@ -17,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commands import Command, assert_resumed
 from kl_comedy.config import load_config
+from kl_comedy.config.trainer_arguments import TRAINER_ARGUMENTS
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import read_json, sha256_file, write_json
 from kl_comedy.registry import load_plugin_file
 from kl_comedy.training import models
 from kl_comedy.training import run as training_run
-from kl_comedy.training.build import TRAINER_ARGUMENTS
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run import make_trainer
 from training_runs import SHORT, TINY, go, killed_then_resumed, metrics_of, quiet, sample_tables_of, weights_of

@@ -172,12 +172,16 @@ def parse_yaml(option: str, text: str) -> Any:
 
 
 def plural(count: int, noun: str) -> str:
-    """The noun, with an s unless ``count`` is 1.
+    """The noun, with an s (after an s: es) unless ``count`` is 1.
 
-    >>> plural(1, "engine"), plural(2, "engine")
-    ('engine', 'engines')
+    >>> plural(1, "engine"), plural(2, "engine"), plural(2, "process")
+    ('engine', 'engines', 'processes')
     """
-    return noun if count == 1 else f"{noun}s"
+    if count == 1:
+        return noun
+    if noun.endswith("s"):
+        return f"{noun}es"
+    return f"{noun}s"
 
 
 def process_rank() -> int:

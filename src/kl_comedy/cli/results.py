@@ -552,8 +552,9 @@ def make_power(wanted: PowerOptions) -> ResultTable:
     import pandas as pd
 
     if wanted.sd is not None:
-        pairs = [] if wanted.seeds is None else [("pairs", wanted.seeds)]
-        row = {"sd": wanted.sd, **dict(pairs)}
+        row: dict[str, Any] = {"sd": wanted.sd}
+        if wanted.seeds is not None:
+            row["pairs"] = wanted.seeds
         rows = [row | _power_of(wanted, wanted.sd, wanted.seeds, wanted.margin or MARGIN, wanted.tests or 1)]
         return ResultTable(frame=pd.DataFrame(rows))
 
@@ -571,9 +572,9 @@ def make_power(wanted: PowerOptions) -> ResultTable:
     tests = wanted.tests or max(int(table["p"].notna().sum()), 1)
     names = [*table.columns[: list(table.columns).index("at") + 1], "minus_baseline", "sd", "pairs"]
     rows = []
-    for row in contrasts.to_dict("records"):
-        shown = {str(name): row[name] for name in names}
-        rows.append(shown | _power_of(wanted, row["sd"], int(row["pairs"]), margin, tests))
+    for contrast in contrasts.to_dict("records"):
+        shown = {name: contrast[name] for name in names}
+        rows.append(shown | _power_of(wanted, contrast["sd"], int(contrast["pairs"]), margin, tests))
     return ResultTable(frame=pd.DataFrame(rows), notes=chosen.notes)
 
 

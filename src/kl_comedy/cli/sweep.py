@@ -27,6 +27,7 @@ from kl_comedy.cli.common import (
 from kl_comedy.cli.completion import complete_config, complete_override
 from kl_comedy.cli.sweep_progress import sweep_progress
 from kl_comedy.config import standalone_text
+from kl_comedy.config.combinations import is_off_policy
 from kl_comedy.config.shipped import find_config
 from kl_comedy.errors import RunFailed, UserError, error_prefix
 from kl_comedy.io import file_lock
@@ -117,6 +118,7 @@ def sweep(
     finished_elsewhere = frozenset[int]()
     if finished_in is not None:
         finished_elsewhere = _finished_in(manifest, finished_in)
+    _warn_of_idle_terms(manifest, Path(planned.base))
     if dry_run:
         _print_plan(planned_sweep, profile, format)
         return
@@ -282,6 +284,30 @@ def _check_servers(manifest: Manifest, profile: Profile | None, base: Path) -> N
     for cell, gpus in served:
         with error_prefix(f"cell {cell.index} ({cell.name})"):
             check_job_servers(read(cell.overrides), gpus)
+
+
+def _warn_of_idle_terms(manifest: Manifest, base: Path) -> None:
+    """Say in one line which cells have no KL term that leads back to its reference (:func:`idle_terms`)."""
+    from kl_comedy.config import config_reader
+    from kl_comedy.kl import resolve_terms
+    from kl_comedy.kl.claims import idle_terms
+
+    read = config_reader(base)
+    # Cells of one name differ in their seed only.
+    words_by_name: dict[str, str] = {}
+    idle_cells: list[Cell] = []
+    for cell in manifest.cells:
+        if cell.name not in words_by_name:
+            config = read(cell.overrides)
+            words_by_name[cell.name] = idle_terms(resolve_terms(config.kl), off_policy=is_off_policy(config))
+        if words_by_name[cell.name]:
+            idle_cells.append(cell)
+    if not idle_cells:
+        return
+    first = idle_cells[0]
+    count = f"{len(idle_cells)} of {len(manifest.cells)} cells"
+    numbers = array_ranges(cell.index for cell in idle_cells)
+    message(f"warning: no KL acts in {count} ({numbers}), as in cell {first.index}: {words_by_name[first.name]}")
 
 
 def _check_plugins(sweep: Sweep, hashes_now: Mapping[str, str], *, missing: bool = True) -> None:

@@ -560,7 +560,9 @@ class Config:
     audit: AuditConfig = option(AuditConfig)
     callbacks: list[CallbackConfig] = option(list, "Lightning callbacks, in this order.")
     trainer: dict[str, Any] = option(
-        dict, "Further arguments of `lightning.Trainer`; those that a run sets are refused."
+        dict,
+        "Further arguments of `lightning.Trainer`; those that a run sets are refused.",
+        check_keys="kl_comedy.config.trainer_arguments:check_trainer_arguments",
     )
     tracking: TrackingConfig = option(TrackingConfig)
 

@@ -454,11 +454,12 @@ class _CheckedConfigs:
 
     def load(self, overrides: tuple[str, ...]) -> Config:
         """The config of ``overrides``. Raises :class:`UserError` for any mistake in it."""
-        from kl_comedy.kl import resolve_terms
-        from kl_comedy.objective import PolicyTerm, check_policy_term
-
         if overrides not in self._configs:
             config = self._read(overrides)
+            # Imported after the config was read: a typo in it is refused before torch is imported.
+            from kl_comedy.kl import resolve_terms
+            from kl_comedy.objective import PolicyTerm, check_policy_term
+
             resolve_terms(config.kl)
             check_policy_term(PolicyTerm.of(config.algorithm))
             self.packages.update(package.name for package in plugins_of(config).packages)
