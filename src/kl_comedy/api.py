@@ -25,6 +25,7 @@ from kl_comedy.kl.oracle.part_claims import check_parts
 from kl_comedy.lab.advice import what_to_use
 from kl_comedy.lab.launch_files import read_launch_file
 from kl_comedy.lab.peers import Advice, Reading, advise, find_system, is_peer, read
+from kl_comedy.records import RUN_SCORES
 from kl_comedy.registry import ESTIMATORS, RECIPES
 
 if TYPE_CHECKING:
@@ -319,7 +320,7 @@ def _row(outcome: Outcome) -> pd.Series:
     row["folder"] = str(outcome.run.path)
     row["seconds"] = summary.get("seconds")
     row |= summary.get("metrics", {})
-    for key, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
+    for key, score in RUN_SCORES.items():
         for name, history in summary.get(key, {}).items():
             # The keys are texts, as JSON has them: "9" would be greater than "10".
             last_update = max(history, key=int)

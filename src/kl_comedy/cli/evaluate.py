@@ -219,6 +219,8 @@ def show_sets(rows: Sequence[Mapping[str, Any]], format: str) -> None:
     add_score("problems", [str(row["problems"]) for row in rows])
     add_score("samples", [str(row["samples"]) for row in rows])
     add_score("reward [95%]", [_with_interval(row, "reward") for row in rows])
+    if all("proxy" in row for row in rows):
+        add_score("proxy [95%]", [_with_interval(row, "proxy") for row in rows])
     add_score("length", [f"{row['length']:.1f}" for row in rows])
     add_score("truncated", [f"{row['truncated_share']:.1%}" for row in rows])
     for name in measured:

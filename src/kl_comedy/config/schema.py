@@ -187,6 +187,14 @@ class RewardConfig:
 
 
 @dataclass
+class GoldConfig:
+    """The verdict that is measured and never trained on, where ``rewards`` are a proxy of it."""
+
+    name: str = option("math_verify", "A [reward](#names).", registry="rewards")
+    options: dict[str, Any] = option(dict, "Its options.")
+
+
+@dataclass
 class ValueOptions:
     """The value head of ``advantage: gae``: linear on the last hidden state."""
 
@@ -545,6 +553,9 @@ class Config:
     data: DataConfig = option(DataConfig)
     rollout: RolloutConfig = option(RolloutConfig)
     rewards: list[RewardConfig] = option(lambda: [RewardConfig()], "Their weighted sum is the reward.")
+    gold: GoldConfig | None = option(
+        None, "What evaluations measure where `rewards` are a [proxy](hacking.md) of it; `null`: the rewards."
+    )
     algorithm: AlgorithmConfig = option(AlgorithmConfig)
     kl: list[Any] | dict[str, Any] | str = option(
         list,

@@ -131,6 +131,8 @@ def check_parts(config: Config) -> None:
     """Raise :class:`UserError` for options of the rewards, and for an address of the store."""
     for position, reward in enumerate(config.rewards):
         check_options(reward.name, reward.options, key=f"rewards.{position}")
+    if config.gold is not None:
+        check_options(config.gold.name, config.gold.options, key="gold")
     check_uri(config.tracking.uri)
     check_loggers(config.tracking.loggers)
 

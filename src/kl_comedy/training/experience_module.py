@@ -65,7 +65,7 @@ class ExperienceModule(lightning.LightningDataModule):
         config = self.config
         problems = ranks.raise_on_all_ranks(self.load_problems)
         # Rewards before the policy: a verifier that rejects the answers is found before a model is loaded.
-        rewards = RewardSum(config.rewards)
+        rewards = RewardSum(config.rewards, gold=config.gold)
         self._to_close.callback(rewards.close)
         # On one rank: the answers are the same on all, and verifying them may take minutes.
         for dataset in (problems.train, *problems.evals.values()):
@@ -126,6 +126,7 @@ class ExperienceModule(lightning.LightningDataModule):
             lambda: recording.bind(
                 self.prompts.train,
                 weights=weights,
+                has_gold=self.config.gold is not None,
                 updates=self.config.train.steps,
                 per_batch=lag.updates_per_batch,
             )

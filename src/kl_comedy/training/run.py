@@ -102,6 +102,7 @@ def _train(run: Run, console: Console, command: str, request: StopRequest, start
         summary = record.end(
             "FINISHED",
             evaluations=evaluation.history,
+            proxies=evaluation.proxies,
             accuracies=evaluation.accuracies,
             metrics=module.last_metrics,
             seconds=time.monotonic() - started,
