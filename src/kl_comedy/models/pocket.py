@@ -308,7 +308,7 @@ def add_hack(model: LlamaForCausalLM, recipe: PocketRecipe) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
             optimizer.step()
         schedule.step()
-    model.eval()
+    model.train(False)
 
 
 WEIGHTS = "model.safetensors"
