@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kl_comedy.kl.claims import NO_TARGET
+from kl_comedy.kl.claims import KIND_WORDS, KINDS, NO_TARGET
 
 if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate_record import Certificate
@@ -24,6 +24,7 @@ TERM_LEGEND = (
 BRIEF_LEGEND = (
     "optimizes -: the gradient of no KL; the verdict of a row as a sentence: --term with its mapping, or --format json"
 )
+KIND_LEGEND = "on samples of another policy: " + "; ".join(f"{kind}: {KIND_WORDS[kind]}" for kind in KINDS)
 STRENGTH_LEGEND = (
     "strength: how much of the sequence-level reverse-KL gradient is left, the beta one gets for a beta of 1"
 )
@@ -186,7 +187,7 @@ def term_table_row(certificate: Certificate) -> dict[str, Any]:
     return {
         "name": certificate.name,
         "regime": certificate.regime,
-        "optimizes": certificate.target or NO_TARGET,
+        "optimizes": certificate.optimizes,
         "bias": three_digits(certificate.relative_bias["sequence_reverse"]),
         "cosine": cosine_text(certificate.cosine["sequence_reverse"]),
         "noise": noise,
@@ -199,7 +200,10 @@ def term_brief_row(certificate: Certificate) -> dict[str, Any]:
     row = term_table_row(certificate)
     del row["verdict"]
     # "The gradient of no KL" in most rows would be the widest column.
-    return {**row, "optimizes": certificate.target or "-"}
+    optimizes = certificate.optimizes
+    if optimizes == NO_TARGET:
+        optimizes = "-"
+    return {**row, "optimizes": optimizes}
 
 
 def policy_csv_row(certificate: PolicyCertificate) -> dict[str, Any]:

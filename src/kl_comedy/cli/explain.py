@@ -237,10 +237,9 @@ def _traps(reading: Reading) -> list[str]:
         if target in ("sequence_reverse", "token_reverse"):
             continue
         if target:
-            meaning = TARGET_MEANINGS[target]
+            traps.append(f"wrong gradient {_dashed(regime)}: {TARGET_MEANINGS[target]}")
         else:
-            meaning = certificate.verdict.partition(";")[0]
-        traps.append(f"wrong gradient {_dashed(regime)}: {meaning}")
+            traps.append(f"no KL {_dashed(regime)}: {certificate.verdict.partition(';')[0]}")
     return traps
 
 
@@ -385,7 +384,6 @@ def _print_numbers(certificates: Sequence[Certificate]) -> None:
 
 def _numbers(certificate: Certificate) -> tuple[str, ...]:
     from kl_comedy.cli.first_answer import nearest_in_words, target_in_words
-    from kl_comedy.kl.claims import NO_TARGET
 
     row = _dashed(certificate.regime)
     # Against the reference a trust region has no error to show: it is not about the reference.
@@ -393,7 +391,7 @@ def _numbers(certificate: Certificate) -> tuple[str, ...]:
         pull = "zero" if certificate.regime == "on_policy" else "towards the sampler"
         return (row, pull, "-", "-", "-")
     target = certificate.target or certificate.near_target
-    follows = f"{NO_TARGET}; {nearest_in_words(certificate)}"
+    follows = f"{certificate.untargeted}; {nearest_in_words(certificate)}"
     if target is not None:
         follows = target_in_words(target)
         if certificate.target is None:
