@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.kl.claims import KIND_WORDS, KINDS, NO_TARGET
+from kl_comedy.kl.oracle.certificate_record import BATTERY_WORDS
 
 if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate_record import Certificate
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 TERM_LEGEND = (
     "bias, cosine: of the expected gradient, against that of the sequence-level reverse KL; noise: the variance of one "
-    "completion's gradient over that of the least noisy unbiased term"
+    f"completion's gradient over that of the least noisy unbiased term. Means over {BATTERY_WORDS}"
 )
 BRIEF_LEGEND = (
     "optimizes -: the gradient of no KL; the verdict of a row as a sentence: --term with its mapping, or --format json"
@@ -32,6 +33,8 @@ POLICY_LEGEND = (
     "bias, cosine: of the expected gradient, against the gradient of the reward; strength: how much of that is "
     "left; variance: of one completion's gradient, over its square; dropped: share of tokens without gradient"
 )
+MOST_PULLS = 4
+"""Configurations up to which the pull of each has a line."""
 LONG_CELLS = ("verdict", "around")
 """Columns that hold sentences: on a narrow terminal they are printed below their row."""
 
@@ -250,6 +253,21 @@ def three_digits(value: float) -> str:
 def cosine_text(cosine: float) -> str:
     """Two digits; ``-`` for the cosine with a gradient that is zero, which is NaN."""
     return "-" if math.isnan(cosine) else f"{cosine:.2f}"
+
+
+def pull_notes(certificates: Sequence[Certificate]) -> list[str]:
+    """A line on the pull of each configuration of one term, where there are few of them."""
+    from kl_comedy.kl.pull import pull_sentence
+
+    by_name = {certificate.name: certificate.terms for certificate in certificates}
+    if len(by_name) > MOST_PULLS:
+        return []
+    notes = []
+    for name, terms in by_name.items():
+        sentence = pull_sentence(terms[0]) if len(terms) == 1 else ""
+        if sentence:
+            notes.append(f"pull of {name}: {sentence}")
+    return notes
 
 
 # --- printing -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import typer
 from kl_comedy.cli.certify_output import cosine_text
 from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
+from kl_comedy.kl.oracle.certificate_record import BATTERY_WORDS
 from kl_comedy.redaction import one_line
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ LEGEND = (
     "follows: the divergence whose gradient the expected gradient is. error, cosine: against the reverse KL that it is "
     "taken for, of each visited prefix (loss) or of completions (reward). noise: the variance of one completion's "
     "gradient over that of the quietest term with the same gradient, else with that of the reverse KL of completions. "
-    "Small random policies (3 tokens, up to 4 steps): errors grow with the distance from the reference; "
-    "targets hold in general."
+    f"Means over {BATTERY_WORDS}."
 )
 PASTED = "the pasted text"
 FILES = (".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".yaml", ".yml", ".json", ".toml")
