@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.extras import named_extras, require
 from kl_comedy.kl import REGIMES, KLTerm, recipe
-from kl_comedy.kl.claims import NO_TARGET
 from kl_comedy.kl.oracle.certificate import certify as certify_terms
 from kl_comedy.kl.oracle.certificate_record import Certificate
 from kl_comedy.kl.oracle.part_claims import check_parts
@@ -164,7 +163,7 @@ def _html(title: str, certificates: Mapping[str, Certificate], sentences: Sequen
     if certificates:
         rows = ["<tr><th>regime</th><th>optimizes</th><th>verdict</th></tr>"]
         for regime, certificate in certificates.items():
-            cells = [regime, certificate.target or NO_TARGET, certificate.verdict]
+            cells = [regime, certificate.optimizes, certificate.verdict]
             rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
         parts.append(f"<table>{''.join(rows)}</table>")
     if sentences:

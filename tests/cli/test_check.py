@@ -72,7 +72,7 @@ def test_several_updates_of_a_batch_are_off_policy_in_every_row():
     assert "on-policy sequence_reverse" in rows["kl.0"]
     rows = starts("kl=[{estimator: k2, placement: reward, beta: 0.1}]", "algorithm.updates_per_batch=2")
     assert rows["samples"].endswith("off-policy after the first update of each batch")
-    assert rows["kl.0"].endswith("beta 0.1: off-policy the gradient of no KL")
+    assert rows["kl.0"].endswith("beta 0.1: off-policy the gradient of no function")
     assert rows["learning"] == "rate 0.001, constant, of all weights"
 
 
