@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_comedy.kl.claims import KIND_WORDS, KINDS, NO_TARGET
 from kl_comedy.kl.oracle.certificate_record import BATTERY_WORDS
+from kl_comedy.redaction import one_line
 
 if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate_record import Certificate
@@ -281,11 +282,13 @@ def print_table(rows: Sequence[Mapping[str, Any]], format: str, notes: Sequence[
     if format in ("csv", "latex", "markdown"):
         print(render(pd.DataFrame(rows), format, notes))
         return
+    # The name of a config is a stranger's text, in cells and in notes.
+    rows = [{key: one_line(value) if isinstance(value, str) else value for key, value in row.items()} for row in rows]
     width = shutil.get_terminal_size((0, 0)).columns  # 0 where stdout is no terminal: nothing is wrapped then
     lines = render(pd.DataFrame(rows), format).splitlines()
     if width and max(map(len, lines)) > width:
         lines = _narrow(rows, width)
-    for note in notes:
+    for note in map(one_line, notes):
         text = textwrap.fill(note, width) if width else note
         lines.append(f"\n{text}")
     print("\n".join(lines))
