@@ -398,6 +398,24 @@ def test_the_threads_of_a_run_are_its_own(tmp_path):
     assert torch.get_num_threads() == before
 
 
+def test_proxy_and_gold_are_in_metrics_and_summary_also_after_a_resume(tmp_path):
+    proxy = ["rewards=[{name: length, options: {full: 24}}]", "gold={name: exact_answer}", "train.steps=4"]
+    whole = go(tmp_path / "whole", *proxy)
+    resumed = killed_then_resumed(tmp_path / "killed", proxy, at=2)
+    logged = metrics_of(whole.run)
+    assert metrics_of(resumed.run) == logged
+    assert {"evaluations", "proxies"} <= whole.summary.keys()
+    assert resumed.summary["evaluations"] == whole.summary["evaluations"]
+    assert resumed.summary["proxies"] == whole.summary["proxies"]
+    for rows in sample_tables_of(whole.run).values():
+        for row in rows:
+            # Read without the rewards' code: characters of 24, and the number after the last "=".
+            assert row["reward"] == pytest.approx(min(len(row["completion"]) / 24, 1.0))
+            is_right = row["completion"].rpartition("=")[2] == row["answer"]
+            if row["stop_reason"] == "eos" and row["completion"].rpartition("=")[2].isdigit():
+                assert row["gold"] == float(is_right)
+
+
 CALLBACK = """
 import torch
 from kl_comedy.registry import CALLBACKS
@@ -512,21 +530,3 @@ def test_a_job_that_is_signalled_too_late_says_so_once(tmp_path, monkeypatch, ca
     monkeypatch.setenv("KL_COMEDY_SIGNAL_SECONDS", "600")
     go(tmp_path / "long", "train.steps=2")
     assert "signal_seconds" not in caplog.text
-
-
-def test_proxy_and_gold_are_in_metrics_and_summary_also_after_a_resume(tmp_path):
-    proxy = ["rewards=[{name: length, options: {full: 24}}]", "gold={name: exact_answer}", "train.steps=4"]
-    whole = go(tmp_path / "whole", *proxy)
-    resumed = killed_then_resumed(tmp_path / "killed", proxy, at=2)
-    logged = metrics_of(whole.run)
-    assert metrics_of(resumed.run) == logged
-    assert {"evaluations", "proxies"} <= whole.summary.keys()
-    assert resumed.summary["evaluations"] == whole.summary["evaluations"]
-    assert resumed.summary["proxies"] == whole.summary["proxies"]
-    for rows in sample_tables_of(whole.run).values():
-        for row in rows:
-            # Read without the rewards' code: characters of 24, and the number after the last "=".
-            assert row["reward"] == pytest.approx(min(len(row["completion"]) / 24, 1.0))
-            is_right = row["completion"].rpartition("=")[2] == row["answer"]
-            if row["stop_reason"] == "eos" and row["completion"].rpartition("=")[2].isdigit():
-                assert row["gold"] == float(is_right)
