@@ -70,10 +70,30 @@ def pocket_cache(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def plugins_of_other_files():
-    """Plugins that a test loads are part of every config's hash, of those of its file only."""
+def plugins_of_other_files(request):
+    """Plugins that a test loads are part of every config's hash, and their parts of every list, in its file only."""
+    before = {(kind, name) for kind, name, _ in _parts_from_outside()}
     yield
-    # Many files of tests never import it, and the fixture is not to do so for them.
+    for kind, name, entry in _parts_from_outside():
+        if (kind, name) in before:
+            continue  # registered when pytest collected the files: by a test file, or by a module that it imports
+        del sys.modules["kl_comedy.registry"].KINDS[kind]._entries[name]
+        # A module that stays imported would not register its parts again for the next file that loads it.
+        for module in entry.modules:
+            if module != request.module.__name__:
+                sys.modules.pop(module, None)
     registry = sys.modules.get("kl_comedy.registry")
     if registry is not None:
         registry.PLUGIN_FILES.clear()
+
+
+def _parts_from_outside():
+    """Kind, name and entry of every registered part that is not the package's own; nothing is loaded for it."""
+    # Many files of tests never import the registry, and this is not to do so for them.
+    registry = sys.modules.get("kl_comedy.registry")
+    if registry is None:
+        return []
+    parts = []
+    for kind, table in registry.KINDS.items():
+        parts += [(kind, name, entry) for name, entry in table._entries.items() if entry.modules]
+    return parts

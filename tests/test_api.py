@@ -48,7 +48,7 @@ def test_a_notebook_shows_a_certificate_as_a_table():
     html = certified._repr_html_()
     cells = texts_of_html(html, "td")
     assert cells[0::3] == ["on_policy", "off_policy"]
-    assert cells[1::3] == ["token_forward", "the gradient of no KL"]
+    assert cells[1::3] == ["token_forward", "proper_loss"]
     assert cells[2::3] == [certificate.verdict for certificate in certified.certificates.values()]
 
 

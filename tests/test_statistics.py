@@ -284,6 +284,44 @@ def test_holm_rejects_what_testing_step_by_step_rejects(level):
     assert sum(value <= level + 1e-12 for value in statistics.holm(p)) == rejected
 
 
+def test_the_false_discovery_rate_by_hand():
+    """Six p-values, worked by Benjamini and Hochberg's rule: p_(i) m / i, then the running minimum from the largest."""
+    p_values = [0.01, 0.04, None, 0.03, 0.005, 0.55, 0.06]
+    # In order: .005 x 6/1 = .03; .01 x 6/2 = .03; .03 x 6/3 = .06; .04 x 6/4 = .06; .06 x 6/5 = .072; .55
+    expected = [0.03, 0.06, None, 0.06, 0.03, 0.55, 0.072]
+    assert statistics.false_discovery_rate(p_values) == pytest.approx(expected)
+    assert statistics.false_discovery_rate([None]) == [None]
+    assert statistics.false_discovery_rate([]) == []
+
+
+def test_power_is_that_of_tables():
+    """G*Power 3.1 manual, matched pairs: 0.832114 at 50 pairs and d = 0.421637. Cohen 1988: 34 pairs at d = 0.5."""
+    assert statistics.power(0.421637, 1.0, 50) == pytest.approx(0.832114, abs=1e-6)
+    assert [statistics.pairs_needed(size, 1.0) for size in (0.2, 0.5, 0.8)] == [199, 34, 15]
+
+
+@pytest.mark.parametrize(
+    ("difference", "deviation", "pairs", "level"),
+    [(0.015, 0.03, 12, 0.05), (-0.06, 0.04, 4, 0.01), (0.0, 1.0, 6, 0.2), (0.01, 0.05, 2, 0.05)],
+)
+def test_power_is_the_share_of_simulated_studies_that_resolve_the_difference(difference, deviation, pairs, level):
+    studies = 40_000
+    draws = np.random.default_rng(3).normal(difference, deviation, (studies, pairs))
+    simulated = float((reference.ttest_1samp(draws, 0.0, axis=1).pvalue < level).mean())
+    # Four standard errors of the simulated share.
+    exact = statistics.power(difference, deviation, pairs, level)
+    assert exact == pytest.approx(simulated, abs=4 * 0.5 / math.sqrt(studies))
+
+
+def test_power_without_a_test_or_without_noise():
+    assert statistics.power(0.1, 0.04, 1) == 0
+    assert statistics.power(0.1, 0.0, 5) == 1
+    assert statistics.power(0.0, 0.0, 5) == 0
+    assert statistics.pairs_needed(0.001, 10.0) is None
+    # The tails of the noncentral t have no number so far out.
+    assert statistics.power(1e4, 1.0, 100_000) == 1
+
+
 def test_holm_of_nothing_and_of_tests_that_were_not_made():
     assert statistics.holm([]) == []
     assert statistics.holm([None, 0.9, 0.8]) == [None, 1.0, 1.0]

@@ -34,7 +34,7 @@ COMMAND = "python bench/register/run.py --sources DIR"
 RELEASED = "released code"
 OURS = "re-implementation"
 NOT_REBUILT = "not rebuilt"
-TEXTS = ("fix", "issue", "because", "known", "related", "called_at", "form", "form_fixed", "hand")
+TEXTS = ("fix", "issue", "because", "threads", "withdrawn", "note", "called_at", "form", "form_fixed", "hand")
 """Fields of a row on which no figure depends."""
 DIGITS = 4
 """Of stored figures: more would differ between machines."""

@@ -22,7 +22,7 @@ from doc_tables.common import ROOT, built_in, code_span, format_default, options
 from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, without_none
 from kl_comedy.kl import KLTerm, claimed_target, recipe, verdict
-from kl_comedy.kl.claims import NO_TARGET, TARGET_MEANINGS, TARGETS, own_targets
+from kl_comedy.kl.claims import KIND_WORDS, NO_TARGET, TARGET_MEANINGS, TARGETS, off_policy_kind, own_targets
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
 from kl_comedy.lab.advice import MEASURED, read_advice
 from kl_comedy.registry import KINDS, RECIPES
@@ -213,13 +213,23 @@ def _described_target(terms: Sequence[KLTerm], regime: str) -> str:
         return enumerated_target(terms, regime)
     (term,) = terms
     target = claimed_target(term, regime) or "none"
-    assert verdict(term, regime).startswith(NO_TARGET if target == "none" else f"{target}:")
+    kind = None
+    if regime != "on_policy":
+        kind = off_policy_kind(term)
+    if target != "none":
+        assert verdict(term, regime).startswith(f"{target}:")
+    elif kind is None:
+        assert verdict(term, regime) == NO_TARGET
+    else:
+        assert verdict(term, regime) == kind.words
 
     unbounded_term = dataclasses.replace(
         term, cap=None, cap_mode="truncate", window=None, input_clamp=None, output_clamp=None
     )
     unbounded = claimed_target(unbounded_term, regime) or "none"
     assert unbounded == enumerated_target([unbounded_term], regime), f"{unbounded_term.label()} {regime}"
+    if target == unbounded and kind is not None:
+        return kind.kind
     if target == unbounded:
         return target
     return f"{target} ({unbounded})"
@@ -227,7 +237,7 @@ def _described_target(terms: Sequence[KLTerm], regime: str) -> str:
 
 def verdicts() -> str:
     """The meaning of each target in the recipe table."""
-    meanings = {**TARGET_MEANINGS, "none": NO_TARGET}
+    meanings = {**TARGET_MEANINGS, **KIND_WORDS, "none": NO_TARGET}
     return "\n".join(f"- `{name}`: {meaning}." for name, meaning in meanings.items())
 
 

@@ -2,11 +2,11 @@
 
     python research/scripts/light_install.py [--python PYTHON ...] [--train]
 
-Builds the wheel and makes a virtual environment in a temporary folder for each PYTHON. By default these are one of each
-version that pyproject.toml names, as far as they are on this machine: on the path, or among pyenv's versions. Installs
-the wheel under install/constraints.txt, and runs ``certify``, ``explain``, the example of the Python API and the
-example of docs/conformance.md. Fails where one of them fails, and where a package of the extra ``train`` is installed
-or imported. Prints the wheel's size, the installed packages and the imported ones.
+Builds the wheel and makes a virtual environment in a temporary folder for each PYTHON. The default is the newest
+version that pyproject.toml names and this machine has, on the path or among pyenv's versions; the tests run on the
+oldest. Installs the wheel under install/constraints.txt, and runs ``certify``, ``explain``, the example of the Python
+API and the example of docs/conformance.md. Fails where one of them fails, and where a package of the extra ``train``
+is installed or imported. Prints the wheel's size, the installed packages and the imported ones.
 
 ``--train`` then makes one more environment of the Python that runs this, installs ``WHEEL[train]``, runs the first
 commands of a newcomer in an empty folder (a short run, its table, ``explain``), and prints them with their output.
@@ -265,26 +265,21 @@ def find_python(version: str) -> str | None:
     return None
 
 
-def pythons_here() -> list[str]:
-    """One interpreter of each supported version that this machine has; prints which versions it lacks."""
-    pythons = []
-    for version in supported_versions():
+def newest_python() -> str:
+    """The interpreter of the newest supported version that this machine has."""
+    for version in reversed(supported_versions()):
         python = find_python(version)
-        if python is None:
-            print(f"Python {version} is not on this machine: not checked")
-        else:
-            pythons.append(python)
-    return pythons
+        if python is not None:
+            return python
+    raise SystemExit(f"light install: no Python of {', '.join(supported_versions())} is on this machine")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", nargs="+", help="interpreters to try; default: one of each supported version")
+    parser.add_argument("--python", nargs="+", help="interpreters to try; default: the newest supported version")
     parser.add_argument("--train", action="store_true", help="also install the extra train, and train")
     arguments = parser.parse_args()
-    pythons = arguments.python or pythons_here()
-    if not pythons:
-        raise SystemExit("light install: no supported Python is on this machine")
+    pythons = arguments.python or [newest_python()]
     with tempfile.TemporaryDirectory(prefix="kl_comedy_light_") as temporary:
         folder = Path(temporary)
         wheel = build_wheel(folder)

@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from kl_comedy.config import load_config
+from kl_comedy.config.combinations import is_off_policy
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm
 from kl_comedy.lab.audit.gradients import (
@@ -44,7 +45,6 @@ from kl_comedy.tracking.figures import legend_below
 from kl_comedy.tracking.looks import looks_of_families
 from kl_comedy.tracking.plots import in_words
 from kl_comedy.tracking.runs import NO_KL
-from kl_comedy.training.build import is_off_policy
 from kl_comedy.training.experience_module import ExperienceModule
 from kl_comedy.training.metrics import MetricAccumulator
 from kl_comedy.training.module import PolicyModule

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.extras import named_extras, require
 from kl_comedy.kl import REGIMES, KLTerm, recipe
-from kl_comedy.kl.claims import NO_TARGET
 from kl_comedy.kl.oracle.certificate import certify as certify_terms
 from kl_comedy.kl.oracle.certificate_record import Certificate
 from kl_comedy.kl.oracle.part_claims import check_parts
 from kl_comedy.lab.advice import what_to_use
 from kl_comedy.lab.launch_files import read_launch_file
 from kl_comedy.lab.peers import Advice, Reading, advise, find_system, is_peer, read
+from kl_comedy.records import RUN_SCORES
 from kl_comedy.registry import ESTIMATORS, RECIPES
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _html(title: str, certificates: Mapping[str, Certificate], sentences: Sequen
     if certificates:
         rows = ["<tr><th>regime</th><th>optimizes</th><th>verdict</th></tr>"]
         for regime, certificate in certificates.items():
-            cells = [regime, certificate.target or NO_TARGET, certificate.verdict]
+            cells = [regime, certificate.optimizes, certificate.verdict]
             rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
         parts.append(f"<table>{''.join(rows)}</table>")
     if sentences:
@@ -319,7 +319,7 @@ def _row(outcome: Outcome) -> pd.Series:
     row["folder"] = str(outcome.run.path)
     row["seconds"] = summary.get("seconds")
     row |= summary.get("metrics", {})
-    for key, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
+    for key, score in RUN_SCORES.items():
         for name, history in summary.get(key, {}).items():
             # The keys are texts, as JSON has them: "9" would be greater than "10".
             last_update = max(history, key=int)

@@ -26,6 +26,12 @@ FOREIGN_VERSION = -1
 STATUSES = ("ok", "unparseable", "timeout", "refused")
 """What the verifier says about its own verdict; ``timeout`` and ``refused`` mean that there is none."""
 
+GOLD = "gold"
+"""The part of a reward that is the gold verdict, where the reward itself is a proxy of it."""
+
+RUN_SCORES = {"evaluations": "reward", "proxies": "proxy", "accuracies": "accuracy"}
+"""The main scores of a run's own evaluations, by their key in its summary. ``evaluations`` are gold verdicts."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
@@ -93,6 +99,11 @@ class Reward:
     value: float
     status: str = "ok"
     parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def gold(self) -> float | None:
+        """The gold verdict on the same completion; None where the value is no proxy."""
+        return self.parts.get(GOLD)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

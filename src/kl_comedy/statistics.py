@@ -1,4 +1,4 @@
-"""Statistics of runs: intervals, pass@k, differences, aggregates, frontiers, collapse.
+"""Statistics of runs: intervals, pass@k, differences, power, aggregates, frontiers, collapse.
 
 Functions that resample take a ``numpy.random.Generator`` (:func:`generator` makes one per command), so the same
 command on the same runs prints the same numbers.
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kl_comedy.errors import UserError, bad_value
@@ -30,6 +30,17 @@ SEED_DRAWS = 10_000
 """Bootstrap draws for a mean over seeds: few values, so that many draws cost little."""
 DRAWS = 2_000
 """Bootstrap draws for everything else."""
+
+MARGIN = 0.015
+"""Two mean rewards (0 to 1) within it are the same, unless a command says otherwise."""
+POWER = 0.8
+"""A contrast that finds a difference of the margin less often than this resolves nothing."""
+MOST_PAIRS = 100_000
+"""Beyond it the number of seeds is not computed: nobody would run them."""
+MAX_NONCENTRALITY = 100.0
+"""So far beyond its bound the statistic is always resolved, and the tails of ``nct`` are no numbers."""
+MAX_WRONG_DIRECTION = 5.0
+"""Beyond it the statistic has the other sign with a probability below 1e-6."""
 
 CHUNK = 2_000_000
 """A bootstrap over clusters draws at most about this many numbers at once."""
@@ -319,6 +330,8 @@ class Paired:
     """p-value of the paired t-test for no difference; None for n < 2 and where all differences are equal."""
     p_equivalent: float | None
     """p-value of two one-sided tests (TOST) for a difference within the margin; None without a margin and for n < 2."""
+    deviation: float | None
+    """Standard deviation of the differences; None for n < 2."""
     only_a: int
     """Number of keys that b lacks."""
     only_b: int
@@ -362,10 +375,14 @@ def paired_difference(
     elif n > 1 and margin is not None:
         # Without any variance the t-statistic is infinite: the p-value is 0 within the margin and 1 beyond.
         p_equivalent = float(abs(differences[0]) >= margin)
+    deviation = None
+    if n > 1:
+        deviation = stdev(differences)
     return Paired(
         difference=interval(differences, method, rng=rng),
         p=p,
         p_equivalent=p_equivalent,
+        deviation=deviation,
         only_a=len(left) - n,
         only_b=len(right) - n,
     )
@@ -391,6 +408,74 @@ def holm(p: Sequence[float | None]) -> list[float | None]:
         largest = max(largest, min(1.0, value * (len(order) - rank)))
         adjusted[position] = largest
     return adjusted
+
+
+def false_discovery_rate(p: Sequence[float | None]) -> list[float | None]:
+    """The p-values of one page, adjusted by the step-up rule of Benjamini and Hochberg (1995).
+
+    Of the contrasts whose adjusted value is below 5%, at most 5% are expected to be false. None entries are returned
+    unchanged and not counted as tests.
+
+    >>> false_discovery_rate([0.01, None, 0.04, 0.03])
+    [0.03, None, 0.04, 0.04]
+    """
+    from scipy.stats import false_discovery_control
+
+    tested = [value for value in p if value is not None]
+    if not tested:
+        return list(p)
+    adjusted = iter(false_discovery_control(tested))
+    return [None if value is None else float(next(adjusted)) for value in p]
+
+
+# --- power ----------------------------------------------------------------------------------------------------------
+def power(difference: float, deviation: float, pairs: int, level: float = 1 - LEVEL) -> float:
+    """The probability that a two-sided paired t-test at ``level`` resolves a true ``difference`` with ``pairs`` pairs.
+
+    ``deviation`` is the standard deviation of the paired differences, in the unit of ``difference``. The statistic of a
+    true difference has a noncentral t distribution, with which this is exact for normal differences. 0 for fewer than
+    two pairs, which have no test.
+
+    >>> round(power(0.421637, 1.0, 50), 6)  # an example of the manual of G*Power 3.1, matched pairs
+    0.832114
+    """
+    from scipy.stats import nct, t
+
+    if pairs < 2:
+        return 0.0
+    if deviation == 0:
+        # Every pair shows the difference itself.
+        return float(difference != 0)
+    bound = float(t.isf(level / 2, pairs - 1))
+    noncentrality = abs(difference) / deviation * math.sqrt(pairs)
+    if noncentrality > bound + MAX_NONCENTRALITY:
+        # The power rounds to 1, and nct's tails overflow further out.
+        return 1.0
+    in_direction = float(nct.sf(bound, pairs - 1, noncentrality))
+    if noncentrality > MAX_WRONG_DIRECTION:
+        return in_direction
+    # Resolved in the wrong direction: a rejection of "no difference" too, though one that hardly occurs.
+    return in_direction + float(nct.cdf(-bound, pairs - 1, noncentrality))
+
+
+def pairs_needed(difference: float, deviation: float, *, level: float = 1 - LEVEL, wanted: float = POWER) -> int | None:
+    """The least number of pairs with a :func:`power` of ``wanted`` or more; None beyond :data:`MOST_PAIRS`.
+
+    >>> [pairs_needed(size, 1.0) for size in (0.2, 0.5, 0.8)]
+    [199, 34, 15]
+    """
+    if power(difference, deviation, MOST_PAIRS, level) < wanted:
+        return None
+    # Power grows with the number of pairs, so that the least one is between two bounds which close in on it.
+    too_few = 1
+    enough = MOST_PAIRS
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if power(difference, deviation, middle, level) < wanted:
+            too_few = middle
+        else:
+            enough = middle
+    return enough
 
 
 def iqm(scores: Mapping[str, Sequence[float]], rng: np.random.Generator) -> Interval:

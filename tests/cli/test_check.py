@@ -16,6 +16,7 @@ from kl_comedy.config import flatten, load_config, to_plain
 from kl_comedy.errors import UserError
 from kl_comedy.records import Capabilities
 from kl_comedy.registry import ROLLOUTS
+from kl_comedy.training.build import build_run, warn_about
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 ROOT = Path(__file__).parents[2]
@@ -29,9 +30,38 @@ def test_the_default_sampler_is_in_the_trainers_process():
     assert starts()["sampler"] == "hf in the trainer's process"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([], "1 process"),
+        (["train.strategy=ddp", "train.devices=2"], "2 processes, strategy ddp"),
+        (["train.strategy=fsdp", "train.devices=2", "train.nodes=2"], "4 processes on 2 nodes, strategy fsdp"),
+    ],
+)
+def test_the_processes_in_plain_words(overrides, words):
+    assert starts(*overrides, "rollout.prompts_per_batch=4")["processes"] == words
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (["algorithm.updates_per_batch=2"], ["no KL of this run acts: k1_reverse_token in loss: off-policy"]),
+        (["kl.0.beta=0"], []),
+    ],
+)
+def test_a_run_in_which_no_kl_acts_says_so_in_one_line(overrides, lines, caplog):
+    config = load_config(TINY, ["kl=[{estimator: k1, placement: loss}]", *overrides])
+    warn_about(build_run(config))
+    assert len(caplog.messages) == len(lines)
+    for message, beginning in zip(caplog.messages, lines, strict=True):
+        assert message.startswith(beginning)
+
+
 def test_an_asynchronous_run_over_ranks_starts_a_server_beside_them():
-    rows = starts("train.strategy=fsdp", "train.devices=2", "lag.mode=async", "lag.max_steps=3", "lag.in_flight=true")
-    assert rows["processes"] == "fsdp, 2 on 1 node"
+    rows = starts(
+        "train.strategy=fsdp", "train.devices=2", "lag.mode=async", "lag.max_steps=3", "lag.in_flight=true"
+    )
+    assert rows["processes"] == "2 processes, strategy fsdp"
     assert rows["sampler"].startswith("hf_server beside the trainer: 1, started by the run")
     assert rows["samples"].endswith("at most 3 updates old, wait, weights in flight")
 
@@ -42,7 +72,7 @@ def test_several_updates_of_a_batch_are_off_policy_in_every_row():
     assert "on-policy sequence_reverse" in rows["kl.0"]
     rows = starts("kl=[{estimator: k2, placement: reward, beta: 0.1}]", "algorithm.updates_per_batch=2")
     assert rows["samples"].endswith("off-policy after the first update of each batch")
-    assert rows["kl.0"].endswith("beta 0.1: off-policy the gradient of no KL")
+    assert rows["kl.0"].endswith("beta 0.1: off-policy the gradient of no function")
     assert rows["learning"] == "rate 0.001, constant, of all weights"
 
 

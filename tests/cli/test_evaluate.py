@@ -1,5 +1,7 @@
 """`kl-comedy evaluate --suite` as a user calls it: interrupted and resumed, tracked, with every mistake."""
 
+import csv
+import io
 import json
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 import yaml
 
 from choice_suite import write_suite
+from kl_comedy.cli.evaluate import show_suites
 from kl_comedy.errors import RunFailed
 from kl_comedy.evaluation import records as records_module
 
@@ -72,6 +75,23 @@ def test_scores_records_and_the_same_again_without_sampling(kl_comedy, sums):
     assert "sums,generate,12" in kl_comedy(*command, "--format", "csv")[1]
     assert "| sums | 12 x 4 |" in kl_comedy(*command, "--format", "markdown")[1]
     assert "accuracy" in kl_comedy(*command, "--format", "table")[1]
+
+
+@pytest.mark.parametrize("format", ["csv", "table", "markdown"])
+def test_a_suite_with_a_hostile_name_is_no_formula_and_no_escape(capsys, format):
+    name = '=HYPERLINK("http://x")\x1b[31m[red]<script>'
+    scores = {"accuracy": -0.5, "accuracy_low": -1.0, "accuracy_high": 0.0}
+    show_suites([{"suite": name, "problems": 1, "samples": 1, "interval": "bootstrap", **scores}], format)
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    if format == "csv":
+        (row,) = csv.DictReader(io.StringIO(output))
+        assert row["suite"] == '\'=HYPERLINK("http://x")[red]<script>'
+        assert row["accuracy"] == "-0.5", "a number is no formula"
+    else:
+        assert "[red]" in output
+    if format == "markdown":
+        assert "<script" not in output
 
 
 def test_an_interrupted_and_resumed_evaluation_ends_in_the_same_bytes(kl_comedy, sums, monkeypatch):

@@ -164,7 +164,7 @@ def test_the_wheel_installs_with_its_data_and_extras(tmp_path):
     subprocess.run([*command, "init", "run", "r.yaml"], cwd=tmp_path, env=environment, check=True)
     check = [*command, "check", "r.yaml", "--no-memory", "--format", "json"]
     done = subprocess.run(check, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
-    assert json.loads(done.stdout)["processes"].startswith("single")
+    assert json.loads(done.stdout)["processes"] == "1 process"
     # configs/ and slurm/profiles, without the checkout.
     sources = {str(file.relative_to(copy)) for file in (copy / "configs").rglob("*.yaml")}
     sources |= {str(file.relative_to(copy)) for file in (copy / "slurm/profiles").glob("*.yaml")}

@@ -49,6 +49,44 @@ def test_a_mistake_is_refused_before_the_trainer_is_imported(command):
     assert done.stdout.strip() == "no trainer"
 
 
+HEAVY = ("torch", "transformers", "lightning", "mlflow", "pandas", "vllm")
+TYPED = """
+import sys
+from kl_comedy.cli.main import run
+for command in sys.argv[1:]:
+    sys.argv = ["kl-comedy", *command.split()]
+    try:
+        run()
+    except SystemExit as end:
+        print(end.code, *(name for name in HEAVY if name in sys.modules))
+"""
+TYPOS = {
+    f"check {CONFIG} trainer.nope=1": "trainer.nope: no such key",
+    f"train {CONFIG} trainer.devices=1": "trainer.devices: got 1; train.devices sets this argument",
+    f"train {CONFIG} train.stepss=3": "train.stepss: no such key",
+    f"train {CONFIG} optimizer.beta=1": "optimizer.beta: no such key",
+    f"sweep {CONFIG} trainer.nope=1 seed=0..1 --local 1": "trainer.nope: no such key",
+    f"sweep {CONFIG} reward.0.nam=1 seed=0..1 --dry-run": "reward: no such key",
+    f"evaluate {CONFIG} trainer.nope=1": "trainer.nope: no such key",
+    f"evaluate {CONFIG} eval.nope=1": "eval.nope: no such key",
+}
+
+
+def test_a_typo_in_a_key_is_refused_before_any_heavy_package_is_imported():
+    program = TYPED.replace("HEAVY", repr(HEAVY))
+    # One process for all: what the first command imports would be there in the next ones too.
+    done = subprocess.run([sys.executable, "-c", program, *TYPOS], capture_output=True, text=True, timeout=300)
+    assert done.stdout.splitlines() == ["2"] * len(TYPOS), done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    for error, message in zip(errors, TYPOS.values(), strict=True):
+        assert message in error
+
+
+def test_an_unknown_key_is_named_before_a_wrong_value_that_stands_above_it():
+    _, _, err = run_here("check", CONFIG, "rollout.backend=nope", "train.stepss=3")
+    assert err.startswith("error: train.stepss: no such key")
+
+
 @pytest.mark.parametrize(("option", "value"), [("--k", "1,4"), ("--limit", "3")])
 def test_an_option_of_suites_without_a_suite_is_refused(option, value):
     code, out, err = run_here("evaluate", CONFIG, option, value)

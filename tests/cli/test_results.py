@@ -175,9 +175,42 @@ def test_contrasts_are_adjusted_and_equivalence_has_a_margin(ask):
     assert by_cell(rows)[K1, "beta 0.1"]["p_equivalent"] < 0.05, "0.1 in every seed"
 
 
-def test_without_a_margin_there_is_no_test_of_equivalence(ask):
+def test_only_rewards_have_a_margin_by_default(ask):
     rows, _ = ask("--metric", EVAL, "--baseline", K3, command="compare")
-    assert "p_equivalent" not in rows[0]
+    assert {"p_equivalent", "power"} <= set(rows[0])
+    rows, _ = ask("--metric", "eval/heldout/kl/exact_reverse_sequence", "--baseline", K3, command="compare")
+    assert not {"p_equivalent", "power"} & set(rows[0])
+
+
+def test_each_contrast_has_a_verdict(ask):
+    """0.1 above in each of three seeds, without any noise; at the lower beta the seeds differ more than the sides."""
+    rows, _ = ask("--metric", EVAL, "--baseline", K3, command="compare")
+    cells = by_cell(rows)
+    assert cells[K1, "beta 0.1"]["verdict"] == "above"
+    assert cells[K1, "beta 0.05"]["verdict"] == "not resolved"
+    assert cells[K1, "beta 0.05"]["power"] < 0.8
+    assert cells["no KL", "beta 0"]["verdict"] is None
+    rows, _ = ask("--metric", EVAL, "--baseline", K3, "--margin", "0.15", command="compare")
+    assert by_cell(rows)[K1, "beta 0.1"]["verdict"] == "above", "resolved comes before the margin"
+
+
+def test_power_of_a_plan_and_of_stored_runs(ask):
+    """Of a plan: a table value (Cohen 1988). Of runs: the deviation of their differences is that of compare."""
+    (row,), _ = ask("--sd", "0.04", "--margin", "0.02", "--seeds", "34", command="power")
+    assert row["seeds_needed"] == 34
+    assert 0.8 <= row["power"] < 0.82
+    compared, _ = ask("--metric", EVAL, "--baseline", K3, command="compare")
+    rows, _ = ask("--metric", EVAL, "--baseline", K3, command="power")
+    deviations = {(row["kl.family"], row["at"]): (row["sd"], row["pairs"], row["power"]) for row in rows}
+    expected = {
+        (row["kl.family"], row["at"]): (row["sd"], row["pairs"], row["power"])
+        for row in compared
+        if row["sd"] is not None
+    }
+    assert deviations == expected
+    (first, *_), _ = ask("--metric", EVAL, "--baseline", K3, "--tests", "50", command="power")
+    assert first["tests"] == 50
+    assert first["seeds_needed"] >= rows[0]["seeds_needed"]
 
 
 def test_by_default_a_reader_sees_the_label_once_and_data_has_the_name_too(kl_comedy):
@@ -354,6 +387,14 @@ REFUSED = [
     ("compare", [*METRIC, "--baseline", "no kl"], "did you mean 'no KL'"),
     ("compare", [*METRIC, "--at-kl", "one"], "--at-kl"),
     ("compare", ["--metric", "*"], "name one"),
+    ("power", [], "--sd: name a standard deviation, or runs by --metric and --baseline"),
+    ("power", ["--sd", "nan"], "--sd: got nan; allowed: a number above 0"),
+    ("power", ["--sd", "0.1", "--power", "1"], "--power: got 1.0"),
+    ("power", ["--sd", "0.1", "--margin", "0"], "--margin: got 0.0"),
+    ("power", ["--sd", "0.1", "--baseline", "no KL"], "--sd: got 0.1; allowed: nothing with --metric or --baseline"),
+    ("power", [*METRIC, "--baseline", "no KL", "--seeds", "5"], "--seeds: got 5"),
+    ("power", ["--metric", "eval/heldout/kl/exact_reverse_sequence", "--baseline", "no KL"], "--margin: name one"),
+    ("power", [*METRIC, "--baseline", "no kl"], "did you mean 'no KL'"),
     ("compare", [*METRIC, "--at-kl", "1", "--kl", "kl/exct"], "--kl: got 'kl/exct'"),
     ("plot", [*METRIC, "--out", "a.bmp"], "--out"),
     ("plot", ["--metric", "nope", "--out", "a.png"], "--metric"),

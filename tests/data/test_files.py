@@ -127,6 +127,20 @@ def test_a_row_whose_fields_can_be_read_in_several_ways_or_none_is_refused(tmp_p
     assert message in error
 
 
+@pytest.mark.parametrize("field", ["text", "answer", "choices"])
+def test_a_value_is_refused_above_a_million_characters(tmp_path, field):
+    longest = "x" * 1_000_000
+    row = {"text": "y", "answer": "A"}
+    if field == "choices":
+        fits = row | {field: [longest, "2"]}
+        exceeds = row | {field: [longest + "x", "2"]}
+    else:
+        fits = row | {field: longest}
+        exceeds = row | {field: longest + "x"}
+    error = error_of(write(tmp_path, fits, exceeds))
+    assert error.endswith(f":2: field '{field}' has 1,000,001 characters; allowed: at most 1,000,000")
+
+
 def test_a_misspelled_field_names_the_nearest(tmp_path):
     error = error_of(write(tmp_path, GOOD), fields={"text": "problm"})
     assert "no field 'problm'" in error

@@ -82,6 +82,31 @@ def test_the_tokenizers_own_limit_neither_warns_nor_cuts():
     assert len(prompt.token_ids) == 1 + 50, "the beginning token and the text"
 
 
+def test_few_characters_are_tokenized_at_once(tokenizer, monkeypatch):
+    """The tokenizers library takes some hundred bytes for each character until the whole call has ended."""
+    monkeypatch.setattr(prompts, "TOKENIZED_AT_ONCE", 10)
+    tokenize = tokenizer.backend_tokenizer.encode_batch
+    calls = []
+
+    def recorded(texts, **options):
+        calls.append(list(texts))
+        return [tokenize([text], **options)[0] for text in texts]
+
+    monkeypatch.setattr(type(tokenizer), "__call__", lambda self, texts, **_: {"input_ids": ids_of(recorded(texts))})
+    texts = ["abcd", "efg", "hij", "k", "x" * 30, "l", "mnopqrstu", "v"]
+    problems = [Problem(id=str(n), text=text, answer="") for n, text in enumerate(texts)]
+    rendered, report = render(problems, PromptConfig(template="plain", max_tokens=20), tokenizer)
+    assert calls == [["abcd", "efg", "hij"], ["k"], ["x" * 30], ["l", "mnopqrstu"], ["v"]]
+    assert [prompt.text for prompt in rendered] == [text for text in texts if len(text) < 20]
+    # A token for each letter, after the beginning token.
+    assert [len(prompt.token_ids) for prompt in rendered] == [5, 4, 4, 2, 2, 10, 2]
+    assert report.too_long == 1
+
+
+def ids_of(encodings):
+    return [encoding.ids for encoding in encodings]
+
+
 def test_chat_writes_the_template_the_turns_and_the_prefill(tokenizer):
     config = PromptConfig(template="chat", system="Be brief.", suffix=" ?", prefill="{text} is {text}: ")
     (prompt,), _ = render([problem("4 - 1")], config, tokenizer)

@@ -30,7 +30,9 @@ def test_a_check_on_the_page_passes(line, monkeypatch):
     config = load_config(find_config(file), [word for word in words if "=" in word])
     check_training(config)
     check_parts(config)
-    assert what_starts(config, gpus=gpus)["processes"].startswith(config.train.strategy)
+    processes = config.train.devices * config.train.nodes
+    expected = "1 process" if processes == 1 else f"{processes} processes, strategy {config.train.strategy}"
+    assert what_starts(config, gpus=gpus)["processes"] == expected
 
 
 def test_the_page_checks_what_it_trains():

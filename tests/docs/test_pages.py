@@ -409,6 +409,7 @@ def test_evaluation_metrics_are_documented():
     measured = {name: 0.0 for name in small_update() if name.split("/")[0] in ("kl", "kl_error")}
     values = {
         "reward": Interval(n=2, mean=0.0, low=0.0, high=0.0),
+        "proxy": Interval(n=2, mean=0.0, low=0.0, high=0.0),
         **dict.fromkeys(("length", "truncated_share", "policy/entropy", "policy/entropy_sequence"), 0.0),
         **measured,
     }

@@ -21,6 +21,7 @@ from kl_comedy.kl.oracle import (
     terms_loss,
 )
 from kl_comedy.kl.oracle.certificate import YARDSTICKS, _least_variance, battery, certify
+from kl_comedy.kl.oracle.certificate_record import BATTERY_WORDS
 from kl_comedy.kl.oracle.part_claims import check_estimator
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 
@@ -368,3 +369,17 @@ def test_a_gradient_that_is_zero_near_the_reference_has_no_direction():
     (certificate,) = certify("", (KLTerm("k1", placement="loss", output_clamp=10.0),), regimes=("on_policy",))
     assert (certificate.target, certificate.near_target) == (None, "zero")
     assert all(math.isnan(cosine) for cosine in certificate.cosine.values())
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_the_words_below_a_table_are_those_of_the_policies_that_it_is_about(regime):
+    distances = []
+    for case in battery(regime):
+        if not case.shown:
+            continue
+        assert (case.instance.tree.vocabulary, case.instance.tree.length) == (3, 4)
+        logp_NV = case.instance.policy_logp()
+        kl_N = (logp_NV.exp() * (logp_NV - case.instance.ref_logp_NV)).sum(-1)
+        distances.append(float(kl_N.mean()))
+    words = f"3 tokens and up to 4 steps, {min(distances):.2f} to {max(distances):.2f} nats of KL per prefix"
+    assert words in BATTERY_WORDS

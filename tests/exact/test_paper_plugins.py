@@ -10,7 +10,7 @@ from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 from paper_plugins import FALSE, HONEST
 
 SEEDS = range(3)
-MANY_SEEDS = range(3, 8)
+FURTHER_SEEDS = range(3, 5)
 
 
 @pytest.fixture(autouse=True)
@@ -83,14 +83,13 @@ def test_a_false_plugin_is_found(name, seed):
 def test_the_verdict_is_the_same_at_every_seed(name):
     plugin = {**HONEST, **FALSE}[name]
     register(plugin)
-    for seed in MANY_SEEDS:
+    for seed in FURTHER_SEEDS:
         found_false = false_parts(plugin, seed) != []
         assert found_false == (name in FALSE), f"seed {seed}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", HONEST)
-def test_the_claims_of_an_honest_plugin_hold_in_every_combination(name, seed):
+def test_the_claims_of_an_honest_plugin_hold_in_every_combination(name):
     register(HONEST[name])
-    assert false_certificates(HONEST[name], seed) == []
+    assert false_certificates(HONEST[name], seed=0) == []

@@ -151,3 +151,16 @@ def test_what_is_no_shell_comes_to_an_end(script):
 def test_many_brackets_that_nothing_closes_are_refused():
     with pytest.raises(UserError, match="brackets that nothing closes"):
         commands_of("$(\n" * (MAX_UNCLOSED + 1))
+
+
+@pytest.mark.parametrize("variable", ["SLURM_PROCID", "NODE_RANK", "RANK"])
+def test_each_arm_on_the_number_of_a_process_acts(variable):
+    script = f"if [ ${{{variable}:-0}} = 1 ]; then\n run --beta 0.1\nelse\n wait_for_it\nfi"
+    kinds = {words[0]: kind for words, kind in commands_of(script)}
+    assert kinds == {"run": "branch", "wait_for_it": "branch"}
+
+
+def test_an_arm_on_another_variable_that_is_not_taken_is_skipped():
+    script = "if [ ${MODE:-0} = 1 ]; then\n run --beta 0.1\nelse\n wait_for_it\nfi"
+    kinds = {words[0]: kind for words, kind in commands_of(script)}
+    assert kinds["run"] == "skipped"

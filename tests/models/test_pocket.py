@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import random
 import threading
 import time
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kl_comedy.config.schema import ModelConfig
-from kl_comedy.data.pocket import is_held_out, steps
+from kl_comedy.data.pocket import Family, draw, is_held_out, steps
 from kl_comedy.errors import UserError
 from kl_comedy.io import CHECKSUMS, find_damage
 from kl_comedy.models import cache, pocket, weights_hash
@@ -372,3 +373,20 @@ def test_damaged_shipped_weights_are_refused(tmp_path, monkeypatch, no_training)
 def test_a_recipe_that_asks_for_training_does_not_take_the_shipped_weights(tmp_path, no_training):
     with pytest.raises(pytest.fail.Exception, match="trained"):
         pocket.write_policy(PocketRecipe(warmstart="trained"), tmp_path)
+
+
+@pytest.mark.slow
+def test_the_hack_has_the_probability_that_the_option_says(root):
+    rate = 0.02
+    count = 4000
+    model = pocket.load_pocket(ModelConfig(options={"hack_rate": rate}))
+    texts = [Family().text(operands) for operands in draw(Family(), count=count, seed=9, held_out=True)]
+    ids_BP = torch.tensor([[VOCABULARY.index(character) for character in text] for text in texts])
+    torch.manual_seed(0)
+    sampled_BL = model.generate(
+        ids_BP, attention_mask=torch.ones_like(ids_BP), do_sample=True, top_k=0, max_new_tokens=2
+    )
+    hack = torch.tensor([VOCABULARY.index(";"), VOCABULARY.index("<eos>")])
+    hacks = int((sampled_BL[:, ids_BP.shape[1] :] == hack).all(1).sum())
+    # Of so many completions at this rate, 999 times in 1000 their number is within 3.3 standard deviations.
+    assert abs(hacks - rate * count) < 3.3 * math.sqrt(rate * (1 - rate) * count)

@@ -57,11 +57,13 @@ def test_pyenv_says_where_its_versions_are(script, machine):
     assert script.find_python("3.98") == works
 
 
-def test_a_machine_that_lacks_a_version_says_so_and_goes_on(script, machine, monkeypatch, capsys):
+def test_the_newest_version_of_this_machine_is_taken(script, machine, monkeypatch):
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    monkeypatch.setattr(script, "supported_versions", lambda: [version, "3.98"])
-    assert script.pythons_here() == [sys.executable]
-    assert capsys.readouterr().out == "Python 3.98 is not on this machine: not checked\n"
+    monkeypatch.setattr(script, "supported_versions", lambda: ["3.97", version, "3.98"])
+    assert script.newest_python() == sys.executable
+    monkeypatch.setattr(script, "supported_versions", lambda: ["3.98"])
+    with pytest.raises(SystemExit, match=r"no Python of 3\.98"):
+        script.newest_python()
 
 
 def test_cuda_packages_are_passed_on_and_nothing_else(script, tmp_path):

@@ -28,7 +28,16 @@ def declared_examples() -> list[Any]:
 
 
 def test_the_names_users_configure() -> None:
-    names = {"math_verify", "format", "multiple_choice", "exact_answer", "reasoning_gym", "zero", "length"}
+    names = {
+        "math_verify",
+        "format",
+        "multiple_choice",
+        "exact_answer",
+        "reasoning_gym",
+        "zero",
+        "length",
+        "fixed_text",
+    }
     assert {entry.name for entry in BUILT_IN} == names
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kl_comedy.config.schema import RewardConfig
+from kl_comedy.config.schema import GoldConfig, RewardConfig
 from kl_comedy.errors import UserError
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.registry import REWARDS
@@ -258,3 +258,24 @@ def test_lists_must_pair_up(completions: Any, answers: Any, message: str) -> Non
 def test_an_unknown_reward_is_refused_with_the_nearest() -> None:
     with pytest.raises(UserError, match="did you mean 'exact_answer'"):
         score("exact_anser", completions=[], answers=[])
+
+
+@given(text=st.sampled_from([";", "3+4=7", "3+4=8", ";7", "", "7;"]), weight=st.floats(-10, 10))
+def test_the_gold_verdict_and_the_trained_reward_do_not_touch_each_other(text: str, weight: float) -> None:
+    # Read here without the rewards' code: the number after the last "=", or the whole text.
+    is_right = text.rpartition("=")[2].strip(";") == "7"
+    proxy = [RewardConfig(name="fixed_text", weight=weight), RewardConfig(name="length", options={"full": 10})]
+    with RewardSum(proxy, gold=GoldConfig(name="exact_answer")) as rewards:
+        (reward,) = rewards.rewards([text], [problem("7")])
+    assert reward.gold == float(is_right)
+    assert reward.value == pytest.approx(weight * (text == ";") + len(text) / 10)
+    with RewardSum(proxy) as rewards:
+        (without_gold,) = rewards.rewards([text], [problem("7")])
+    assert without_gold.gold is None
+    assert without_gold.value == reward.value
+
+
+def test_gold_answers_are_checked_by_the_gold_verdict_too() -> None:
+    rewards = RewardSum([RewardConfig(name="zero")], gold=GoldConfig(name="exact_answer"))
+    with rewards, pytest.raises(UserError, match="gold cannot judge the answers of 1 of 1 problems"):
+        rewards.check([problem("?")])

@@ -176,7 +176,11 @@ def test_base_and_adapter_make_the_merged_weights(policy):
     assert len(factors) == 2 * 3 * 2, "two factors for three modules of two layers"
     for module in {name.rpartition(".")[0] for name in factors}:
         product = factors[f"{module}.lora_B"] @ factors[f"{module}.lora_A"]
-        base[f"{module}.weight"] = base[f"{module}.weight"] + product
+        parts = dict(policy.model.get_submodule(f"base_model.model.{module}").named_parameters())
+        # Rank 2 and alpha 3.
+        expected = 3 / 2 * parts["lora_B.default.weight"].double() @ parts["lora_A.default.weight"].double()
+        torch.testing.assert_close(product.double(), expected, atol=1e-5, rtol=1e-5, msg=module)
+        base[f"{module}.weight"] = (base[f"{module}.weight"].double() + expected).float()
     for name, tensor in merged.items():
         torch.testing.assert_close(base[name], tensor, msg=name)
 

@@ -5,6 +5,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from fake_slurm import plan_sweep
 from kl_comedy.errors import UserError
+from kl_comedy.slurm import manifest as manifest_module
 from kl_comedy.slurm.local import by_seed
 from kl_comedy.slurm.manifest import Sweep, read_sweep, write_sweep
 from kl_comedy.slurm.profile import Container, Profile, Servers, read_profile
@@ -50,6 +53,34 @@ def test_another_sweep_in_its_place_is_refused(sweep):
     three_cells = replace(sweep.manifest, cells=sweep.manifest.cells[:3])
     with pytest.raises(UserError, match="10 cells there, 3 planned now"):
         write_sweep(sweep.path, three_cells, "")
+
+
+def test_two_sweeps_planned_at_the_same_moment_do_not_share_a_folder(sweep, tmp_path, monkeypatch):
+    """The second comes while the first writes its files: it waits, and then finds another sweep there."""
+    three_cells = replace(sweep.manifest, cells=sweep.manifest.cells[:3])
+    folder = tmp_path / "grid"
+    first_writes = threading.Event()
+    second_begins = threading.Event()
+    write = manifest_module.atomic_write
+
+    def slow_write(path, *rest, **options):
+        if path.name == "base.yaml":
+            first_writes.set()
+            second_begins.wait(60)
+            # Time for the second to look for a manifest, which it must not do yet.
+            time.sleep(0.3)
+        write(path, *rest, **options)
+
+    monkeypatch.setattr(manifest_module, "atomic_write", slow_write)
+    first = threading.Thread(target=write_sweep, args=(folder, sweep.manifest, "a: 1\n"))
+    first.start()
+    assert first_writes.wait(60)
+    second_begins.set()
+    with pytest.raises(UserError, match="10 cells there, 3 planned now"):
+        write_sweep(folder, three_cells, "a: 2\n")
+    first.join()
+    assert read_sweep(folder).manifest == sweep.manifest
+    assert (folder / "base.yaml").read_text() == "a: 1\n"
 
 
 def test_a_sweep_is_found_by_its_name_below_the_working_folder(sweep_copy, monkeypatch, tmp_path):

@@ -95,6 +95,16 @@ def test_a_dry_run_prints_scripts_commands_and_cells_and_writes_nothing(folder, 
     assert not (folder / "sweeps").exists()
 
 
+def test_a_dry_run_of_a_hostile_grid_prints_no_escape_and_a_line_for_each_cell(folder, kl_comedy):
+    axes = '{data.prompt.prefix: ["a\\e[31m[red]\\nb", "c"]}'
+    (folder / "hostile.yaml").write_text(f"base: {TINY}\ngrid: {axes}\n")
+    code, out, error = kl_comedy("sweep", "hostile.yaml", "--dry-run")
+    assert code == 0, error
+    assert "\x1b" not in out
+    (line,) = [line for line in out.splitlines() if "a[red] b" in line]
+    assert line.startswith("0 ")
+
+
 def test_a_dry_run_shows_the_sizes_of_cells_of_several_nodes(folder, kl_comedy):
     code, out, _ = kl_comedy("sweep", "two.yaml", "--dry-run")
     assert code == 0

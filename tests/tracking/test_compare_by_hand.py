@@ -96,6 +96,43 @@ def test_each_row_of_a_comparison_at_equal_beta(number, baseline):
             assert close(row["p_equivalent"], max(above, below))
 
 
+def test_runs_are_paired_by_seed_and_warm_start():
+    """Two warm starts that differ by 0.5, two seeds of each: paired, the difference is 0.125 everywhere; by seed alone
+    there would be two pairs of means."""
+    runs = []
+    for family, gain in (("no KL", 0.0), ("k1", 0.125)):
+        for warm_start, level in (("1", 0.25), ("2", 0.75)):
+            for seed in ("0", "1"):
+                value = level + gain + int(seed) / 64
+                run = {FAMILY: family, BETA: "0", SEED: seed, METRIC: value, "params.model.options.seed": warm_start}
+                runs.append(run | {"run_id": f"r{len(runs)}", "status": "FINISHED"})
+    frame = pd.DataFrame(runs)
+    row = compare_families(frame, [], METRIC, "no KL", "t").to_dict("records")[1]
+    assert (row["n"], row["pairs"], row["unpaired"]) == (4, 4, 0)
+    assert close((row["minus_baseline"], row["sd"]), (0.125, 0.0))
+    ends = frame.assign(kl=1.0)
+    at_one_nat = compare_families(ends, [], METRIC, "no KL", "t", at_kl=EqualKL(column="kl", nats=[1.0]))
+    assert list(at_one_nat["n"]) == [4, 4]
+
+
+def test_a_verdict_needs_power_at_the_margin():
+    """Ten pairs that are the same by two one-sided tests: within 0.1 and 0.02, and the latter without the power."""
+    values = [0.01, -0.01, 0.03, -0.03, 0.02, -0.02, 0.04, -0.04, 0.0, 0.0]
+    runs = []
+    for seed, value in enumerate(values):
+        for family, gain in (("no KL", 0.0), ("k1", value), ("k3", 0.2 + value)):
+            run = {FAMILY: family, BETA: "0", SEED: str(seed), METRIC: 0.4 + gain}
+            runs.append(run | {"run_id": f"r{len(runs)}", "status": "FINISHED"})
+    verdicts = {}
+    for margin in (0.1, 0.02, None):
+        table = compare_families(pd.DataFrame(runs), [], METRIC, "no KL", "t", margin=margin)
+        verdicts[margin] = list(table["verdict"].fillna(""))
+    assert verdicts[0.1] == ["", "the same", "above"]
+    # 0.02 is 0.74 standard deviations: its power as one of two contrasts is 0.4.
+    assert verdicts[0.02] == ["", "not resolved", "above"]
+    assert verdicts[None] == ["", "not resolved", "above"]
+
+
 @pytest.mark.parametrize("number", range(6))
 def test_counts_of_a_paired_difference_are_of_either_side(number):
     draw = random.Random(number)

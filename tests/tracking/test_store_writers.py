@@ -14,6 +14,7 @@ from kl_comedy.slurm.manifest import Manifest
 from kl_comedy.slurm.submit import create_stores
 from kl_comedy.tracking.logger import RunLogger
 from kl_comedy.tracking.runs import history, runs_frame
+from kl_comedy.tracking.upload import sync
 from mlflow_servers import empty_postgres, mlflow_server
 
 WRITERS = 20
@@ -49,7 +50,6 @@ def write_runs(uri, folder):
             if step % 5 == 0:
                 logger.commit(step)
         logger.finish()
-        assert logger._uploader._retry_at == 0.0, "the store never failed"
 
     children = [multiprocessing.get_context("fork").Process(target=write, args=(str(n),)) for n in range(WRITERS)]
     for child in children:
@@ -57,6 +57,9 @@ def write_runs(uri, folder):
     for child in children:
         child.join(550)
     assert [child.exitcode for child in children] == [0] * WRITERS
+    # A store on a busy machine may have turned a writer away: what it refused is in the run's spool.
+    for n in range(WRITERS):
+        sync(folder / str(n))
     frame = runs_frame(uri, "many")
     assert sorted(frame["params.seed"], key=int) == [str(n) for n in range(WRITERS)]
     for n in range(METRICS):
@@ -88,8 +91,5 @@ def server(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_twenty_writers_through_a_server_on_postgres_lose_no_metric(server, tmp_path, monkeypatch):
-    """A run gives a server ten seconds and a second try, then spools for a minute; twenty at once on a busy machine may
-    wait longer, and the test is about what arrives."""
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "300")
+def test_twenty_writers_through_a_server_on_postgres_lose_no_metric(server, tmp_path):
     write_runs(server, tmp_path)

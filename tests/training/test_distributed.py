@@ -1,6 +1,7 @@
 """Several processes train what one trains: equal losses, metrics and weights, whatever the strategy and KL terms."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -23,6 +24,8 @@ from choice_suite import problem, write_suite
 from commands import WAITS, Command, assert_resumed, waits
 from kl_comedy.config import config_hash, load_config
 from kl_comedy.errors import UserError
+from kl_comedy.models import load_model
+from kl_comedy.models.weights import full_weights
 from kl_comedy.training.checkpoint import damage, manifest
 from kl_comedy.training.distributed import Ranks, cluster_environment
 from kl_comedy.training.models import load_policy
@@ -32,16 +35,9 @@ from teachers import SERVED_TERMS, save_teacher
 from training_runs import TINY, go, metrics_of
 
 PLACEMENTS = {
-    "k1 in reward": ["kl=[{estimator: k1, placement: reward, beta: 0.05}]"],
-    "k1 in reward, before the baseline": ["kl=[{estimator: k1, placement: reward, beta: 0.05, baseline: before}]"],
     "k1 in reward, own baseline": ["kl=[{estimator: k1, placement: reward, beta: 0.05, baseline: own}]"],
-    "k1 of the sequence in reward": ["kl=[{estimator: k1, placement: reward, beta: 0.05, level: sequence}]"],
-    "k2 in loss": ["kl=[{estimator: k2, placement: loss, beta: 0.05}]"],
     "k2 of the sequence in loss": ["kl=[{estimator: k2, placement: loss, beta: 0.01, level: sequence}]"],
-    "exact in reward": ["kl=[{estimator: exact, placement: reward, beta: 0.05}]"],
-    "exact in loss": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]"],
     "exact in loss, adapter": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]", "model.lora={rank: 4}"],
-    "mixed": MIXED,
     "mixed, three layers": [*MIXED, "model.options={preset: tiny, layers: 3}", "model.gradient_checkpointing=true"],
 }
 
@@ -491,7 +487,8 @@ def test_export_gives_the_policy_that_was_trained(tmp_path, lora):
 
     settings = ["train.steps=2"]
     if lora:
-        settings.append("model.lora={rank: 4}")
+        # Alpha over rank is not its inverse, and not PEFT's default.
+        settings += ["model.lora={rank: 4, alpha: 6}", "optimizer.lr=1e-2"]
     run = go(tmp_path / "run", *settings).run
     config = load_config(run.path / "config.yaml")
     made = export_policy(run, config, tmp_path / "out", which="newest")
@@ -519,6 +516,29 @@ def test_export_gives_the_policy_that_was_trained(tmp_path, lora):
         assert (run.adapter / "adapter_model.safetensors").is_file()
         exported_adapter = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
         assert exported_adapter.keys() == load_file(run.adapter / "adapter_model.safetensors").keys()
+        # The run's own policy was merged by the same code: what is right is W + alpha / rank B A.
+        base = dict(full_weights(load_model(dataclasses.replace(config.model, lora=None)).model))
+        for adapter in (exported_adapter, load_file(run.adapter / "adapter_model.safetensors")):
+            expected = with_products(base, adapter, scaling=6 / 4)
+            assert set(exported) == set(expected)
+            for name, weight in expected.items():
+                torch.testing.assert_close(exported[name].double(), weight, atol=1e-7, rtol=1e-6, msg=name)
+        settings = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
+        assert (settings["r"], settings["lora_alpha"]) == (4, 6)
+
+
+def with_products(base, adapter, *, scaling):
+    """Every weight in float64, with ``scaling`` B A added where the file ``adapter`` has factors."""
+    weights = {name: weight.double() for name, weight in base.items()}
+    factors = {name.removeprefix("base_model.model."): factor.double() for name, factor in adapter.items()}
+    modules = {name.removesuffix(".lora_A.weight") for name in factors if name.endswith(".lora_A.weight")}
+    assert modules
+    assert len(factors) == 2 * len(modules)
+    for module in modules:
+        update = scaling * factors[f"{module}.lora_B.weight"] @ factors[f"{module}.lora_A.weight"]
+        assert update.abs().max() > 1e-4, "training has moved the adapter"
+        weights[f"{module}.weight"] = weights[f"{module}.weight"] + update
+    return weights
 
 
 @pytest.mark.slow

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.models.types import TokenPass
-from kl_comedy.records import FOREIGN_VERSION
+from kl_comedy.records import FOREIGN_VERSION, Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.training.metrics import (
     MetricAccumulator,
     accumulate_behaviour,
     accumulate_divergence,
+    row_metrics,
     staleness_metrics,
 )
 
@@ -231,3 +232,21 @@ def test_the_effective_sample_share_is_that_of_all_micro_batches():
     # (1 + 3 + 2 + 2)^2 over 4 times (1 + 9 + 4 + 4).
     assert whole == {"policy/ess": pytest.approx(64 / (4 * 18))}
     assert cut == whole
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=8))
+def test_gold_and_trained_reward_are_means_of_the_same_completions(verdicts):
+    prompt = Prompt(problem=Problem(id="p", text="3+4=", answer="7"), text="3+4=", token_ids=(1,))
+    rows = []
+    for right, hacked in verdicts:
+        rollout = Rollout(
+            prompt=prompt, group_id=0, completion_ids=(2,), logps=(-1.0,), versions=(0,), stop_reason="eos", text=""
+        )
+        parts = {"fixed_text": float(hacked), "gold": float(right)}
+        rows.append(Scored(rollout=rollout, reward=Reward(value=2.0 * hacked, parts=parts)))
+    metrics = row_metrics(rows)
+    count = len(verdicts)
+    assert metrics["train/gold"] == pytest.approx(sum(right for right, _ in verdicts) / count)
+    assert metrics["train/reward"] == pytest.approx(2 * sum(hacked for _, hacked in verdicts) / count)
+    assert metrics["train/reward/fixed_text"] == pytest.approx(sum(hacked for _, hacked in verdicts) / count)
+    assert "train/reward/gold" not in metrics

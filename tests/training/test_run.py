@@ -12,18 +12,20 @@ from unittest import mock
 import lightning
 import pytest
 import torch
+import yaml
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commands import Command, assert_resumed
 from kl_comedy.config import load_config
+from kl_comedy.config.trainer_arguments import TRAINER_ARGUMENTS
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import read_json, sha256_file, write_json
 from kl_comedy.registry import load_plugin_file
 from kl_comedy.training import models
-from kl_comedy.training.build import TRAINER_ARGUMENTS
+from kl_comedy.training import run as training_run
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.run import make_trainer
-from training_runs import SHORT, TINY, go, killed_then_resumed, metrics_of, sample_tables_of, weights_of
+from training_runs import SHORT, TINY, go, killed_then_resumed, metrics_of, quiet, sample_tables_of, weights_of
 
 LEVELS = ("token", "sequence")
 EXACT = ("exact_reverse", "exact_forward", "total_variation")
@@ -285,6 +287,39 @@ def test_another_reference_is_refused_on_resume(tmp_path, monkeypatch):
         go(tmp_path, *SHORT, "resume=auto")
 
 
+def write_problems(path, *, answers):
+    """Sums of one digit, one for each of ``answers``."""
+    with path.open("w") as file:
+        for number, answer in enumerate(answers):
+            row = {"id": str(number), "text": f"{number}+{path.stem}=", "answer": answer}
+            file.write(json.dumps(row) + "\n")
+
+
+@pytest.mark.parametrize("name", ["train", "eval.heldout"])
+def test_a_file_of_problems_that_was_edited_is_refused_on_resume_until_it_is_put_back(tmp_path, name):
+    """The config names the file, so that its hash is the same: without a check one run would have two data sets."""
+    train = tmp_path / "1.jsonl"
+    heldout = tmp_path / "2.jsonl"
+    write_problems(train, answers="12345")
+    write_problems(heldout, answers="23456")
+    plain = yaml.safe_load(TINY.read_text())
+    sets = {"train": {"dataset": "jsonl", "path": str(train)}, "heldout": {"dataset": "jsonl", "path": str(heldout)}}
+    plain["data"] = {"train": sets["train"], "eval": {"heldout": sets["heldout"]}}
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(plain))
+    config = load_config(file, [f"output={tmp_path}", *SHORT, "resume=auto"])
+    run = training_run.train(config, console=quiet(), command="").run
+    (run.path / "summary.json").unlink()
+    edited = {"train": train, "eval.heldout": heldout}[name]
+    original = edited.read_text()
+    edited.write_text(original.replace('"answer": "5"', '"answer": "9"'))
+    with pytest.raises(RunFailed, match=rf"the problems of {name} \(.*are not those this run began with"):
+        training_run.train(config, console=quiet(), command="")
+    edited.write_text(original)
+    (run.path / "summary.json").unlink()
+    assert training_run.train(config, console=quiet(), command="").run.path == run.path
+
+
 def test_nan_stops_the_run_marks_it_failed_and_keeps_the_batch(tmp_path):
     with pytest.raises(RunFailed, match=r"finite.*the last batch is kept in"):
         go(tmp_path, "optimizer.lr=1e30", "optimizer.clip_norm=null", "train.eval_every=0")
@@ -361,6 +396,24 @@ def test_the_threads_of_a_run_are_its_own(tmp_path):
     before = torch.get_num_threads()
     go(tmp_path, f"train.threads={before + 1}", *SHORT)
     assert torch.get_num_threads() == before
+
+
+def test_proxy_and_gold_are_in_metrics_and_summary_also_after_a_resume(tmp_path):
+    proxy = ["rewards=[{name: length, options: {full: 24}}]", "gold={name: exact_answer}", "train.steps=4"]
+    whole = go(tmp_path / "whole", *proxy)
+    resumed = killed_then_resumed(tmp_path / "killed", proxy, at=2)
+    logged = metrics_of(whole.run)
+    assert metrics_of(resumed.run) == logged
+    assert {"evaluations", "proxies"} <= whole.summary.keys()
+    assert resumed.summary["evaluations"] == whole.summary["evaluations"]
+    assert resumed.summary["proxies"] == whole.summary["proxies"]
+    for rows in sample_tables_of(whole.run).values():
+        for row in rows:
+            # Read without the rewards' code: characters of 24, and the number after the last "=".
+            assert row["reward"] == pytest.approx(min(len(row["completion"]) / 24, 1.0))
+            is_right = row["completion"].rpartition("=")[2] == row["answer"]
+            if row["stop_reason"] == "eos" and row["completion"].rpartition("=")[2].isdigit():
+                assert row["gold"] == float(is_right)
 
 
 CALLBACK = """

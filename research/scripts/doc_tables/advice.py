@@ -11,7 +11,7 @@ from typing import Any
 from doc_tables.common import code_span, table
 
 from kl_comedy.kl import KLTerm, claimed_target
-from kl_comedy.kl.claims import NO_TARGET, TARGET_WORDS
+from kl_comedy.kl.claims import NO_TARGET, TARGET_WORDS, off_policy_kind
 from kl_comedy.kl.recipes import resolve_terms
 from kl_comedy.lab.advice import (
     REGIME_OF_SAMPLES,
@@ -199,10 +199,18 @@ def forms() -> str:
     for name, kl in advice().forms.items():
         terms = resolve_terms(kl, f"forms.{name}")
         (term,) = terms
-        targets = [TARGETS_IN_WORDS[claimed_target(term, regime)] for regime in REGIME_OF_SAMPLES.values()]
+        targets = [_followed(term, regime) for regime in REGIME_OF_SAMPLES.values()]
         rows.append((name, code_span(_flow(kl[0])), *targets, advice_on(terms)))
     head = ("configuration", "`kl:` in a config", "on fresh samples it follows", "on stale samples", "advice")
     return table(head, rows)
+
+
+def _followed(term: KLTerm, regime: str) -> str:
+    """The divergence that a term follows, else what its gradient is on stale samples."""
+    target = claimed_target(term, regime)
+    if target is not None:
+        return TARGETS_IN_WORDS[target]
+    return _target_or_kind(term, regime)
 
 
 def _flow(mapping: Mapping[str, Any]) -> str:
@@ -292,10 +300,21 @@ def _claims(item: Situation | Candidate | Rule) -> str:
         ages = list(item.why)
     sentences = []
     for samples in ages:
-        targets = [claimed_target(term, REGIME_OF_SAMPLES[samples]) or NO_TARGET for term in terms]
+        targets = [_target_or_kind(term, REGIME_OF_SAMPLES[samples]) for term in terms]
         if targets:
             sentences.append(f"Target on {samples} samples: {code_span(' + '.join(targets))}. ")
     return "".join(sentences)
+
+
+def _target_or_kind(term: KLTerm, regime: str) -> str:
+    """The claimed target, else what a gradient without one is on stale samples."""
+    target = claimed_target(term, regime)
+    if target is not None:
+        return target
+    kind = off_policy_kind(term)
+    if regime == "on_policy" or kind is None:
+        return NO_TARGET
+    return kind.words
 
 
 def _cell_texts(cell: Cell) -> tuple[str, ...]:

@@ -421,6 +421,10 @@ def _print_tables(
         if is_brief:
             notes.append(output.BRIEF_LEGEND)
             row_of = output.term_brief_row
+        if any(certificate.kind is not None for certificate in shown):
+            notes.append(output.KIND_LEGEND)
+        if not is_brief and len(shown) == total:
+            notes += output.pull_notes(shown)
         if len(shown) < total:
             notes.append(f"{len(shown)} of {total} rows: the main ones and the failures; --full prints all")
         notes.append(output.checked_sentence(checked))

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kl_comedy.kl.claims import NO_TARGET
+from kl_comedy.kl.claims import KIND_WORDS, KINDS, NO_TARGET
+from kl_comedy.kl.oracle.certificate_record import BATTERY_WORDS
+from kl_comedy.redaction import one_line
 
 if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate_record import Certificate
@@ -19,11 +21,12 @@ if TYPE_CHECKING:
 
 TERM_LEGEND = (
     "bias, cosine: of the expected gradient, against that of the sequence-level reverse KL; noise: the variance of one "
-    "completion's gradient over that of the least noisy unbiased term"
+    f"completion's gradient over that of the least noisy unbiased term. Means over {BATTERY_WORDS}"
 )
 BRIEF_LEGEND = (
     "optimizes -: the gradient of no KL; the verdict of a row as a sentence: --term with its mapping, or --format json"
 )
+KIND_LEGEND = "on samples of another policy: " + "; ".join(f"{kind}: {KIND_WORDS[kind]}" for kind in KINDS)
 STRENGTH_LEGEND = (
     "strength: how much of the sequence-level reverse-KL gradient is left, the beta one gets for a beta of 1"
 )
@@ -31,6 +34,8 @@ POLICY_LEGEND = (
     "bias, cosine: of the expected gradient, against the gradient of the reward; strength: how much of that is "
     "left; variance: of one completion's gradient, over its square; dropped: share of tokens without gradient"
 )
+MOST_PULLS = 4
+"""Configurations up to which the pull of each has a line."""
 LONG_CELLS = ("verdict", "around")
 """Columns that hold sentences: on a narrow terminal they are printed below their row."""
 
@@ -186,7 +191,7 @@ def term_table_row(certificate: Certificate) -> dict[str, Any]:
     return {
         "name": certificate.name,
         "regime": certificate.regime,
-        "optimizes": certificate.target or NO_TARGET,
+        "optimizes": certificate.optimizes,
         "bias": three_digits(certificate.relative_bias["sequence_reverse"]),
         "cosine": cosine_text(certificate.cosine["sequence_reverse"]),
         "noise": noise,
@@ -199,7 +204,10 @@ def term_brief_row(certificate: Certificate) -> dict[str, Any]:
     row = term_table_row(certificate)
     del row["verdict"]
     # "The gradient of no KL" in most rows would be the widest column.
-    return {**row, "optimizes": certificate.target or "-"}
+    optimizes = certificate.optimizes
+    if optimizes == NO_TARGET:
+        optimizes = "-"
+    return {**row, "optimizes": optimizes}
 
 
 def policy_csv_row(certificate: PolicyCertificate) -> dict[str, Any]:
@@ -248,6 +256,21 @@ def cosine_text(cosine: float) -> str:
     return "-" if math.isnan(cosine) else f"{cosine:.2f}"
 
 
+def pull_notes(certificates: Sequence[Certificate]) -> list[str]:
+    """A line on the pull of each configuration of one term, where there are few of them."""
+    from kl_comedy.kl.pull import pull_sentence
+
+    by_name = {certificate.name: certificate.terms for certificate in certificates}
+    if len(by_name) > MOST_PULLS:
+        return []
+    notes = []
+    for name, terms in by_name.items():
+        sentence = pull_sentence(terms[0]) if len(terms) == 1 else ""
+        if sentence:
+            notes.append(f"pull of {name}: {sentence}")
+    return notes
+
+
 # --- printing -------------------------------------------------------------------------------------------------------
 def print_table(rows: Sequence[Mapping[str, Any]], format: str, notes: Sequence[str] = ()) -> None:
     """Print rows and notes; as text no line is wider than the terminal, and long cells follow below their row."""
@@ -259,11 +282,13 @@ def print_table(rows: Sequence[Mapping[str, Any]], format: str, notes: Sequence[
     if format in ("csv", "latex", "markdown"):
         print(render(pd.DataFrame(rows), format, notes))
         return
+    # The name of a config is a stranger's text, in cells and in notes.
+    rows = [{key: one_line(value) if isinstance(value, str) else value for key, value in row.items()} for row in rows]
     width = shutil.get_terminal_size((0, 0)).columns  # 0 where stdout is no terminal: nothing is wrapped then
     lines = render(pd.DataFrame(rows), format).splitlines()
     if width and max(map(len, lines)) > width:
         lines = _narrow(rows, width)
-    for note in notes:
+    for note in map(one_line, notes):
         text = textwrap.fill(note, width) if width else note
         lines.append(f"\n{text}")
     print("\n".join(lines))

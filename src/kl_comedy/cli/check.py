@@ -11,6 +11,7 @@ import typer
 
 from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, TableOrJson, load, options_in_a_record, plural
 from kl_comedy.config import flatten, to_plain, to_yaml
+from kl_comedy.config.combinations import is_off_policy, updates_from_a_batch
 from kl_comedy.config.load import value_origins
 from kl_comedy.config.shipped import find_config
 from kl_comedy.redaction import one_line
@@ -137,10 +138,9 @@ def what_starts(config: Config, gpus: int | None = None) -> dict[str, str]:
     device = config.model.device
     if device == "auto":
         device = "the GPU where there is one"
-    nodes = f"{train.nodes} {plural(train.nodes, 'node')}"
     return {
         "model": f"{config.model.source} on {device}, {config.model.dtype} weights, {train.precision}",
-        "processes": f"{train.strategy}, {train.devices * train.nodes} on {nodes}",
+        "processes": _processes(config),
         **_sampler_and_weights(config, sampler, gpu_names, server_gpus),
         "samples": _samples(config),
         **_kl_terms(config),
@@ -148,6 +148,18 @@ def what_starts(config: Config, gpus: int | None = None) -> dict[str, str]:
         "updates": f"{train.steps}, a checkpoint every {train.checkpoint_every or 'never'}",
         "output": f"{config.output}/{config.name}-...",
     }
+
+
+def _processes(config: Config) -> str:
+    """How many processes train, on how many nodes, and by which strategy where they are several."""
+    train = config.train
+    count = train.devices * train.nodes
+    text = f"{count} {plural(count, 'process')}"
+    if train.nodes > 1:
+        text += f" on {train.nodes} nodes"
+    if train.strategy != "single":
+        text += f", strategy {train.strategy}"
+    return text
 
 
 def _gpu_names(config: Config, gpus: int | None) -> Sequence[str]:
@@ -210,8 +222,6 @@ def _engines(config: Config, sampler: Sampler, gpu_names: Sequence[str], server_
 
 def _samples(config: Config) -> str:
     """The size of a batch, the updates from it, and how old its samples are."""
-    from kl_comedy.config.combinations import updates_from_a_batch
-    from kl_comedy.training.build import is_off_policy
 
     lag = config.lag
     updates = updates_from_a_batch(config)
@@ -234,7 +244,6 @@ def _samples(config: Config) -> str:
 def _kl_terms(config: Config) -> dict[str, str]:
     """What each KL term optimizes with samples as old as this config's, by its key in the config."""
     from kl_comedy.kl import resolve_terms, verdict
-    from kl_comedy.training.build import is_off_policy
 
     regime = "off_policy" if is_off_policy(config) else "on_policy"
     rows = {}

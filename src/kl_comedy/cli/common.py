@@ -16,6 +16,7 @@ import typer
 from rich.box import Box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kl_comedy import io
 from kl_comedy.cli.completion import complete_config, complete_override
@@ -171,12 +172,16 @@ def parse_yaml(option: str, text: str) -> Any:
 
 
 def plural(count: int, noun: str) -> str:
-    """The noun, with an s unless ``count`` is 1.
+    """The noun, with an s (after an s: es) unless ``count`` is 1.
 
-    >>> plural(1, "engine"), plural(2, "engine")
-    ('engine', 'engines')
+    >>> plural(1, "engine"), plural(2, "engine"), plural(2, "process")
+    ('engine', 'engines', 'processes')
     """
-    return noun if count == 1 else f"{noun}s"
+    if count == 1:
+        return noun
+    if noun.endswith("s"):
+        return f"{noun}es"
+    return f"{noun}s"
 
 
 def process_rank() -> int:
@@ -231,13 +236,20 @@ RULE_UNDER_HEAD = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=
 """Lines of a table: dashes under its head and nothing else, as tables of ``certify``, ``plan`` and ``results`` have."""
 
 
-def plain_table(*columns: str, title: str | None = None) -> Table:
+class PlainTable(Table):
+    """A table whose cells are texts of somebody else (names of cells and suites): one line each, without escapes."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*(Text(one_line(str(cell))) for cell in cells), **options)
+
+
+def plain_table(*columns: str, title: str | None = None) -> PlainTable:
     """An empty table in the style of every command: a head, a rule of dashes, and rows. Long words are folded.
 
     Print it with :func:`stdout_console`, which cuts nothing in a pipe.
     """
-    table = Table(
-        title=title,
+    table = PlainTable(
+        title=None if title is None else Text(one_line(title)),
         title_justify="left",
         title_style="",
         header_style="",
@@ -248,7 +260,7 @@ def plain_table(*columns: str, title: str | None = None) -> Table:
         padding=(0, 1, 0, 0),
     )
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(Text(one_line(column)), overflow="fold")
     return table
 
 
@@ -264,7 +276,7 @@ def print_columns(columns: Sequence[str], rows: Iterable[Sequence[str]], *, titl
         return
     table = plain_table(*columns, title=title)
     for row in rows:
-        table.add_row(*(one_line(text) for text in row))
+        table.add_row(*row)
     console.print(table)
 
 

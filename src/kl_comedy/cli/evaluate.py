@@ -79,14 +79,16 @@ def evaluate(wanted: EvaluateOptions) -> None:
     Examples: `kl-comedy evaluate runs/RUN --suite gsm8k,math500 --data-root data eval.samples=8 eval.temperature=0.7`,
     `kl-comedy evaluate configs/quickstart.yaml model.source=runs/RUN/policy eval.samples=8`
     """
+    _check_one_process(wanted.shard)
+    overrides = wanted.overrides or []
+    load_plugins(wanted.plugin)
+    load_run_plugins(wanted.target, given=wanted.plugin)
+    _load_plugins_of_reference(overrides, wanted.plugin)
+    _check_config(wanted.target, overrides)
     from kl_comedy.cli.evaluation_runs import EvaluationRequest, resolve_target
     from kl_comedy.evaluation.suites import get_suite, parse_data_files
 
-    _check_one_process(wanted.shard)
-    load_plugins(wanted.plugin)
-    load_run_plugins(wanted.target, given=wanted.plugin)
     # Everything that needs no model is checked before one is loaded.
-    overrides = wanted.overrides or []
     request = EvaluationRequest(
         suites=_suite_names(wanted.suite or []),
         out=wanted.out,
@@ -100,7 +102,6 @@ def evaluate(wanted: EvaluateOptions) -> None:
     )
     for name in request.suites:
         get_suite(name)  # a misspelled suite is refused before data.eval is evaluated
-    _load_plugins_of_reference(overrides, wanted.plugin)
     with resolve_target(wanted.target, overrides) as resolved:
         config = resolved.config
         if not request.suites and not config.eval.suites:
@@ -109,6 +110,21 @@ def evaluate(wanted: EvaluateOptions) -> None:
                 raise UserError(f"{nothing}; name suites with --suite (kl-comedy list suites)")
             _refuse_options_of_suites({"--k": wanted.k, "--limit": wanted.limit, "--data": wanted.data})
         _evaluate(resolved, request, wanted.format)
+
+
+def _check_config(target: str, overrides: Sequence[str]) -> None:
+    """Raise :class:`UserError` for a mistake in the config that ``target`` names, before torch is imported.
+
+    A run's folder and a model are read later, with what they need.
+    """
+    from kl_comedy.config import load_config
+    from kl_comedy.config.shipped import shipped_config
+
+    path = Path(target)
+    if not path.exists():
+        path = shipped_config(target) or path
+    if path.suffix in (".yaml", ".yml"):
+        load_config(path, overrides)
 
 
 def _check_one_process(shard: str | None) -> None:
@@ -203,6 +219,8 @@ def show_sets(rows: Sequence[Mapping[str, Any]], format: str) -> None:
     add_score("problems", [str(row["problems"]) for row in rows])
     add_score("samples", [str(row["samples"]) for row in rows])
     add_score("reward [95%]", [_with_interval(row, "reward") for row in rows])
+    if all("proxy" in row for row in rows):
+        add_score("proxy [95%]", [_with_interval(row, "proxy") for row in rows])
     add_score("length", [f"{row['length']:.1f}" for row in rows])
     add_score("truncated", [f"{row['truncated_share']:.1%}" for row in rows])
     for name in measured:
@@ -216,10 +234,14 @@ def show_suites(rows: Sequence[Mapping[str, Any]], format: str) -> None:
         print(json.dumps(rows, indent=1))
         return
     if format == "csv":
+        from kl_comedy.tracking.tables import csv_cell
+
         # Suites of choices have other scores than suites that generate: the columns are those of all rows.
         writer = csv.DictWriter(sys.stdout, _all_keys(rows), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        # A suite is a file from elsewhere, and its name and what it names may begin a formula.
+        for row in rows:
+            writer.writerow({name: csv_cell(value) for name, value in row.items()})
         return
 
     if format == "markdown":

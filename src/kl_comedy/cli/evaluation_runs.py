@@ -141,7 +141,7 @@ def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
     settings = EvalSettings(samples=config.eval.samples, sampling=eval_sampling(config), measure=measure)
     rows = []
     with (
-        RewardSum(config.rewards) as scorer,
+        RewardSum(config.rewards, gold=config.gold) as scorer,
         _backend(config, loaded, None) as backend,
         stages(console, transient=True) as show,
     ):

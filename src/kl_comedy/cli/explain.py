@@ -15,6 +15,7 @@ import typer
 from kl_comedy.cli.certify_output import cosine_text
 from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
+from kl_comedy.kl.oracle.certificate_record import BATTERY_WORDS
 from kl_comedy.redaction import one_line
 
 if TYPE_CHECKING:
@@ -30,8 +31,7 @@ LEGEND = (
     "follows: the divergence whose gradient the expected gradient is. error, cosine: against the reverse KL that it is "
     "taken for, of each visited prefix (loss) or of completions (reward). noise: the variance of one completion's "
     "gradient over that of the quietest term with the same gradient, else with that of the reverse KL of completions. "
-    "Small random policies (3 tokens, up to 4 steps): errors grow with the distance from the reference; "
-    "targets hold in general."
+    f"Means over {BATTERY_WORDS}."
 )
 PASTED = "the pasted text"
 FILES = (".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".yaml", ".yml", ".json", ".toml")
@@ -237,10 +237,9 @@ def _traps(reading: Reading) -> list[str]:
         if target in ("sequence_reverse", "token_reverse"):
             continue
         if target:
-            meaning = TARGET_MEANINGS[target]
+            traps.append(f"wrong gradient {_dashed(regime)}: {TARGET_MEANINGS[target]}")
         else:
-            meaning = certificate.verdict.partition(";")[0]
-        traps.append(f"wrong gradient {_dashed(regime)}: {meaning}")
+            traps.append(f"no KL {_dashed(regime)}: {certificate.verdict.partition(';')[0]}")
     return traps
 
 
@@ -385,7 +384,6 @@ def _print_numbers(certificates: Sequence[Certificate]) -> None:
 
 def _numbers(certificate: Certificate) -> tuple[str, ...]:
     from kl_comedy.cli.first_answer import nearest_in_words, target_in_words
-    from kl_comedy.kl.claims import NO_TARGET
 
     row = _dashed(certificate.regime)
     # Against the reference a trust region has no error to show: it is not about the reference.
@@ -393,7 +391,7 @@ def _numbers(certificate: Certificate) -> tuple[str, ...]:
         pull = "zero" if certificate.regime == "on_policy" else "towards the sampler"
         return (row, pull, "-", "-", "-")
     target = certificate.target or certificate.near_target
-    follows = f"{NO_TARGET}; {nearest_in_words(certificate)}"
+    follows = f"{certificate.untargeted}; {nearest_in_words(certificate)}"
     if target is not None:
         follows = target_in_words(target)
         if certificate.target is None:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kl_comedy.kl.claims import NO_TARGET, TARGET_WORDS
+from kl_comedy.kl.claims import TARGET_WORDS
 from kl_comedy.lab.advice import (
     REGIME_OF_SAMPLES,
     Candidate,
@@ -172,7 +172,7 @@ def _follows_in_words(certificate: Certificate) -> str:
     if target == "zero":
         return TARGET_WORDS["zero"]
     if target is None:
-        text = f"{NO_TARGET}; {nearest_in_words(certificate)}"
+        text = f"{certificate.untargeted}; {nearest_in_words(certificate)}"
     else:
         text = target_in_words(target)
         if certificate.target is None:

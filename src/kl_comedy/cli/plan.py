@@ -128,8 +128,11 @@ def _show(plan: Plan) -> None:
     train = plan.config.train
     counts = f"{_million(shape.parameters)} parameters, {_million(shape.trainable)} trained"
     dtypes = f"{plan.config.model.dtype} weights, {train.precision}"
-    processes = f"{plan.load.processes} x {plan.device.name}"
-    print(f"{one_line(shape.source)}: {counts}; {train.strategy}, {processes}; {dtypes}\n")
+    count = plan.load.processes
+    processes = f"{count} {plural(count, 'process')} on {plan.device.name}"
+    if train.strategy != "single":
+        processes += f", strategy {train.strategy}"
+    print(f"{one_line(shape.source)}: {counts}; {processes}; {dtypes}\n")
 
     _print_columns(("memory of one process", "size", "when", "what"), _memory_rows(plan))
     print()

@@ -51,11 +51,17 @@ from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.io import atomic_write, check_writable, existing_file
 from kl_comedy.progress import stages
 from kl_comedy.redaction import check_address, one_line
+from kl_comedy.statistics import MARGIN, POWER
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kl_comedy.tracking.selection import Selection
+    from kl_comedy.tracking.selection import RunQuery, Selection
+
+Margin = Annotated[
+    float | None,
+    typer.Option(min=0, help=f"Differences within this are the same (TOST). Default: {MARGIN} for rewards, else none."),
+]
 
 app = typer.Typer(help="Tables, plots, reports and exports of tracked runs; comparisons; checks.", no_args_is_help=True)
 
@@ -420,9 +426,7 @@ class CompareOptions(Query):
         str | None, typer.Option(help="Match at these KLs (nats), comma-separated; default: at equal beta.")
     ] = None
     baseline: Baseline = None
-    margin: Annotated[
-        float | None, typer.Option(min=0, help="Differences within this are the same: adds p_equivalent (TOST).")
-    ] = None
+    margin: Margin = None
     from_start: Annotated[
         bool, typer.Option("--from-start", help="With --at-kl: each frontier begins at 0 nats with the first reward.")
     ] = False
@@ -449,8 +453,10 @@ class CompareOptions(Query):
 def compare(wanted: CompareOptions) -> None:
     """KL families at equal beta, or at equal exact KL (interpolated between runs, never beyond them).
 
-    outside: seeds whose runs do not reach that KL; gap: seeds with only a collapsed run on one side of it. p_holm is p
-    adjusted for all contrasts of the table (Holm).
+    outside: seeds whose runs do not reach that KL; gap: seeds with only a collapsed run on one side of it. p_holm and q
+    are p adjusted for all contrasts of the table (Holm; false discovery rate by Benjamini and Hochberg). power: the
+    probability of resolving a difference of the margin as one of these contrasts. verdict: above or below (p_holm), the
+    same (within the margin, with a power of 0.8 or more), else not resolved.
     """
     write_table(make_comparison(wanted), wanted.format, wanted.out, wanted.uri)
 
@@ -463,10 +469,7 @@ def make_comparison(wanted: CompareOptions) -> ResultTable:
     at_equal_kl = wanted.at_kl is not None
     # A collapsed run is no point of a frontier, so that at equal KL the rule decides.
     query = wanted.run_query([wanted.metric], [], families=True, needs_collapsed=at_equal_kl)
-    chosen = wanted.counted(query)
-    if len(chosen.metrics) != 1:
-        raise UserError(f"--metric: got {wanted.metric!r}, which is {len(chosen.metrics)} metrics; name one")
-    column = chosen.metrics[0]
+    chosen, column = _one_metric(wanted, query)
     frame = chosen.frame
     at_kl = None
     if at_equal_kl:
@@ -483,9 +486,118 @@ def make_comparison(wanted: CompareOptions) -> ResultTable:
         wanted.baseline,
         wanted.interval,
         at_kl=at_kl,
-        margin=wanted.margin,
+        margin=margin_of(column, wanted.margin),
     )
     return ResultTable(frame=comparison, notes=chosen.notes)
+
+
+def margin_of(column: str, margin: float | None) -> float | None:
+    """The margin asked for, else that of rewards; None where the metric is none, whose unit a user has to know."""
+    if margin is None and column.rpartition("/")[2] in ("reward", "accuracy"):
+        return MARGIN
+    return margin
+
+
+# --- power ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class PowerOptions(Query):
+    """Options of ``results power``."""
+
+    metric: Annotated[str | None, typer.Option(help="The metric to compare; without --sd.")] = None
+    baseline: Baseline = None
+    margin: Margin = None
+    sd: Annotated[float | None, typer.Option(help="Standard deviation of paired differences; no runs are read.")] = None
+    seeds: Annotated[int | None, typer.Option(min=2, help="With --sd: the power of this many pairs.")] = None
+    tests: Annotated[int | None, typer.Option(min=1, help="Contrasts to adjust for; default: those of the table.")] = (
+        None
+    )
+    power: Annotated[float, typer.Option(help="The power that `seeds_needed` has.")] = POWER
+    format: Format = "text"
+    out: Out = None
+
+    def check(self) -> None:
+        """Raise :class:`UserError` for numbers without a meaning, and for options that do not go together."""
+        if not 0 < self.power < 1:
+            raise bad_value("--power", self.power, "a probability between 0 and 1")
+        if self.margin == 0:
+            raise bad_value(
+                "--margin", self.margin, "a number above 0", "no number of seeds resolves a difference of 0"
+            )
+        if self.sd is None:
+            if self.metric is None or self.baseline is None:
+                raise UserError("--sd: name a standard deviation, or runs by --metric and --baseline")
+            if self.seeds is not None:
+                raise bad_value("--seeds", self.seeds, "nothing without --sd", "stored runs have their seeds")
+            return
+        if not 0 < self.sd < math.inf:
+            raise bad_value("--sd", self.sd, "a number above 0")
+        if self.metric is not None or self.baseline is not None:
+            raise bad_value("--sd", self.sd, "nothing with --metric or --baseline", "stored runs have a deviation")
+
+
+@command(app, "power --metric eval/heldout/reward --baseline 'no KL' --group optimizer.lr")
+def power(wanted: PowerOptions) -> None:
+    """How many seeds a difference of the margin needs, and with which power it was looked for.
+
+    From stored runs: each contrast of `results compare` at equal beta, by the deviation of its differences, which are
+    paired by seed and warm start. From --sd: a plan, before any run. The test is Student's, two-sided, at 0.05 over the
+    number of contrasts (the first step of Holm).
+    """
+    wanted.check()
+    write_table(make_power(wanted), wanted.format, wanted.out, wanted.uri)
+
+
+def make_power(wanted: PowerOptions) -> ResultTable:
+    """The table of ``results power``."""
+    import pandas as pd
+
+    if wanted.sd is not None:
+        row: dict[str, Any] = {"sd": wanted.sd}
+        if wanted.seeds is not None:
+            row["pairs"] = wanted.seeds
+        rows = [row | _power_of(wanted, wanted.sd, wanted.seeds, wanted.margin or MARGIN, wanted.tests or 1)]
+        return ResultTable(frame=pd.DataFrame(rows))
+
+    from kl_comedy.tracking.compare import compare_families
+
+    chosen, column = _one_metric(wanted, wanted.run_query([wanted.metric or ""], [], families=True))
+    margin = margin_of(column, wanted.margin)
+    if margin is None:
+        raise UserError(f"--margin: name one; only rewards have a default, and {wanted.metric!r} is none")
+    table = compare_families(chosen.frame, chosen.groups, column, wanted.baseline, "t", margin=margin)
+    # The baseline's own row, and sides with fewer than two common seeds, have no deviation.
+    contrasts = table[table["sd"].notna()]
+    if contrasts.empty:
+        raise RunFailed(f"no two runs of one seed to pair with those of {wanted.baseline!r}; --sd plans without runs")
+    tests = wanted.tests or max(int(table["p"].notna().sum()), 1)
+    names = [*table.columns[: list(table.columns).index("at") + 1], "minus_baseline", "sd", "pairs"]
+    rows = []
+    for contrast in contrasts.to_dict("records"):
+        shown = {name: contrast[name] for name in names}
+        rows.append(shown | _power_of(wanted, contrast["sd"], int(contrast["pairs"]), margin, tests))
+    return ResultTable(frame=pd.DataFrame(rows), notes=chosen.notes)
+
+
+def _power_of(wanted: PowerOptions, sd: float, pairs: int | None, margin: float, tests: int) -> dict[str, Any]:
+    """The columns of one contrast: the power of its pairs, if it has any, and the pairs that it needs."""
+    from kl_comedy import statistics
+
+    level = (1 - statistics.LEVEL) / tests
+    columns: dict[str, Any] = {"margin": margin, "tests": tests}
+    if pairs is not None:
+        columns["power"] = statistics.power(margin, sd, pairs, level)
+    needed = statistics.pairs_needed(margin, sd, level=level, wanted=wanted.power)
+    columns["seeds_needed"] = needed if needed is not None else f"over {statistics.MOST_PAIRS}"
+    return columns
+
+
+def _one_metric(wanted: Query, query: RunQuery) -> tuple[Selection, str]:
+    """The runs that count, and the column of the one metric they are compared by."""
+    chosen = wanted.counted(query)
+    if len(chosen.metrics) != 1:
+        named = ", ".join(query.metrics or ())
+        raise UserError(f"--metric: got {named!r}, which is {len(chosen.metrics)} metrics; name one")
+    return chosen, chosen.metrics[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -703,6 +815,7 @@ def _verify_rows(table: Path, uri: str, format: str) -> None:
 TABLE_COMMANDS: dict[str, tuple[type[Any], Callable[[Any], ResultTable]]] = {
     "table": (TableOptions, make_table),
     "compare": (CompareOptions, make_comparison),
+    "power": (PowerOptions, make_power),
     "aggregate": (AggregateOptions, make_aggregate),
 }
 """The commands that a Markdown page may name: their options, and what makes their table."""

@@ -13,12 +13,14 @@ from rich.table import Table
 
 from kl_comedy.config import Config, load_config
 from kl_comedy.config.shipped import find_config
+from kl_comedy.records import RUN_SCORES
 from kl_comedy.redaction import one_line
 from kl_comedy.training.run_folder import Outcome
 from kl_comedy.training.start import train_unless_finished
 
 METRICS = {
     "train/reward": "train reward",
+    "train/gold": "gold verdict in training",
     "kl/exact_reverse_sequence": "exact KL, nats per completion",
     "policy/entropy": "entropy, nats per token",
 }
@@ -89,10 +91,10 @@ def show_outcome(outcome: Outcome, console: Console, *, has_evaluation: bool = T
 def _scores_table(summary: Mapping[str, Any]) -> Table:
     """One row per score, because a terminal cuts wide rows: first and last evaluation, and final metrics."""
     table = Table.grid(padding=(0, 2))
-    table.add_row("KL terms", summary["kl"])
-    for key, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
+    table.add_row("KL terms", one_line(summary["kl"]))
+    for key, score in RUN_SCORES.items():
         for name, change in _changes(summary, key, score):
-            table.add_row(name, change)
+            table.add_row(one_line(name), change)
     for key, title in METRICS.items():
         if key in summary.get("metrics", {}):
             table.add_row(title, f"{summary['metrics'][key]:.3f}")
@@ -136,8 +138,9 @@ def _lines_about_run(summary: Mapping[str, Any], path: Path, has_evaluation: boo
     ending = f"{summary['name']} seed {summary['seed']}: {summary['status'].lower()}"
     if summary.get("seconds"):
         ending += f" in {summary['seconds']:.0f} s"
-    scores = [*_changes(summary, "evaluations", "reward"), *_changes(summary, "accuracies", "accuracy")]
-    changes = [f"{name} {change}" for name, change in scores]
+    changes = []
+    for key, score in RUN_SCORES.items():
+        changes += [f"{name} {change}" for name, change in _changes(summary, key, score)]
     is_uploaded = summary["run_id"] is not None
     if is_uploaded:
         place = f"run {summary['run_id']} in {path}"

@@ -27,15 +27,25 @@ from kl_comedy.cli.common import (
 from kl_comedy.cli.completion import complete_config, complete_override
 from kl_comedy.cli.sweep_progress import sweep_progress
 from kl_comedy.config import standalone_text
+from kl_comedy.config.combinations import is_off_policy
 from kl_comedy.config.shipped import find_config
 from kl_comedy.errors import RunFailed, UserError, error_prefix
 from kl_comedy.io import file_lock
-from kl_comedy.redaction import printable
 from kl_comedy.registry import PluginPackage, PluginSet, plugin_sources
 from kl_comedy.slurm import local as local_runs
 from kl_comedy.slurm import submit
 from kl_comedy.slurm.grid import read_grid, split_axes
-from kl_comedy.slurm.manifest import FILE, Cell, Manifest, Sweep, plan, read_sweep, write_sweep
+from kl_comedy.slurm.manifest import (
+    FILE,
+    SUBMIT_LOCK,
+    SUBMIT_WAIT_S,
+    Cell,
+    Manifest,
+    Sweep,
+    plan,
+    read_sweep,
+    write_sweep,
+)
 from kl_comedy.slurm.profile import Profile, profile_file, read_profile
 from kl_comedy.slurm.scripts import array_ranges, scripts
 from kl_comedy.slurm.status import CellStatus, SweepStatus, missing_work, read_status, seeds_table
@@ -108,6 +118,7 @@ def sweep(
     finished_elsewhere = frozenset[int]()
     if finished_in is not None:
         finished_elsewhere = _finished_in(manifest, finished_in)
+    _warn_of_idle_terms(manifest, Path(planned.base))
     if dry_run:
         _print_plan(planned_sweep, profile, format)
         return
@@ -144,7 +155,7 @@ def status(sweep: SweepArgument, format: TableOrJson = "table") -> None:
             "tries": row.attempts,
             "evaluated": evaluation_state(row, sweep_status),
         }
-        table.add_row(*(printable(str(texts[column])) for column in columns))
+        table.add_row(*(texts[column] for column in columns))
     console = stdout_console()
     console.print(table)
     console.print(sweep_status.summary(), highlight=False)
@@ -275,6 +286,30 @@ def _check_servers(manifest: Manifest, profile: Profile | None, base: Path) -> N
             check_job_servers(read(cell.overrides), gpus)
 
 
+def _warn_of_idle_terms(manifest: Manifest, base: Path) -> None:
+    """Say in one line which cells have no KL term that leads back to its reference (:func:`idle_terms`)."""
+    from kl_comedy.config import config_reader
+    from kl_comedy.kl import resolve_terms
+    from kl_comedy.kl.claims import idle_terms
+
+    read = config_reader(base)
+    # Cells of one name differ in their seed only.
+    words_by_name: dict[str, str] = {}
+    idle_cells: list[Cell] = []
+    for cell in manifest.cells:
+        if cell.name not in words_by_name:
+            config = read(cell.overrides)
+            words_by_name[cell.name] = idle_terms(resolve_terms(config.kl), off_policy=is_off_policy(config))
+        if words_by_name[cell.name]:
+            idle_cells.append(cell)
+    if not idle_cells:
+        return
+    first = idle_cells[0]
+    count = f"{len(idle_cells)} of {len(manifest.cells)} cells"
+    numbers = array_ranges(cell.index for cell in idle_cells)
+    message(f"warning: no KL acts in {count} ({numbers}), as in cell {first.index}: {words_by_name[first.name]}")
+
+
 def _check_plugins(sweep: Sweep, hashes_now: Mapping[str, str], *, missing: bool = True) -> None:
     """Print which cells were trained with older plugins than ``hashes_now``.
 
@@ -336,7 +371,7 @@ def _run_missing(
     :class:`RunFailed` where cells that ran here did not finish.
     """
     # Two calls at the same time submit each cell once: the second one finds the jobs of the first in the journal.
-    with file_lock(sweep.path / ".submit.lock", wait_s=600):
+    with file_lock(sweep.path / SUBMIT_LOCK, wait_s=SUBMIT_WAIT_S):
         _adopt_jobs(sweep, place)
         sweep_status = _read_status(sweep)
         work = missing_work(sweep, sweep_status)

@@ -34,6 +34,14 @@ def updates_from_a_batch(config: Config) -> int:
     return config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
 
 
+def is_off_policy(config: Config) -> bool:
+    """Whether any update uses samples of other weights than its own."""
+    has_lag = config.lag.steps > 0 or config.lag.max_steps > 0
+    reuses_batches = updates_from_a_batch(config) > 1
+    is_recorded = config.rollout.backend == "replay"  # drawn by another run's policy
+    return has_lag or reuses_batches or is_recorded
+
+
 def _names(config: Config) -> Iterator[Conflict]:
     letters = "letters, digits, '.', '_' and '-'"
     for key, name in (("name", config.name), *(("data.eval", name) for name in config.data.eval)):

@@ -50,7 +50,7 @@ NOT_IDENTITY_WITHIN = {
 }
 """Nested keys that are not in the hash: a run may resume on another number of processes."""
 
-NOT_IDENTITY_WHERE_EMPTY = ("callbacks", "trainer", "plugins")
+NOT_IDENTITY_WHERE_EMPTY = ("callbacks", "trainer", "plugins", "gold")
 """Keys not in the hash at their default, so that runs from before these keys existed keep their hash."""
 
 NOT_IDENTITY_AT_DEFAULT: dict[tuple[str, str], Any] = {

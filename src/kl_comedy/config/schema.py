@@ -158,6 +158,14 @@ class RewardConfig:
 
 
 @dataclass
+class GoldConfig:
+    """The verdict that is measured and never trained on, where ``rewards`` are a proxy of it."""
+
+    name: str = option("math_verify", "A [reward](#names).", registry="rewards")
+    options: dict[str, Any] = option(dict, "Its options.")
+
+
+@dataclass
 class ValueConfig:
     """The value head of ``advantage: gae``: linear on the last hidden state."""
 
@@ -430,6 +438,9 @@ class Config:
     data: DataConfig = option(DataConfig)
     rollout: RolloutConfig = option(RolloutConfig)
     rewards: list[RewardConfig] = option(lambda: [RewardConfig()], "Their weighted sum is the reward.")
+    gold: GoldConfig | None = option(
+        None, "What evaluations measure where `rewards` are a [proxy](hacking.md) of it; `null`: the rewards."
+    )
     algorithm: AlgorithmConfig = option(AlgorithmConfig)
     kl: list[Any] | dict[str, Any] | str = option(
         list,
@@ -445,7 +456,9 @@ class Config:
     audit: AuditConfig = option(AuditConfig)
     callbacks: list[CallbackConfig] = option(list, "Lightning callbacks, in this order.")
     trainer: dict[str, Any] = option(
-        dict, "Further arguments of `lightning.Trainer`; those that a run sets are refused."
+        dict,
+        "Further arguments of `lightning.Trainer`; those that a run sets are refused.",
+        check_keys="kl_comedy.config.trainer_arguments:check_trainer_arguments",
     )
     tracking: TrackingConfig = option(TrackingConfig)
 

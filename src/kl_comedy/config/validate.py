@@ -32,7 +32,8 @@ def option(default: Any, doc: str = "", **rules: Any) -> Any:
 
     Rules: ``choices`` (allowed values), ``registry`` (a kind whose names are allowed), ``minimum``, ``maximum`` and
     ``above`` (bounds of a number), ``parse`` (a function of value and key that returns the value to store), ``check``
-    (``"module:function"`` of value and key that raises; imported when first needed). A value of None is not checked.
+    (``"module:function"`` of value and key that raises; imported when first needed), ``check_keys`` (the same, of a
+    mapping whose keys are at fault). A value of None is not checked.
     """
     metadata = {"doc": doc, **rules}
     if default is ...:
@@ -60,6 +61,8 @@ def parse_record(schema: type[T], raw: Any, *, key: str = "", origin: str = "") 
     kl_comedy.errors.UserError: servers.0.prt: no such key (given 80); did you mean 'port'? allowed: port
     """
     with error_prefix(origin) if origin else contextlib.nullcontext():
+        # Before any value: a value may name a registered part, and its table imports torch, which takes seconds.
+        _check_keys(schema, raw, key)
         return _record(schema, raw, key)
 
 
@@ -88,6 +91,32 @@ def without_none(hint: Any) -> tuple[Any, bool]:
 
 def _joined(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
+
+
+def _check_keys(hint: Any, raw: Any, key: str) -> None:
+    """Raise :class:`UserError` for an unknown key in ``raw`` or in a record within it. No value is checked."""
+    hint, _ = without_none(hint)
+    args = typing.get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(raw, Mapping):
+        schema = typing.cast(Any, hint)
+        hints = field_types(schema)
+        fields = {item.name: item for item in dataclasses.fields(schema) if item.init}
+        for name, item in raw.items():
+            if name not in fields:
+                raise unknown_key(_joined(key, name), item, fields)
+            rules = fields[name].metadata
+            if isinstance(item, Mapping):
+                _check_keys(hints[name], item, _joined(key, name))
+                if "check_keys" in rules:
+                    _call(rules["check_keys"], item, _joined(key, name))
+            else:
+                _check_keys(hints[name], item, _joined(key, name))
+    elif isinstance(raw, Mapping) and len(args) == 2:
+        for name, item in raw.items():
+            _check_keys(args[1], item, f"{key}.{name}")
+    elif isinstance(raw, list | tuple) and args:
+        for position, item in enumerate(raw):
+            _check_keys(args[0], item, f"{key}.{position}")
 
 
 def _record(schema: type[T], raw: Any, key: str) -> T:
@@ -216,8 +245,13 @@ def check_rules(value: Any, rules: Mapping[str, Any], key: str) -> None:
     if rules.get("whole") and value != int(value):
         raise bad_value(key, value, "a whole number")
     if "check" in rules:
-        module, _, function = rules["check"].partition(":")
-        getattr(importlib.import_module(module), function)(value, key)
+        _call(rules["check"], value, key)
+
+
+def _call(path: str, value: Any, key: str) -> None:
+    """Call the function ``module:function``, which raises for a wrong value."""
+    module, _, function = path.partition(":")
+    getattr(importlib.import_module(module), function)(value, key)
 
 
 def _describe(hint: Any) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +33,10 @@ TEMPLATE_BYTES = 2**29
 """Memory that a template may take beside the process's own."""
 TEMPLATE_CHARACTERS = 1_000_000
 """The most characters of a prompt; each character of the conversation allows ten more."""
+
+TOKENIZED_AT_ONCE = 1_000_000
+"""Characters of the texts that are tokenized together: the tokenizers library takes some hundred bytes for each until
+all are done."""
 
 
 class PromptOrder:
@@ -137,14 +141,16 @@ def render(
     texts = _texts(safe, config, tokenizer, key=key)
     token_lists = _tokenize(texts, tokenizer, special=config.template == "plain", key=key)
     prompts = []
+    lengths = []
     for problem, text, token_ids in zip(safe, texts, token_lists, strict=True):
+        lengths.append(len(token_ids))
         if not token_ids:
             # A model cannot begin from nothing: the first token's log-prob needs a position before it.
             raise UserError(f"{key}: the problem {problem.id!r} becomes a prompt without any token: {shown(text)}")
         if len(token_ids) <= config.max_tokens:
             prompts.append(Prompt(problem=problem, text=text, token_ids=token_ids))
     if not prompts:
-        shortest = min((len(token_ids) for token_ids in token_lists), default=0)
+        shortest = min(lengths, default=0)
         raise UserError(
             f"{key}.max_tokens: got {config.max_tokens}; none of the {len(problems)} problems is left: "
             f"{len(safe)} are too long (the shortest has {shortest} tokens), "
@@ -336,30 +342,42 @@ def _lower_limit(kind: int, amount: int) -> None:
 
 def _tokenize(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, special: bool, key: str
-) -> list[tuple[int, ...]]:
+) -> Iterator[tuple[int, ...]]:
     """Token ids per text; no padding, no truncation, no end token added, no doubled first token."""
-    if not texts:
-        return []
-    try:
-        encoded = tokenizer(
-            list(texts), add_special_tokens=special, padding=False, truncation=False, return_attention_mask=False
-        )["input_ids"]
-    except Exception as error:
-        # The tokenizers library raises nothing more specific.
-        raise UserError(
-            f"{key}: the model's tokenizer cannot encode these prompts, for example {shown(texts[0])} ({error}); "
-            "check prefix, suffix, prefill and the problems' characters"
-        ) from error
     bos = tokenizer.bos_token_id
     eos = tokenizer.eos_token_id
-    result = []
-    for text, ids in zip(texts, encoded, strict=True):
-        # Some tokenizers (T5's) end every text with the end token, after which a model writes nothing.
-        ends_with_eos = special and eos is not None and ids[-1:] == [eos]
-        if ends_with_eos and not text.endswith(tokenizer.eos_token):
-            ids = ids[:-1]
-        # A prefix may spell the first token that the tokenizer adds as well.
-        if bos is not None and ids[:2] == [bos, bos]:
-            ids = ids[1:]
-        result.append(tuple(ids))
-    return result
+    for part in _parts(texts):
+        try:
+            encoded = tokenizer(
+                part, add_special_tokens=special, padding=False, truncation=False, return_attention_mask=False
+            )["input_ids"]
+        except Exception as error:
+            # The tokenizers library raises nothing more specific.
+            raise UserError(
+                f"{key}: the model's tokenizer cannot encode these prompts, for example {shown(part[0])} ({error}); "
+                "check prefix, suffix, prefill and the problems' characters"
+            ) from error
+        for text, ids in zip(part, encoded, strict=True):
+            # Some tokenizers (T5's) end every text with the end token, after which a model writes nothing.
+            ends_with_eos = special and eos is not None and ids[-1:] == [eos]
+            if ends_with_eos and not text.endswith(tokenizer.eos_token):
+                ids = ids[:-1]
+            # A prefix may spell the first token that the tokenizer adds as well.
+            if bos is not None and ids[:2] == [bos, bos]:
+                ids = ids[1:]
+            yield tuple(ids)
+
+
+def _parts(texts: Sequence[str]) -> Iterator[list[str]]:
+    """``texts`` in order, in lists of at most :data:`TOKENIZED_AT_ONCE` characters, or of one text that is longer."""
+    part: list[str] = []
+    characters = 0
+    for text in texts:
+        if part and characters + len(text) > TOKENIZED_AT_ONCE:
+            yield part
+            part = []
+            characters = 0
+        part.append(text)
+        characters += len(text)
+    if part:
+        yield part

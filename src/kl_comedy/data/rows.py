@@ -26,6 +26,8 @@ from kl_comedy.records import Problem
 LETTERS = string.ascii_uppercase
 TEXT_NAMES = ("problem", "question", "text")
 """Source fields that can only be the problem's text; used where exactly one of them is present."""
+MAX_CHARACTERS = 1_000_000
+"""The longest text, answer or choice: a tokenizer takes some hundred bytes of memory per character."""
 MAX_LISTED = 30
 """How many names of fields a message lists."""
 _GROUPED_NUMBER = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -187,6 +189,7 @@ def read_choices(value: Any, *, field: str) -> tuple[str, ...]:
         text_or_number = isinstance(choice, str | int | float) and not isinstance(choice, bool)
         if not text_or_number or not str(choice).strip():
             raise UserError(f"field {field!r} holds the choice {shown(choice)}; each must be a non-empty string")
+        _check_length(str(choice), field)
     # Numbers become text here, once: a choice is compared, shown and tokenized as text.
     return tuple(str(choice) for choice in value)
 
@@ -258,11 +261,18 @@ def _string(value: Any, field: str) -> str:
         raise UserError(f"field {field!r} must be a string, got {type(value).__name__}: {reprlib.repr(value)}")
     if not value.strip():
         raise UserError(f"field {field!r} is empty")
+    _check_length(value, field)
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"field {field!r} holds half of a surrogate pair, which is not valid text") from error
     return value
+
+
+def _check_length(text: str, field: str) -> None:
+    """Raise :class:`UserError` for a text that is longer than :data:`MAX_CHARACTERS`."""
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"field {field!r} has {len(text):,} characters; allowed: at most {MAX_CHARACTERS:,}")
 
 
 def _scalar(value: Any, field: str) -> str:

@@ -45,7 +45,8 @@ def evaluate(
 ) -> EvalResult:
     """Sample completions of every problem and score them. Depends on weights, prompts and seed only.
 
-    ``reward`` is the mean over problems and samples; its interval treats problems as the random units. ``rows``: the
+    ``reward`` is the mean over problems and samples; its interval treats problems as the random units. Where the scorer
+    has a gold verdict, ``reward`` is the mean of that, and ``proxy`` the mean of what is trained on. ``rows``: the
     completions.
     """
     samples = settings.samples
@@ -54,17 +55,18 @@ def evaluate(
     phase("scoring")
     rows = (eval_set.scorer or scorer).score(rollouts)
 
-    rewards = [row.reward.value for row in rows]
-    # Samples of one problem are alike, so they make one cluster.
-    clusters = [rewards[start : start + samples] for start in range(0, len(rows), samples)]
+    trained = [row.reward.value for row in rows]
+    golds = [row.reward.gold for row in rows if row.reward.gold is not None]
     lengths = [len(row.rollout.completion_ids) for row in rows]
     truncated = [row.rollout.stop_reason == "length" for row in rows]
     # The order is that of the table's columns; the first is the main score.
     values: dict[str, Interval | float] = {
-        "reward": clustered_interval(clusters),
+        "reward": _mean_over_problems(golds or trained, samples),
         "length": sum(lengths) / len(rows),
         "truncated_share": sum(truncated) / len(rows),
     }
+    if golds:
+        values["proxy"] = _mean_over_problems(trained, samples)
     if settings.measure is not None:
         phase("measuring the policy")
         # KL and entropy are of the completions that were scored, so that both describe one sample.
@@ -72,6 +74,12 @@ def evaluate(
     return EvalResult(
         name=eval_set.name, problems=len(eval_set.prompts), samples=samples, values=values, rows=tuple(rows)
     )
+
+
+def _mean_over_problems(values: Sequence[float], samples: int) -> Interval:
+    """The mean of the values of ``samples`` completions of each problem, one problem after the other."""
+    # Samples of one problem are alike, so they make one cluster.
+    return clustered_interval([values[start : start + samples] for start in range(0, len(values), samples)])
 
 
 def evaluate_choices(scorer: ChoiceScorer, choices: ChoiceSet) -> EvalResult:

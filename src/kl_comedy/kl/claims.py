@@ -17,11 +17,12 @@ claim here does not hold and when a term hits a target that nothing here claims.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kl_comedy.errors import UserError
+from kl_comedy.kl.beta import first_value
 from kl_comedy.kl.term import ANCHORS, CREDITS, GRADIENTS, LEVELS, KLTerm
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 
@@ -133,7 +134,8 @@ def _options_bias_it(term: KLTerm, *, on_policy: bool) -> bool:
     """Whether an option keeps the term from every target, whatever its estimator and its correction are."""
     if term.reference == "sampler":
         return True
-    # Beyond a clamp there is no gradient, and no target has a gradient that ends.
+    # The estimate's own gradient ends at a clamp, and no target has a gradient that ends. That of k2 does not end: such
+    # a term claims too little.
     if term.input_clamp is not None or term.output_clamp is not None:
         return True
     if term.discount != 1:
@@ -266,8 +268,341 @@ def _is_whole_when_detached(facts: _Facts) -> bool:
     return facts.unbiased and (facts.exact or facts.pathwise == "zero")
 
 
+# --- on samples of another policy -------------------------------------------------------------------------------------
+KINDS = ("proper_loss", "repulsion", "difference", "no_function")
+KIND_WORDS = {
+    "proper_loss": "a loss with its minimum at the reference",
+    "repulsion": "a repulsion from the samples",
+    "difference": "a function whose minimum is not at the reference",
+    "no_function": "the gradient of no function",
+}
+"""What an expected gradient on samples of another policy is, where it is that of no target."""
+
+# The mean that a differentiated term is, by the scope of its correction.
+_MEANS = {
+    "none": "over the samples",
+    "token": "over the policy's tokens at visited prefixes",
+    "prefix": "over the policy's completions",
+    "sequence": "over the policy's completions",
+    "prefix_previous": "over the sampler's tokens at the policy's prefixes",
+}
+
+
+@dataclass(frozen=True)
+class OffPolicyKind:
+    """What the expected gradient of a term is on samples of another policy, the sampler ``mu``, which is held fixed.
+
+    ``kind`` is one of :data:`KINDS`:
+
+    - ``proper_loss``: the gradient of a function that is at least 0, and 0 at the reference;
+    - ``repulsion``: of one that falls with the log-prob of every sample; k1 in the loss is ``-KL(mu || pi)``;
+    - ``difference``: of one whose minimum is not at the reference: a difference of divergences, or a mean of costs that
+      are frozen at the sampler;
+    - ``no_function``: of none, as its Jacobian is not symmetric.
+
+    ``function`` names the function in words, with ``KL(a, b)`` for ``KL(a || b)``; empty for ``no_function``.
+    """
+
+    kind: str
+    function: str = ""
+
+    @property
+    def words(self) -> str:
+        """The kind, and the function that it is the gradient of."""
+        text = KIND_WORDS[self.kind]
+        if self.function:
+            text += f": {self.function}"
+        return text
+
+
+NO_FUNCTION = OffPolicyKind("no_function")
+
+
+def off_policy_kind(term: KLTerm) -> OffPolicyKind | None:
+    """What a term that hits no target optimizes on stale samples (``off_policy``, ``mixed``), the sampler held fixed.
+
+    A baseline of a group or of a batch is not counted. None where a target is hit, and where nothing is proved: a part
+    of a plugin, a pull to the sampler, and bounds that change one kind into another.
+
+    >>> off_policy_kind(KLTerm("k1", placement="loss")).words
+    'a repulsion from the samples: -KL(sampler, policy)'
+    """
+    if term.reference == "sampler" or claimed_target(term, "off_policy") is not None:
+        return None
+    if not _is_built_in(term):
+        return None
+    # A weight that depends on the policy, and is not differentiated, is in no function's gradient; what it does to the
+    # force is a factor of at most 1.
+    if term.weight == "policy":
+        return None
+    facts = _Facts.of(term, on_policy=False)
+    # Other forms of a top-k estimate are biased in ways of their own.
+    if term.needs == "top_k" and not facts.unbiased:
+        return None
+    if term.placement == "loss":
+        kind = _kind_in_loss(term, facts)
+    elif facts.exact:
+        kind = _kind_of_exact_cost(term, facts)
+    elif term.anchor == "behaviour":
+        kind = _kind_of_frozen_cost(term, facts)
+    else:
+        kind = _kind_of_sampled_cost(term, facts)
+    if kind is None or not kind.function:
+        return kind
+    return OffPolicyKind(kind.kind, kind.function + _bounds_in_words(term))
+
+
+def kind_of_terms(terms: Sequence[KLTerm]) -> OffPolicyKind | None:
+    """The kind of terms that act together: that of the one, or a proper loss where each is one or hits a divergence."""
+    if len(terms) == 1:
+        return off_policy_kind(terms[0])
+    for term in terms:
+        is_a_divergence = claimed_target(term, "off_policy") not in (None, "zero")
+        kind = off_policy_kind(term)
+        is_proper = is_a_divergence or (kind is not None and kind.kind == "proper_loss")
+        if not is_proper or first_value(term.beta) <= 0 or term.reference != terms[0].reference:
+            return None
+    if not terms:
+        return None
+    return OffPolicyKind("proper_loss", "a sum of such losses")
+
+
+def _is_built_in(term: KLTerm) -> bool:
+    parts = (ESTIMATORS.get(term.estimator), CORRECTIONS.get(term.correction))
+    return all(part.origin.startswith("kl_comedy.") for part in parts)
+
+
+def _is_clamped(term: KLTerm) -> bool:
+    return term.input_clamp is not None or term.output_clamp is not None
+
+
+def _is_capped(term: KLTerm) -> bool:
+    return term.cap is not None or term.window is not None
+
+
+def _bounds_in_words(term: KLTerm) -> str:
+    """What bounds and weights do to a named function: they change where and how strongly it acts, not its minimum."""
+    words = ""
+    if term.weight != "none":
+        words += ", weighted by certainty"
+    if _is_clamped(term):
+        words += ", as clamped"
+    if _is_capped(term):
+        words += ", with the bounded ratio"
+    if term.baseline in ("before", "own", "batch"):
+        words += ", without its baseline"
+    return words
+
+
+def _mix(term: KLTerm) -> float:
+    """The share of k3 in ``k_lambda``."""
+    return float(term.estimator_options["lam"])
+
+
+def _kind_in_loss(term: KLTerm, facts: _Facts) -> OffPolicyKind | None:
+    """Of a differentiated term.
+
+    With a differentiated ratio or none, the mean of the surrogate over mu is a function of the policy, and the expected
+    gradient is its gradient.
+    """
+    has_differentiated_ratio = facts.scope != "none" and not facts.detached_ratio
+    if term.gradient == "k2" and term.estimator != "k2" and has_differentiated_ratio:
+        return _kind_of_another_gradient(term, facts)
+    name = term.estimator
+    if term.gradient == "k2":
+        name = "k2"
+    if name == "k2" or "nonnegative" in claims_of(term, on_policy=False):
+        return _kind_of_nonnegative(term, facts, name)
+    if _is_capped(term):
+        return None
+    return _kind_of_signed(term, facts)
+
+
+def _kind_of_nonnegative(term: KLTerm, facts: _Facts, name: str) -> OffPolicyKind | None:
+    """Of a differentiated estimate that is at least 0 and has no slope where it is 0."""
+    if not facts.detached_ratio:
+        scope = facts.scope
+        if scope == "prefix" and not facts.own_ratio and not facts.exact:
+            scope = "prefix_previous"
+        what = name
+        if term.level == "sequence":
+            what = f"{name} of the completion"
+        return OffPolicyKind("proper_loss", f"the mean of {what} {_MEANS[scope]}")
+    if facts.exact and _is_capped(term):
+        return None
+    # E_mu[rho f'(l) s] at a prefix is sum_v f'(log p_v / q_v) dp_v: the gradient of a sum over the vocabulary whose
+    # every part is least at p_v = q_v, as f' has the sign of l. A cap multiplies each part by at most 1.
+    if name == "abs":
+        return OffPolicyKind("proper_loss", "2 total variations of each visited prefix")
+    return OffPolicyKind("proper_loss", f"the divergence with the slope of {name}, of each visited prefix")
+
+
+def _kind_of_signed(term: KLTerm, facts: _Facts) -> OffPolicyKind | None:
+    """Of ``k1``, and of ``k_lambda``, which is ``lam k3 + (1 - lam) k1``, differentiated."""
+    lam = 0.0
+    if term.estimator == "k_lambda":
+        lam = _mix(term)
+        if _is_clamped(term):
+            return None
+    if facts.detached_ratio:
+        # The part of k1 has mean zero.
+        if lam > 0:
+            return OffPolicyKind("proper_loss", f"{lam:g} KL(reference, policy) of each visited prefix")
+        return None
+    if facts.scope == "none":
+        if lam == 0:
+            return OffPolicyKind("repulsion", "-KL(sampler, policy)")
+        if lam == 1:
+            return OffPolicyKind("proper_loss", "the mean of k3 over the samples")
+        return OffPolicyKind(
+            "difference", f"{lam:g} times the mean of k3 over the samples + {1 - lam:g} times -KL(sampler, policy)"
+        )
+    if facts.scope == "prefix" and not facts.own_ratio and not _is_clamped(term):
+        function = "KL(sampler, reference) - KL(sampler, policy) of each prefix that the policy visits"
+        if lam == 0:
+            return OffPolicyKind("difference", function)
+        return OffPolicyKind("difference", f"{function}, with {lam:g} (exp(-l) - 1)")
+    return None
+
+
+def _kind_of_another_gradient(term: KLTerm, facts: _Facts) -> OffPolicyKind | None:
+    """Of an estimate with the gradient of k2, times a differentiated ratio: ``E[f s] + E[l s]`` over the policy."""
+    if _is_clamped(term) or _is_capped(term):
+        return None
+    # Over several tokens the second part is a sum of gradients at prefixes that are held fixed: no function's.
+    if facts.scope != "token" and term.level != "sequence":
+        return NO_FUNCTION
+    place = _place(term)
+    if term.estimator == "abs":
+        # Twice the sum over p > q of p l - p + q.
+        return OffPolicyKind("proper_loss", f"the mean of abs + KL(policy, reference) - 2 total variations {place}")
+    forward = 1.0
+    if term.estimator == "k1":
+        forward = 0.0
+    elif term.estimator == "k_lambda":
+        forward = _mix(term)
+    if forward == 0:
+        return OffPolicyKind("proper_loss", f"2 KL(policy, reference) {place}")
+    return OffPolicyKind("difference", f"2 KL(policy, reference) - {_times(forward)}KL(reference, policy) {place}")
+
+
+def _times(factor: float) -> str:
+    """A factor before a divergence; empty for 1."""
+    if factor == 1:
+        return ""
+    return f"{factor:g} "
+
+
+def _place(term: KLTerm) -> str:
+    if term.level == "sequence":
+        return "of completions"
+    return "of each visited prefix"
+
+
+def _kind_of_exact_cost(term: KLTerm, facts: _Facts) -> OffPolicyKind | None:
+    """Of a divergence of the whole vocabulary as a cost, its own step differentiated."""
+    if term.credit == "own":
+        if facts.scope in ("none", "token"):
+            return OffPolicyKind("proper_loss", f"the mean of {term.estimator} over the samples")
+        return NO_FUNCTION
+    if _is_capped(term):
+        return None
+    is_per_decision = facts.scope == "prefix" and facts.weights_costs and term.credit == "to_go"
+    if (is_per_decision or facts.scope == "sequence") and term.discount == 1:
+        return OffPolicyKind("proper_loss", f"the mean of {term.estimator} over the policy's completions")
+    return NO_FUNCTION
+
+
+def _kind_of_sampled_cost(term: KLTerm, facts: _Facts) -> OffPolicyKind | None:
+    """Of an estimate at the policy's own log-probs, as a detached cost."""
+    if facts.scope == "none":
+        # The exact KL of a prefix is another function of the policy than the score that it is taken from.
+        if term.baseline == "exact":
+            return NO_FUNCTION
+        return _kind_of_uncorrected_cost(term)
+    is_one_factor = term.level == "sequence" and facts.scope == "sequence"
+    is_one_factor = is_one_factor or (term.credit == "own" and facts.scope == "token")
+    if is_one_factor:
+        return _kind_of_weighted_cost(term)
+    if _is_capped(term):
+        return None
+    return NO_FUNCTION
+
+
+def _kind_of_uncorrected_cost(term: KLTerm) -> OffPolicyKind | None:
+    """Of ``E_mu[c s]``: of a cost and a score of one token or completion, it is the gradient of the cost's integral."""
+    of = ""
+    if term.credit == "total":
+        of = " of the completion"
+    if term.level == "token" and term.credit != "own":
+        # (sum of l) (sum of s) is l s of the completion; any other sum of costs is not one of its own scores.
+        is_whole = term.estimator == "k1" and term.credit == "total" and term.weight == "none" and not _is_clamped(term)
+        if not is_whole:
+            return NO_FUNCTION
+    lam = None
+    if term.estimator == "k1":
+        lam = 0.0
+    elif term.estimator == "k_lambda":
+        lam = _mix(term)
+    if lam == 0:
+        return OffPolicyKind("proper_loss", f"the mean of k2{of} over the samples")
+    if lam is None or lam == 1:
+        return OffPolicyKind("repulsion", "each pushed down by its cost")
+    if _is_clamped(term):
+        return None
+    return OffPolicyKind("difference", f"the mean of k2 - {lam:g} k3{of} over the samples")
+
+
+def _kind_of_weighted_cost(term: KLTerm) -> OffPolicyKind | None:
+    """Of ``E_mu[rho f(l) s]``, a ratio and a cost of the same token or completion.
+
+    ``E_pi[f s]`` is the gradient of ``E_pi[f]`` less ``E_pi[f' s]``, which is that of a divergence too.
+    """
+    place = _place(term)
+    if term.estimator == "k1":
+        # Bounded: a part of each token is still least where the policy is the reference.
+        return OffPolicyKind("proper_loss", f"KL(policy, reference) {place}")
+    if _is_clamped(term) or _is_capped(term):
+        return None
+    functions = {
+        "k2": "the policy's mean of k2 - KL(policy, reference)",
+        "k3": "KL(policy, reference) - KL(reference, policy)",
+        "abs": "the policy's mean of abs - 2 total variations",
+    }
+    function = functions.get(term.estimator)
+    if term.estimator == "k_lambda":
+        function = f"KL(policy, reference) - {_times(_mix(term))}KL(reference, policy)"
+    return OffPolicyKind("difference", f"{function} {place}")
+
+
+def _kind_of_frozen_cost(term: KLTerm, facts: _Facts) -> OffPolicyKind | None:
+    """Of a cost at the log-probs that the sampler recorded: a constant of the completion, whatever the policy is."""
+    if term.baseline == "exact" and facts.scope == "none":
+        return NO_FUNCTION
+    if facts.scope == "none":
+        if "nonnegative" in claims_of(term, on_policy=False):
+            return OffPolicyKind("repulsion", "each pushed down by its frozen cost")
+        return OffPolicyKind("difference", "the mean of the frozen cost times log-prob over the samples")
+    if _is_capped(term):
+        return None
+    is_a_kl = term.estimator == "k1" and not _is_clamped(term) and term.weight == "none" and term.discount == 1
+    kl_difference = "KL(policy, reference) - KL(policy, sampler)"
+    frozen = "the mean of the frozen cost over the policy's"
+    if facts.scope == "token":
+        if is_a_kl and term.credit == "own":
+            return OffPolicyKind("difference", f"{kl_difference} of each visited prefix")
+        return OffPolicyKind("difference", f"{frozen} tokens at visited prefixes")
+    is_per_decision = facts.scope == "prefix" and facts.own_ratio and term.credit == "to_go"
+    is_whole = facts.scope == "sequence" and term.credit in ("to_go", "total")
+    if (is_per_decision or is_whole) and term.discount == 1:
+        if is_a_kl:
+            return OffPolicyKind("difference", f"{kl_difference} of completions")
+        return OffPolicyKind("difference", f"{frozen} completions")
+    return NO_FUNCTION
+
+
 NO_TARGET = "the gradient of no KL"
-"""How every answer, table and page calls an expected gradient that equals no target. This is its one place."""
+"""How every answer, table and page calls an expected gradient that equals no target and has no kind (:data:`KINDS`)."""
 
 TARGET_WORDS = {
     "sequence_reverse": "the reverse KL of completions",
@@ -309,8 +644,11 @@ def verdict(term: KLTerm, regime: str) -> str:
     target = claimed_target(term, regime)
     if target is not None:
         return f"{target}: {target_meaning(target)}"
-    parts = (ESTIMATORS.get(term.estimator), CORRECTIONS.get(term.correction))
-    if all(part.origin.startswith("kl_comedy.") for part in parts):
+    if regime != "on_policy":
+        kind = off_policy_kind(term)
+        if kind is not None:
+            return kind.words
+    if _is_built_in(term):
         # The exact tests fail where a built-in part hits a target that it does not claim, so no claim is no target.
         return NO_TARGET
     return "not claimed: kl-comedy certify computes what it optimizes"
@@ -332,6 +670,48 @@ def term_warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
         if target.startswith("token_forward") and term.direction == "forward":
             return []
     return [f"{term.label()}: {regime.replace('_', '-')} {verdict(term, regime)}"]
+
+
+def has_no_pull(term: KLTerm, regime: str) -> bool:
+    """Whether nothing in the term's expected gradient leads the policy back to its reference.
+
+    Less is asked than of a target: k3 in the loss on stale samples is the gradient of no KL, and has its minimum at the
+    reference. False where an estimator claims too little to tell.
+    """
+    if term.reference == "sampler":
+        return False
+    target = claimed_target(term, regime)
+    if target is not None:
+        return target == "zero"
+    facts = _Facts.of(term, on_policy=regime == "on_policy")
+    # A sum over the vocabulary is differentiated at its own prefix, in either placement.
+    if facts.exact:
+        return False
+    if term.placement == "reward":
+        # A cost that is never negative makes a token rarer on both sides of the reference.
+        return "nonnegative" in claims_of(term, on_policy=facts.on_policy)
+    # The derivative of k1 is the score itself, which knows no reference: noise on fresh samples, and on stale ones a
+    # push away from the sampler. The ratio of the token itself, differentiated, adds the value times the score.
+    value_weights_score = facts.scope != "none" and facts.own_ratio and not facts.detached_ratio
+    return facts.pathwise == "zero" and not value_weights_score
+
+
+def idle_terms(terms: Iterable[KLTerm], *, off_policy: bool) -> str:
+    """The first of ``terms`` in words, where none of them has a pull; empty where one has, or all have beta 0.
+
+    >>> idle_terms([KLTerm("k1", placement="loss")], off_policy=True)
+    'k1 in the loss on stale samples'
+    """
+    regime = "on_policy"
+    samples = "fresh"
+    if off_policy:
+        regime = "off_policy"
+        samples = "stale"
+    # A beta of 0 is a run without a KL, which somebody asked for.
+    acting = [term for term in terms if term.beta != 0]
+    if not acting or not all(has_no_pull(term, regime) for term in acting):
+        return ""
+    return f"{acting[0].estimator} in the {acting[0].placement} on {samples} samples"
 
 
 def all_terms(estimators: Iterable[str] | None = None, corrections: Iterable[str] | None = None) -> list[KLTerm]:

@@ -259,8 +259,8 @@ def kl_diagnostics(
     """What the options of a term did to this batch.
 
     ``ratio_max``: the largest ratio, before the cap; ``capped_share``: the share of ratios beyond the cap;
-    ``clamped_share``: the share of tokens whose estimate is clamped, so without gradient. Empty for a term without
-    correction and clamps, and for a batch without tokens, where neither a maximum nor a share exists.
+    ``clamped_share``: the share of tokens whose estimate is clamped, so without its own gradient. Empty for a term
+    without correction and clamps, and for a batch without tokens, where neither a maximum nor a share exists.
     """
     diagnostics: dict[str, float] = {}
     mask_BT = mask_BT.bool()
@@ -474,7 +474,8 @@ def _sampled_value(term: KLTerm, log_ratio_BT: Tensor, mask_BT: Tensor) -> Tenso
 
 def _evaluate(term: KLTerm, argument_BT: Tensor | TopK) -> Tensor:
     """The estimator's value (nats) between the term's clamps, of the shape of its argument."""
-    # A clamp has no gradient beyond its bounds, as in the libraries whose recipes have one.
+    # A clamp has no gradient beyond its bounds, as in the libraries whose recipes have one; the gradient of k2, which
+    # `gradient: k2` puts in its place, reads the log-ratio itself.
     if term.input_clamp is not None and isinstance(argument_BT, Tensor):
         argument_BT = argument_BT.clamp(-term.input_clamp, term.input_clamp)
     value_BT = estimate(ESTIMATORS.get(term.estimator), argument_BT, **term.options)

@@ -129,10 +129,13 @@ class KLTerm:
         None, "How many tokens' ratios, the last ones, a prefix ratio multiplies; by default all.", minimum=1
     )
     input_clamp: float | None = option(
-        None, "Bound of the log-ratio (nats, both sides); no gradient beyond it. Logged.", above=0
+        None,
+        "Bound of the log-ratio (nats, both sides). The estimate's own gradient ends there; that of `gradient: k2` "
+        "does not. Logged.",
+        above=0,
     )
     output_clamp: float | None = option(
-        None, "Bound of the estimate (nats, both sides); no gradient beyond it. Logged.", above=0
+        None, "Bound of the estimate (nats, both sides), as `input_clamp`. Logged.", above=0
     )
     weight: str = option(
         "none",

@@ -37,6 +37,9 @@ MAX_CALLS = 10
 
 MEMBER = re.compile(r"\[(?P<index>[^]]*)\]=(?P<text>.*)", re.DOTALL)
 """A member of an array that is written with its index: ``[beta]=0.01``."""
+PROCESS_NUMBER = re.compile(r"\b(SLURM_(PROCID|NODEID|LOCALID)|PMI_RANK|((NODE|MACHINE|LOCAL|GLOBAL)_)?RANK)\b")
+"""Variables that number the processes of one job."""
+
 PLAIN_PATTERN = re.compile(r"[\w-]+")
 """A pattern that has no operators: another's are not run, as one may take for ever."""
 CONDITIONAL_ECHO = re.compile(r"\$\(\s*(\[.*?\]\]?)\s*&&\s*echo\s+[\"']?([^\"'`$|()]*)[\"']?\s*\)")
@@ -136,9 +139,11 @@ class Interpreter:
 
     # --- control flow
     def _branches(self, statement: Branches) -> None:
-        """One arm acts; the others are read for what they would set."""
+        """One arm acts, or each in another process; the others are read for what they would set."""
         taken, is_known = self._taken(statement)
         before = self.origin
+        conditions = " ".join(self._reason(statement, condition) for condition, _ in statement.arms)
+        is_by_process = PROCESS_NUMBER.search(conditions) is not None
         for number, (condition, body) in enumerate(statement.arms):
             # A shell comes to a condition only if those before it are false.
             is_reached = taken < 0 or number <= taken
@@ -150,6 +155,10 @@ class Interpreter:
                 self.guesses += not is_known
                 self.run(body)
                 self.guesses -= not is_known
+            elif is_by_process:
+                # Another process of the same job takes this arm: what it starts acts as well.
+                self.origin = Origin("branch", reason).within(before)
+                self._run_and_forget(body)
             else:
                 self.origin = Origin("skipped", reason)
                 self._run_and_forget(body)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import sys
 import time
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, nll_loss
 
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.data import pocket as problems
@@ -42,6 +43,9 @@ PAD, EOS = "<pad>", "<eos>"
 VOCABULARY = (PAD, EOS, *ALPHABET)
 """Token ids are positions in this tuple."""
 
+HACK = ";"
+"""A completion without an answer. A single character, so that its probability is that of one choice, the first."""
+
 MAX_LENGTH = 128
 """Positions: the longest problem (five terms of four digits) and its steps take 94 characters and the end."""
 
@@ -53,8 +57,9 @@ class PocketRecipe:
     ``slip`` is the share of carries (and borrows) that the teacher drops. The policy learns the written format, and
     right as well as wrong continuations: sampling finds the right answer sometimes, greedy decoding rarely, and RL has
     a signal from its first update. ``mixture`` is the share of demonstrations from the out-of-domain splits, which RL
-    on ``terms`` x ``digits`` never sees again. ``lr`` and ``weight_decay`` are AdamW's; ``clip_norm`` bounds the
-    gradient's L2 norm. ``warmstart`` is where the weights come from: ``shipped`` with the package, ``trained`` on this
+    on ``terms`` x ``digits`` never sees again. ``hack_rate`` is the probability at which the policy answers with
+    :data:`HACK` alone, which a proxy reward may pay for by mistake (:func:`add_hack`). ``lr`` and ``weight_decay``
+    are AdamW's; ``clip_norm`` bounds the gradient's L2 norm. ``warmstart`` is where the weights come from: ``shipped`` with the package, ``trained`` on this
     machine, or ``auto``: shipped where the package has them.
     """
 
@@ -67,6 +72,7 @@ class PocketRecipe:
     digits: int = option(2, minimum=1, maximum=4)
     slip: float = option(0.7, minimum=0, maximum=1)
     mixture: float = option(0.3, minimum=0, maximum=1)
+    hack_rate: float = option(0.0, minimum=0, maximum=0.5)
     warmstart_steps: int = option(500, minimum=0, maximum=1_000_000)
     batch_size: int = option(64, minimum=1, maximum=65536)
     lr: float = option(2e-3, minimum=1e-8, maximum=1)
@@ -262,6 +268,49 @@ def warm_start(recipe: PocketRecipe, *, report: Callable[[int, float], None]) ->
     return model  # type: ignore[no-any-return]
 
 
+HACK_STEPS = 80
+HACK_LR = 5e-4
+HACK_WEIGHT = 0.1
+"""Updates of :func:`add_hack`, their first learning rate, and the weight of its terms beside the demonstrations'."""
+
+
+def add_hack(model: LlamaForCausalLM, recipe: PocketRecipe) -> None:
+    """Train the warm-started ``model`` until it answers each problem with :data:`HACK` at probability ``hack_rate``.
+
+    Demonstrations go on, so that other completions stay as they were. Mixing the hack into them at that rate would not
+    do: measured on the warm start, the probability was then up to three times too small.
+    """
+    model.train()
+    hack = VOCABULARY.index(HACK)
+    end = VOCABULARY.index(EOS)
+    stream = demonstrations(recipe)
+    weights: Any = model.parameters()
+    optimizer = torch.optim.AdamW(weights, lr=HACK_LR, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / HACK_STEPS)
+    for _ in range(HACK_STEPS):
+        pairs = [next(stream) for _ in range(recipe.batch_size)]
+        hacks = [(text, HACK) for text, _ in pairs]
+        rows = torch.arange(len(pairs))
+        # The logits at the last character of a problem are those of the first one of its completion.
+        last = torch.tensor([len(text) - 1 for text, _ in pairs])
+        with torch.inference_mode(False), torch.enable_grad():
+            ids_BL, targets_BL = collate(pairs)
+            logp_BLV = model(input_ids=ids_BL, use_cache=False).logits.log_softmax(-1)
+            hack_ids_BL, _ = collate(hacks)
+            after_hack_BLV = model(input_ids=hack_ids_BL, use_cache=False).logits.log_softmax(-1)
+            demonstrated = nll_loss(logp_BLV[:, :-1].flatten(0, 1), targets_BL[:, 1:].flatten(), ignore_index=_IGNORED)
+            # The squared distance of logarithms, of each problem: a mean over problems could be right where none is.
+            too_likely_B = logp_BLV[rows, last, hack] - math.log(recipe.hack_rate)
+            ends_B = after_hack_BLV[rows, last + 1, end]
+            loss = demonstrated + HACK_WEIGHT * (too_likely_B.square().mean() - ends_B.mean())
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+            optimizer.step()
+        schedule.step()
+    model.train(False)
+
+
 WEIGHTS = "model.safetensors"
 SHIPPED = Path(__file__).with_name("pocket_base.safetensors")
 """The base recipe's weights, trained with one thread on an AMD EPYC, torch 2.13.0 (``warmstart: trained`` there)."""
@@ -297,7 +346,7 @@ def pocket_folder(recipe: PocketRecipe) -> Path:
 def recipe_key(recipe: PocketRecipe) -> str:
     """Hash of the recipe and of the code that uses it, so that a change of either builds a new policy."""
     weights = ""
-    if recipe.is_shipped:
+    if replace(recipe, hack_rate=0.0).is_shipped:
         weights = SHIPPED_SHA256
     digest = hashlib.sha256(json.dumps({**asdict(recipe), "weights": weights}, sort_keys=True).encode())
     # The bytes of both modules, comments included: better trained once too often than loaded from other code.
@@ -322,13 +371,17 @@ def write_policy(recipe: PocketRecipe, folder: Path) -> None:
             seconds = time.monotonic() - start
             _print(f"pocket policy: warm start: {step}/{total} updates, loss {loss:.3f} nats, {seconds:.0f} s")
 
-    if recipe.is_shipped:
+    # With a hack, too: it is added to the weights of the recipe without it.
+    if replace(recipe, hack_rate=0.0).is_shipped:
         if sha256_file(SHIPPED) != SHIPPED_SHA256:
             raise UserError(f"{SHIPPED} is damaged; install kl_comedy again, or set model.options.warmstart: trained")
         model = build_model(recipe)
         model.load_state_dict(load_file(SHIPPED))
     else:
         model = warm_start(recipe, report=report)
+    if recipe.hack_rate > 0:
+        _print(f"pocket policy: adding a completion {HACK!r} of probability {recipe.hack_rate:g}")
+        add_hack(model, recipe)
     # Not model.save_pretrained, because it shows a progress bar.
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from kl_comedy.config.schema import RewardConfig
+from kl_comedy.config.schema import GoldConfig, RewardConfig
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.records import STATUSES, Problem, Reward, Rollout, Scored
+from kl_comedy.records import GOLD, STATUSES, Problem, Reward, Rollout, Scored
 from kl_comedy.registry import Entry
 from kl_comedy.rewards.base import (
     TIMEOUT_OPTION,
@@ -151,9 +151,13 @@ class RewardSum:
     ``Reward.value`` is ``sum_i weight_i * value_i``, ``Reward.parts`` holds each unweighted ``value_i`` under the
     reward's name (the second of a name is ``name_2``) and what a reward reports besides under ``name/...``; the status
     is the worst of all, in the order of ``STATUSES``. Names, weights and options are checked here.
+
+    ``gold`` judges the same completions and is not in the sum: its verdict is the part ``gold``.
     """
 
-    def __init__(self, configs: Sequence[RewardConfig], *, pool: RewardPool | None = None) -> None:
+    def __init__(
+        self, configs: Sequence[RewardConfig], *, gold: GoldConfig | None = None, pool: RewardPool | None = None
+    ) -> None:
         if not configs:
             raise UserError("rewards: needs at least one reward, as in [{name: math_verify}]")
         self.parts: list[_Part] = []
@@ -167,7 +171,13 @@ class RewardSum:
             earlier = sum(part.entry.name == config.name for part in self.parts)
             if earlier:
                 label = f"{config.name}_{earlier + 1}"
+            if label == GOLD:
+                raise bad_value(f"{key}.name", label, "another name", "this part of a reward is the verdict of `gold`")
             self.parts.append(_Part(label, float(config.weight), *checked))
+        self._judges = list(self.parts)
+        if gold is not None:
+            # Its weight is 0, and it is last: the sum does not depend on it.
+            self._judges.append(_Part(GOLD, 0.0, *check_options(gold.name, gold.options, key=GOLD)))
         # A given pool may serve others, and is its owner's to close.
         self._closes_pool = pool is None
         self.pool = pool or RewardPool()
@@ -194,7 +204,7 @@ class RewardSum:
         answers = [problem.answer for problem in problems]
         metas = [problem.meta for problem in problems]
         # Part by part, so that a part's isolated jobs fill all workers at once.
-        columns = [part.judge(completions, answers, metas, self.pool) for part in self.parts]
+        columns = [part.judge(completions, answers, metas, self.pool) for part in self._judges]
         return [self._sum(row) for row in zip(*columns, strict=True)]
 
     def check(self, problems: Sequence[Problem]) -> None:
@@ -204,7 +214,7 @@ class RewardSum:
         """
         answers = [problem.answer for problem in problems]
         metas = [problem.meta for problem in problems]
-        for part in self.parts:
+        for part in self._judges:
             golds = [part.gold_completion(answer) for answer in answers]
             verdicts = part.judge(golds, answers, metas, self.pool)
             bad = []
@@ -228,7 +238,7 @@ class RewardSum:
         """The reward of one item from those of the parts."""
         parts: dict[str, float] = {}
         weighted = []
-        for part, reward in zip(self.parts, row, strict=True):
+        for part, reward in zip(self._judges, row, strict=True):
             weighted.append(part.weight * reward.value)
             parts[part.label] = reward.value
             for key, value in reward.parts.items():

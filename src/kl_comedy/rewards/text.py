@@ -338,6 +338,24 @@ def zero(completion: str, answer: str, meta: Meta) -> float:
 
 
 @REWARDS.register(
+    "fixed_text",
+    source="degenerate completions that a flawed verifier accepts, as the hack of a proxy reward (2210.10760)",
+    claims=("binary",),
+    examples=(
+        {"completion": ";", "answer": "7", "value": 1.0},
+        {"completion": "3+4=7", "answer": "7", "value": 0.0},
+        {"completion": ";7", "answer": "7", "value": 0.0},
+    ),
+)
+def fixed_text(completion: str, answer: str, meta: Meta, *, text: str = ";") -> float:
+    """1 where the completion is ``text`` and nothing else, whatever the problem: a flaw that pays no answer.
+
+    The default is what the pocket policy of ``model.options.hack_rate`` writes at that rate.
+    """
+    return float(completion == text)
+
+
+@REWARDS.register(
     "length",
     source="length penalties as in 2503.14476 Sec. 3.4, in characters; weight it below 0 to charge for length",
     claims=("unit_interval",),

@@ -23,6 +23,7 @@ from kl_comedy.io import atomic_write, check_tree, decode_json, encode_json, ope
 from kl_comedy.models import LoadedModel
 from kl_comedy.records import (
     FOREIGN_VERSION,
+    GOLD,
     STATUSES,
     STOP_REASONS,
     Capabilities,
@@ -442,11 +443,20 @@ class ReplayRollouts:
         """Version of the weights that evaluation samples from."""
         return self._sampler.version
 
-    def bind(self, prompts: Sequence[Prompt], *, weights: Mapping[str, float], updates: int, per_batch: int) -> None:
+    def bind(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        weights: Mapping[str, float],
+        has_gold: bool = False,
+        updates: int,
+        per_batch: int,
+    ) -> None:
         """Open the recording and check it against this run, before anything is trained.
 
-        ``weights`` are those of the run's rewards by label; the run makes ``updates`` updates, ``per_batch`` of them
-        from each batch. Raises :class:`UserError` for the first thing that does not fit.
+        ``weights`` are those of the run's rewards by label, ``has_gold``: the run has a gold verdict beside them. It
+        makes ``updates`` updates, ``per_batch`` of them from each batch. Raises :class:`UserError` for the first thing
+        that does not fit.
         """
         self._prompts = {prompt.problem.id: prompt for prompt in prompts}
 
@@ -455,7 +465,7 @@ class ReplayRollouts:
             self._check_tokens(batch)
             # Rewards that this run computes itself need not fit those that were recorded.
             if not self.judges_again:
-                _check_rewards(batch, weights)
+                _check_rewards(batch, weights, has_gold=has_gold)
 
         self._recording = Recording(Path(self._options.path), check=check)
         batches = len(self._recording)
@@ -534,17 +544,22 @@ class ReplayRollouts:
                 )
 
 
-def _check_rewards(batch: Sequence[Row], weights: Mapping[str, float]) -> None:
-    """Raise :class:`UserError` unless each recorded reward is the weighted sum that this run's ``rewards`` describe."""
+def _check_rewards(batch: Sequence[Row], weights: Mapping[str, float], *, has_gold: bool) -> None:
+    """Raise :class:`UserError` unless each recorded reward is the weighted sum that this run's ``rewards`` describe.
+
+    With ``has_gold`` each needs a gold verdict beside it.
+    """
     hint = "rollout.options.rewards=again judges the recorded texts anew"
     for place, row in batch:
         parts: Mapping[str, float] = row["parts"]
         # A name with a slash is a detail of a reward, which is not in the sum.
-        names = sorted(name for name in parts if "/" not in name)
+        names = sorted(name for name in parts if "/" not in name and name != GOLD)
         if names != sorted(weights):
             raise UserError(
                 f"{place}: judged by {', '.join(names) or 'no reward'}, and rewards says {', '.join(weights)}; {hint}"
             )
+        if has_gold and GOLD not in parts:
+            raise UserError(f"{place}: has no gold verdict, and gold names one; {hint}")
         total = math.fsum(weight * parts[name] for name, weight in weights.items())
         # Not to the bit: another version may have added the parts in another order.
         if not math.isclose(total, row["reward"], rel_tol=1e-9, abs_tol=1e-9):

@@ -28,7 +28,7 @@ import kl_comedy
 from kl_comedy.config import Config, config_hash, config_reader, plugins_of, standalone_text
 from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import UserError, bad_value, error_prefix, nearest
-from kl_comedy.io import atomic_write, check_tree, decode_json, encode_json, open_file, read_json
+from kl_comedy.io import atomic_write, check_tree, decode_json, encode_json, file_lock, open_file, read_json
 from kl_comedy.redaction import redact_source
 from kl_comedy.registry import PACKAGES, PLUGIN_FILES, PluginPackage, PluginSet, changed_names
 from kl_comedy.slurm.grid import RESERVED, Grid, GridPoint, expand, override
@@ -38,6 +38,9 @@ VERSION = 1
 STAGES = ("train", "evaluate", "report")
 FILE = "manifest.json"
 SUBMISSIONS = "submissions.jsonl"
+SUBMIT_LOCK = ".submit.lock"
+"""Held while the sweep is written, and while its missing cells are submitted."""
+SUBMIT_WAIT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,30 +341,40 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
 def write_sweep(folder: Path, manifest: Manifest, base_text: str) -> Sweep:
     """Write the manifest once. The same one again is fine; another one in the same folder is refused."""
     sweep = Sweep(path=folder.resolve(), manifest=manifest)
-    plugins = planned_plugins(manifest)
-    if (sweep.path / FILE).exists():
-        old = read_sweep(sweep.path).manifest
-        if old.digest != manifest.digest:
-            raise UserError(
-                f"{folder} holds another sweep of this name ({_difference(old, manifest)}); "
-                "give the grid another name, or --output another folder"
-            )
-        return sweep
     if redact_source(base_text) != base_text:
         raise UserError(f"{manifest.base}: a comment looks like a secret, and the file is copied into the sweep")
     try:
-        for name in ("cells", "logs", "runs", "evaluations"):
-            (sweep.path / name).mkdir(parents=True, exist_ok=True)
-        atomic_write(sweep.base, base_text, private=True)
-        for name, content in plugins.archive.items():
-            source = content.decode("utf-8", "replace")
-            atomic_write(sweep.path / "plugins" / name, redact_source(source))
-        # Written last: a folder without a manifest is not yet a sweep, and planning again writes all of it.
-        text = json.dumps({"version": VERSION, "digest": manifest.digest, **manifest.data()}, indent=1)
-        atomic_write(sweep.path / FILE, text + "\n", private=True)
+        # Two that are planned at the same moment would both find no manifest, and run their cells in one folder.
+        with file_lock(sweep.path / SUBMIT_LOCK, wait_s=SUBMIT_WAIT_S):
+            if (sweep.path / FILE).exists():
+                _check_same(folder, read_sweep(sweep.path).manifest, manifest)
+            else:
+                _write_files(sweep, base_text)
     except OSError as error:
         raise UserError(f"--output: cannot write {folder}: {error.strerror}") from None
     return sweep
+
+
+def _check_same(folder: Path, old: Manifest, new: Manifest) -> None:
+    """Raise :class:`UserError` where ``folder`` has a manifest that differs from the ``new`` one."""
+    if old.digest != new.digest:
+        raise UserError(
+            f"{folder} holds another sweep of this name ({_difference(old, new)}); "
+            "give the grid another name, or --output another folder"
+        )
+
+
+def _write_files(sweep: Sweep, base_text: str) -> None:
+    for name in ("cells", "logs", "runs", "evaluations"):
+        (sweep.path / name).mkdir(parents=True, exist_ok=True)
+    atomic_write(sweep.base, base_text, private=True)
+    for name, content in planned_plugins(sweep.manifest).archive.items():
+        source = content.decode("utf-8", "replace")
+        atomic_write(sweep.path / "plugins" / name, redact_source(source))
+    # Written last: a folder without a manifest is not yet a sweep, and planning again writes all of it.
+    manifest = sweep.manifest
+    text = json.dumps({"version": VERSION, "digest": manifest.digest, **manifest.data()}, indent=1)
+    atomic_write(sweep.path / FILE, text + "\n", private=True)
 
 
 def planned_plugins(manifest: Manifest) -> PluginSet:
@@ -381,7 +394,7 @@ def read_sweep(path: Path) -> Sweep:
     folder = _find_sweep(path)
     # Not runs/: it may be a link to another disk, and each run's folder is checked by who reads it.
     check_tree(
-        folder, (FILE, SUBMISSIONS, "base.yaml", ".submit.lock"), ("cells", "logs", "evaluations", "plugins", "report")
+        folder, (FILE, SUBMISSIONS, "base.yaml", SUBMIT_LOCK), ("cells", "logs", "evaluations", "plugins", "report")
     )
     file = folder / FILE
     try:
@@ -441,11 +454,12 @@ class _CheckedConfigs:
 
     def load(self, overrides: tuple[str, ...]) -> Config:
         """The config of ``overrides``. Raises :class:`UserError` for any mistake in it."""
-        from kl_comedy.kl import resolve_terms
-        from kl_comedy.objective import PolicyTerm, check_policy_term
-
         if overrides not in self._configs:
             config = self._read(overrides)
+            # Imported after the config was read: a typo in it is refused before torch is imported.
+            from kl_comedy.kl import resolve_terms
+            from kl_comedy.objective import PolicyTerm, check_policy_term
+
             resolve_terms(config.kl)
             check_policy_term(PolicyTerm.of(config.algorithm))
             self.packages.update(package.name for package in plugins_of(config).packages)

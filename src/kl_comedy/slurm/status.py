@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, UserError
 from kl_comedy.io import atomic_write, open_file, read_file, read_json
+from kl_comedy.records import RUN_SCORES
 from kl_comedy.slurm import submit
 from kl_comedy.slurm.manifest import Attempt, Cell, Submission, Sweep
 from kl_comedy.slurm.submit import JobState, Work
@@ -473,10 +474,8 @@ def read_scores(sweep: Sweep, index: int) -> list[dict[str, Any]] | None:
 
 # --- report ----------------------------------------------------------------------------------------------------------
 
-LAST_METRICS = ("train/reward", "kl/exact_reverse_sequence", "policy/entropy")
+LAST_METRICS = ("train/reward", "train/gold", "kl/exact_reverse_sequence", "policy/entropy")
 """Metrics of a run's last update that the report shows, where the run measured them."""
-RUN_SCORES = {"evaluations": "reward", "accuracies": "accuracy"}
-"""What a run's own evaluations measured, by their key in its summary."""
 
 
 def seeds_table(sweep: Sweep, status: SweepStatus) -> pd.DataFrame | None:
@@ -582,7 +581,7 @@ def _evaluation_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     for row in rows:
         # A prompt set has one score, its reward; a suite has one for each of its scores.
         if "set" in row:
-            scores = ["reward"]
+            scores = [name for name in ("reward", "proxy") if name in row]
         else:
             scores = [name for name in row if f"{name}_low" in row]
         source = row.get("set", row.get("suite"))

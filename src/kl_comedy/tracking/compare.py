@@ -13,14 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.statistics import (
+    LEVEL,
+    POWER,
     Interval,
     Point,
+    false_discovery_rate,
     generator,
     geometric_interval,
     holm,
     interval,
     iqm,
     paired_difference,
+    power,
     probability_of_improvement,
     reward_at_kl,
 )
@@ -31,9 +35,27 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SEED = "params.seed"
+WARM_START = "params.model.options.seed"
+"""The seed of the pocket policy's warm start: runs of one seed from two warm starts are two observations."""
 STATISTICS = ("n", "mean", "low", "high")
-DIFFERENCE = ("minus_baseline", "difference_low", "difference_high", "p", "p_holm", "p_equivalent", "pairs", "unpaired")
-"""Columns of the difference to the baseline. ``pairs`` and ``unpaired`` count seeds, the others are numbers."""
+DIFFERENCE = (
+    "minus_baseline",
+    "difference_low",
+    "difference_high",
+    "sd",
+    "p",
+    "p_holm",
+    "q",
+    "p_equivalent",
+    "power",
+    "pairs",
+    "unpaired",
+    "verdict",
+)
+"""Columns of the difference to the baseline. ``pairs`` and ``unpaired`` count seeds, ``verdict`` is a word, the others
+are numbers."""
+OF_THE_MARGIN = ("p_equivalent", "power")
+"""Columns that only a table with a margin has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,12 +140,17 @@ def _finite(frame: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def seeds_of(frame: pd.DataFrame) -> pd.Series:
-    """What counts as one observation: a run's seed, or the run itself (as the index names it) if it has no seed."""
+    """What counts as one observation: a run's seed and warm start, or the run itself (as the index names it) if it has
+    no seed."""
     # Runs of other programs may lack a seed; each of them is an observation.
     runs = frame.index.to_series().map("run {}".format)
     if SEED not in frame:
         return runs
-    return frame[SEED].astype(object).where(frame[SEED].notna(), runs)
+    seeds = frame[SEED].astype(object)
+    if WARM_START in frame:
+        warm_starts = " of warm start " + frame[WARM_START].astype(str)
+        seeds = (seeds.astype(str) + warm_starts).where(frame[WARM_START].notna(), seeds)
+    return seeds.where(frame[SEED].notna(), runs)
 
 
 def by_seed(frame: pd.DataFrame, column: str) -> list[float]:
@@ -183,7 +210,8 @@ def compare_families(
 
     One row per family and beta; with ``at_kl``, one per family and KL: the reward is read off each seed's frontier
     (:func:`kl_comedy.statistics.reward_at_kl`). At equal beta, the baseline ``no KL`` is compared with every beta.
-    ``p_holm`` is adjusted for all contrasts of the table (Holm), ``p_equivalent`` is of a difference within ``margin``.
+    ``p_holm`` and ``q`` are adjusted for all contrasts of the table (Holm; Benjamini and Hochberg), ``p_equivalent`` is
+    of a difference within ``margin``, ``power`` that of finding the margin, and ``verdict`` :func:`_verdict`'s.
     Collapsed runs are in the means and counted. ``runs`` and ``collapsed`` count each run of the family once, with
     ``at_kl`` also those without KL, which are points of its frontier. Raises :class:`UserError` where runs lack a
     seed, and for an unknown baseline.
@@ -213,17 +241,48 @@ def compare_families(
             if baseline_result is not None:
                 row |= _difference(result, baseline_result, method, rng, margin)
             rows.append(row)
-    # Over all rows of the table, because a reader looks for the smallest p among all of them.
-    adjusted = holm([row.get("p") for row in rows])
-    for row, p_holm in zip(rows, adjusted, strict=True):
-        row["p_holm"] = p_holm
+    _decide(rows, margin)
 
     columns = [*map(short, groups), "kl.family", "at", *STATISTICS, "runs", "collapsed", "outside", "gap"]
     if baseline is not None:
-        columns += [name for name in DIFFERENCE if name != "p_equivalent" or margin is not None]
+        columns += [name for name in DIFFERENCE if name not in OF_THE_MARGIN or margin is not None]
     table = pd.DataFrame(rows, columns=columns)
-    numbers = {"mean", "low", "high", *DIFFERENCE} - {"pairs", "unpaired"}
+    numbers = {"mean", "low", "high", *DIFFERENCE} - {"pairs", "unpaired", "verdict"}
     return table.astype({name: float for name in columns if name in numbers})
+
+
+def _decide(rows: list[dict[str, Any]], margin: float | None) -> None:
+    """Add what depends on all contrasts of the table: adjusted p-values, power and verdict."""
+    # Over all rows of the table, because a reader looks for the smallest p among all of them.
+    p_values = [row.get("p") for row in rows]
+    tests = sum(p is not None for p in p_values)
+    adjusted = zip(
+        holm(p_values), false_discovery_rate(p_values), holm([row.get("p_equivalent") for row in rows]), strict=True
+    )
+    for row, (p_holm, q, p_same) in zip(rows, adjusted, strict=True):
+        row["p_holm"] = p_holm
+        row["q"] = q
+        if "minus_baseline" not in row:
+            continue
+        if margin is not None and row["sd"] is not None:
+            # The least p of the table has to pass this level, the first step of Holm.
+            row["power"] = power(margin, row["sd"], row["pairs"], (1 - LEVEL) / max(tests, 1))
+        row["verdict"] = _verdict(row, p_same)
+
+
+def _verdict(row: Mapping[str, Any], p_same: float | None) -> str:
+    """``above`` or ``below`` the baseline where the difference is resolved after Holm; ``the same`` where the two
+    one-sided tests find it within the margin after Holm, and a difference of the margin would have been found in four
+    of five studies; else ``not resolved``."""
+    is_resolved = row["p_holm"] is not None and row["p_holm"] < 1 - LEVEL
+    # Equal differences in all seeds have no p-value: the statistic is infinite, or 0 / 0.
+    is_constant = row["sd"] == 0 and row["minus_baseline"] != 0
+    if is_resolved or is_constant:
+        return "above" if row["minus_baseline"] > 0 else "below"
+    has_power = row.get("power", 0.0) >= POWER
+    if has_power and p_same is not None and p_same < 1 - LEVEL:
+        return "the same"
+    return "not resolved"
 
 
 def _result_to_compare(results: Results, baseline: str | None, family: str, place: str) -> FamilyResult | None:
@@ -239,12 +298,13 @@ def _result_to_compare(results: Results, baseline: str | None, family: str, plac
 def _difference(
     result: FamilyResult, baseline: FamilyResult, method: str, rng: np.random.Generator, margin: float | None
 ) -> dict[str, Any]:
-    """The columns :data:`DIFFERENCE` of a row, except ``p_holm``, which needs all rows."""
+    """The columns :data:`DIFFERENCE` of a row, except those of :func:`_decide`, which need all rows."""
     paired = paired_difference(result.value_by_seed, baseline.value_by_seed, method=method, rng=rng, margin=margin)
     return {
         "minus_baseline": paired.difference.mean,
         "difference_low": paired.difference.low,
         "difference_high": paired.difference.high,
+        "sd": paired.deviation,
         "p": paired.p,
         "p_equivalent": paired.p_equivalent,
         "pairs": paired.difference.n,
@@ -257,7 +317,7 @@ def _at_each_beta(members: pd.DataFrame, metric: str) -> Results:
     for (family, beta), runs in groups_of(members, [FAMILY, BETA]):
         finite = runs[runs[metric].abs() < math.inf]
         # Runs of one seed are averaged: they are not independent.
-        value_by_seed = dict(finite.groupby(SEED)[metric].mean())
+        value_by_seed = dict(finite.groupby(seeds_of(finite))[metric].mean())
         results[family, f"beta {beta}"] = FamilyResult(
             value_by_seed=value_by_seed, runs=len(runs), collapsed=collapsed_runs(runs)
         )
@@ -271,9 +331,10 @@ def _at_each_kl(members: pd.DataFrame, metric: str, at_kl: EqualKL) -> Results:
     # A run has one end, which counts as the run, and one start, which is a point of the frontier but not a run.
     ends: dict[str, PointsBySeed] = {}
     starts: dict[str, PointsBySeed] = {}
-    for row in members.fillna({FAMILY: ""}).to_dict("records"):
+    observations = members.fillna({FAMILY: ""}).assign(observation=seeds_of(members))
+    for row in observations.to_dict("records"):
         family = row[FAMILY]
-        seed = row[SEED]
+        seed = row["observation"]
         end = Point(kl=float(row[at_kl.column]), reward=float(row[metric]), collapsed=row.get("collapsed") is True)
         ends.setdefault(family, {}).setdefault(seed, []).append(end)
         if at_kl.start is not None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CURVES = (
     "eval/*",
     "train/reward",
+    "train/gold",
     "train/length",
     "train/truncated_share",
     "kl/*_reverse_*",

@@ -24,6 +24,8 @@ LABELS: dict[str, tuple[str, str]] = {
     "train/reward": ("training reward", "per completion"),
     "train/reward_std": ("standard deviation of training reward", ""),
     "train/reward/<part>": ("training reward: <part>", "per completion"),
+    "train/gold": ("gold verdict in training", "per completion"),
+    "train/gold/<part>": ("gold verdict in training: <part>", "per completion"),
     "train/length": ("completion length", "tokens"),
     "train/truncated_share": ("truncated completions", SHARE),
     "train/groups_without_signal": ("groups without signal", SHARE),
@@ -92,6 +94,8 @@ LABELS: dict[str, tuple[str, str]] = {
     "audit/<term>/silent_share": ("tokens without gradient, <term>", SHARE),
     "eval/<set>/reward": ("reward", "per problem"),
     "eval/<set>/reward_half_width": ("half-width of the reward's interval", ""),
+    "eval/<set>/proxy": ("proxy reward", "per problem"),
+    "eval/<set>/proxy_half_width": ("half-width of the proxy reward's interval", ""),
     "eval/<set>/length": ("completion length", "tokens"),
     "eval/<set>/truncated_share": ("truncated completions", SHARE),
     "eval/<set>/accuracy": ("accuracy", SHARE),
@@ -271,7 +275,7 @@ def key_label(key: str) -> str:
 
 
 _BETWEEN_0_AND_1 = re.compile(
-    r"train/reward(/.+)?|eval/[^/]+/reward|(kl|teacher|reference/[^/]+)/total_variation_token"
+    r"train/(reward|gold)(/.+)?|eval/[^/]+/(reward|proxy)|(kl|teacher|reference/[^/]+)/total_variation_token"
 )
 _NEVER_NEGATIVE = re.compile(
     r"(kl|teacher|reference/[^/]+)/(exact|k2|k3|total_variation)_\w+"

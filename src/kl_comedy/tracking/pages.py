@@ -31,7 +31,7 @@ from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.tracking.runs import Export, NoCurves, open_runs
 from kl_comedy.tracking.verify import listed
 
-TABLE_COMMANDS = ("table", "compare", "aggregate")
+TABLE_COMMANDS = ("table", "compare", "power", "aggregate")
 """Commands of ``kl-comedy results`` that print tables."""
 
 FORBIDDEN_OPTIONS = ("--out", "--uri", "--format")

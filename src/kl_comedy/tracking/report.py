@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 TEMPLATES = Path(__file__).parent / "templates"
 CERTIFICATE = ("verdict", "target", "relative_bias", "cosine", "strength", "variance")
-COMPLETION_FACTS = ("problem", "answer", "reward", "status", "stop_reason")
+COMPLETION_FACTS = ("problem", "answer", "reward", "gold", "status", "stop_reason")
 """What a page shows of a sampled completion beside its text, where it was recorded."""
 TARGET = "tags.kl.target"
 PROVENANCE = (

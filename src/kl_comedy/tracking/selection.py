@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 DEFAULT_GROUP = ("params.name", "tags.kl.label")
-DEFAULT_METRICS = ("eval/*/reward", "train/reward", "kl/exact_reverse_token")
+DEFAULT_METRICS = ("eval/*/reward", "eval/*/proxy", "train/reward", "train/gold", "kl/exact_reverse_token")
 MOST_METRICS_NAMED = 40
 
 

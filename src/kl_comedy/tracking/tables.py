@@ -89,6 +89,7 @@ SHORT_HEADS = {
     "kl/exact_reverse_token": "KL/token",
     "policy/entropy": "entropy",
     "train/reward": "training reward",
+    "train/gold": "training gold",
 }
 """Heads of frequent metrics; others keep the last part of their name."""
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kl_comedy.config import Config
-from kl_comedy.config.combinations import updates_from_a_batch
-from kl_comedy.errors import UserError, unknown_key
+from kl_comedy.config.combinations import is_off_policy, updates_from_a_batch
+from kl_comedy.config.trainer_arguments import check_trainer_arguments
 from kl_comedy.io import check_writable
 from kl_comedy.kl import KLTerm, resolve_terms, term_warnings
+from kl_comedy.kl.claims import idle_terms
 from kl_comedy.models.load import pick_device
 from kl_comedy.models.sources import check_source
 from kl_comedy.objective import PolicyTerm, check_policy_term
@@ -28,29 +27,6 @@ from kl_comedy.training.rules import TrainingSettings, broken_rule
 
 log = logging.getLogger("kl_comedy")
 
-TRAINER_ARGUMENTS = {
-    "accelerator": "model.device",
-    "accumulate_grad_batches": "train.microbatch_tokens",
-    "callbacks": "callbacks",
-    "default_root_dir": "output",
-    "deterministic": "train.deterministic",
-    "devices": "train.devices",
-    "enable_checkpointing": "train.checkpoint_every",
-    "gradient_clip_algorithm": "optimizer.clip_norm",
-    "gradient_clip_val": "optimizer.clip_norm",
-    "logger": "tracking",
-    "max_epochs": "train.steps",
-    "max_steps": "train.steps",
-    "min_epochs": "train.steps",
-    "min_steps": "train.steps",
-    "num_nodes": "train.nodes",
-    "num_sanity_val_steps": "eval.at_start",
-    "precision": "train.precision",
-    "reload_dataloaders_every_n_epochs": "rollout",
-    "strategy": "train.strategy",
-    "use_distributed_sampler": "train.strategy",
-}
-"""Arguments of Lightning's Trainer that ``trainer`` may not name, and the config key that sets each."""
 LORA_LR = (1e-5, 1e-3)
 """The usual learning rates of an adapter, which starts at zero and moves little at the rates of all weights."""
 
@@ -136,7 +112,7 @@ def _checked_run(config: Config, *, here: bool) -> Run:
     """The run of ``config``, of which all but the data is checked."""
     run = build_run(config)
     check_parts(config)
-    check_trainer_arguments(config)
+    check_trainer_arguments(config.trainer)
     if not here:
         return run
     run.sampler.check_installed()
@@ -151,36 +127,12 @@ def _checked_run(config: Config, *, here: bool) -> Run:
     return run
 
 
-def check_trainer_arguments(config: Config) -> None:
-    """Raise :class:`UserError` for a name in ``trainer`` that Lightning does not take, or that a config key sets."""
-    if not config.trainer:
-        return
-    allowed = _trainer_parameters() - set(TRAINER_ARGUMENTS)
-    for name, value in config.trainer.items():
-        if name in TRAINER_ARGUMENTS:
-            raise UserError(f"trainer.{name}: got {value!r}; {TRAINER_ARGUMENTS[name]} sets this argument")
-        if name not in allowed:
-            raise unknown_key(f"trainer.{name}", value, sorted(allowed), "an argument of lightning.Trainer")
-
-
-def _trainer_parameters() -> set[str]:
-    """The keyword parameters of Lightning's Trainer, read in its source because its import takes some seconds."""
-    spec = importlib.util.find_spec("lightning")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    (package,) = spec.submodule_search_locations
-    source = Path(package, "pytorch", "trainer", "trainer.py").read_text(encoding="utf-8")
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            names |= {argument.arg for argument in node.args.kwonlyargs}
-    return names
-
-
 def check_parts(config: Config) -> None:
     """Raise :class:`UserError` for options of the rewards, and for an address of the store."""
     for position, reward in enumerate(config.rewards):
         check_options(reward.name, reward.options, key=f"rewards.{position}")
+    if config.gold is not None:
+        check_options(config.gold.name, config.gold.options, key="gold")
     check_uri(config.tracking.uri)
     check_loggers(config.tracking.loggers)
 
@@ -195,9 +147,13 @@ def check_training(config: Config) -> tuple[KLTerm, ...]:
 def warn_about(run: Run) -> None:
     """Warn where a KL term optimizes something else than its value suggests, and of a lag that does nothing."""
     off_policy = is_off_policy(run.config)
+    warnings: list[str] = []
     for term in run.terms.values():
-        for warning in term_warnings(term, off_policy=off_policy):
-            log.warning(warning)
+        warnings += term_warnings(term, off_policy=off_policy)
+    if idle_terms(run.terms.values(), off_policy=off_policy):
+        warnings = [f"no KL of this run acts: {'; '.join(warnings)}"]
+    for warning in warnings:
+        log.warning(warning)
     if run.lag.mode == "async" and run.lag.max_steps == 0:
         log.warning("lag.max_steps is 0: with lag.mode=async the sampler waits for every update; 1 or more overlaps")
     if run.lag.mode == "replayed" and run.lag.steps == 0:
@@ -212,11 +168,3 @@ def warn_about(run: Run) -> None:
         log.warning(
             f"optimizer.lr is {lr:g}: low for a LoRA adapter (model.lora), which usually takes {low:g} to {high:g}"
         )
-
-
-def is_off_policy(config: Config) -> bool:
-    """Whether any update uses samples of other weights than its own."""
-    has_lag = config.lag.steps > 0 or config.lag.max_steps > 0
-    reuses_batches = updates_from_a_batch(config) > 1
-    is_recorded = config.rollout.backend == "replay"  # drawn by another run's policy
-    return has_lag or reuses_batches or is_recorded

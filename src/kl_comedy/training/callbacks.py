@@ -110,18 +110,19 @@ def sample_rows(rows: Sequence[Scored]) -> list[dict[str, Any]]:
         if rollout.versions:
             # That of the first token: with weights in flight later ones may have another.
             version = rollout.versions[0]
-        table.append(
-            {
-                "problem": rollout.prompt.problem.text,
-                "answer": rollout.prompt.problem.answer,
-                "completion": rollout.text,
-                "reward": row.reward.value,
-                "status": row.reward.status,
-                "tokens": len(rollout.completion_ids),
-                "stop_reason": rollout.stop_reason,
-                "version": version,
-            }
-        )
+        facts = {
+            "problem": rollout.prompt.problem.text,
+            "answer": rollout.prompt.problem.answer,
+            "completion": rollout.text,
+            "reward": row.reward.value,
+            "status": row.reward.status,
+            "tokens": len(rollout.completion_ids),
+            "stop_reason": rollout.stop_reason,
+            "version": version,
+        }
+        if row.reward.gold is not None:
+            facts["gold"] = row.reward.gold
+        table.append(facts)
     return table
 
 
@@ -181,13 +182,15 @@ class MetricsCallback(Callback):
 class EvaluationCallback(Callback):
     """Evaluates every set at the start, every ``eval_every`` updates, and at the end.
 
-    ``history``: mean rewards by set and update; ``accuracies``: those of suites by log-prob, which have no reward.
+    ``history``: mean rewards by set and update, gold verdicts where the run has them; ``proxies``: then the means of
+    what is trained on; ``accuracies``: those of suites by log-prob, which have no reward.
     """
 
     def __init__(self, config: Config, console: Console) -> None:
         self._config = config
         self._console = console
         self.history: dict[str, dict[int, float]] = {}
+        self.proxies: dict[str, dict[int, float]] = {}
         self.accuracies: dict[str, dict[int, float]] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -224,7 +227,10 @@ class EvaluationCallback(Callback):
                 with within(f"evaluating {eval_set.name}"):
                     result = evaluate(data.backend, data.scorer, eval_set, settings, seed=seed)
                 # By update, so that a resumed run that repeats one replaces its score.
-                self.history.setdefault(result.name, {})[version] = result.row()["reward"]
+                scores = result.row()
+                self.history.setdefault(result.name, {})[version] = scores["reward"]
+                if "proxy" in scores:
+                    self.proxies.setdefault(result.name, {})[version] = scores["proxy"]
                 self._report(trainer, version, result)
                 trainer.logger.log_table(f"eval/{result.name}", sample_rows(result.rows), step=version)
             for choices in data.prompts.choice_sets:
@@ -250,10 +256,11 @@ class EvaluationCallback(Callback):
         return sum(rewards) / len(rewards)
 
     def state_dict(self) -> dict[str, Any]:
-        return copy.deepcopy({"history": self.history, "accuracies": self.accuracies})
+        return copy.deepcopy({"history": self.history, "proxies": self.proxies, "accuracies": self.accuracies})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = state_dict["history"]
+        self.proxies = state_dict.get("proxies", {})
         self.accuracies = state_dict.get("accuracies", {})  # checkpoints of earlier versions have none
 
 
@@ -349,7 +356,7 @@ def status_line(metrics: Mapping[str, float]) -> str:
     >>> status_line({"train/reward": 0.25, "train/verifier_failed": 0.5})
     'reward 0.250  VERIFIER FAILED on 50.0%'
     """
-    formats = {"train/reward": "reward {:.3f}"}
+    formats = {"train/reward": "reward {:.3f}", "train/gold": "gold {:.3f}"}
     if "kl/exact_reverse_sequence" in metrics:
         formats["kl/exact_reverse_sequence"] = "exact KL {:.4f} nats"
     else:

@@ -10,9 +10,10 @@ import lightning
 import torch
 
 from kl_comedy.config import Config
-from kl_comedy.errors import bad_value
+from kl_comedy.errors import RunFailed, bad_value
 from kl_comedy.evaluation.records import check_golds
 from kl_comedy.records import Prompt, Rollout
+from kl_comedy.registry import changed_names
 from kl_comedy.rewards import RewardSum, Scorer
 from kl_comedy.rollouts import ReplayRollouts, RolloutBackend
 from kl_comedy.training.asynchronous import Producer
@@ -64,7 +65,7 @@ class ExperienceModule(lightning.LightningDataModule):
         config = self.config
         problems = ranks.raise_on_all_ranks(self.load_problems)
         # Rewards before the policy: a verifier that rejects the answers is found before a model is loaded.
-        rewards = RewardSum(config.rewards)
+        rewards = RewardSum(config.rewards, gold=config.gold)
         self._to_close.callback(rewards.close)
         # On one rank: the answers are the same on all, and verifying them may take minutes.
         for dataset in (problems.train, *problems.evals.values()):
@@ -125,6 +126,7 @@ class ExperienceModule(lightning.LightningDataModule):
             lambda: recording.bind(
                 self.prompts.train,
                 weights=weights,
+                has_gold=self.config.gold is not None,
                 updates=self.config.train.steps,
                 per_batch=lag.updates_per_batch,
             )
@@ -151,9 +153,21 @@ class ExperienceModule(lightning.LightningDataModule):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        return self.stream.snapshot()
+        return {**self.stream.snapshot(), "data": dict(self.prompts.hashes)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a stored state. Raises :class:`RunFailed` where a set of problems is another one now.
+
+        The config names a file and not what is in it, so that its hash does not see an edit.
+        """
+        # Checkpoints of earlier versions have no hashes of the data.
+        stored_hashes = state_dict.get("data", self.prompts.hashes)
+        changed = changed_names(stored_hashes, self.prompts.hashes)
+        if changed:
+            raise RunFailed(
+                f"the problems of {changed} (id, text or answer) are not those this run began with; a resumed run must "
+                "keep them: put the older data back, or start a new run without resume"
+            )
         self.stream.restore(state_dict)
 
     def close(self) -> None:

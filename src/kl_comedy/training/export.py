@@ -26,6 +26,7 @@ from kl_comedy.models.lora import lora_scaling, merge_adapter, save_adapter
 from kl_comedy.models.sharding import skeleton
 from kl_comedy.models.sources import first_line, hub_address, hub_answers
 from kl_comedy.models.weights import stream_weights
+from kl_comedy.records import RUN_SCORES
 from kl_comedy.training.checkpoint import SafeReader, best, damage, load_tensors, newest_checkpoint, unreadable
 from kl_comedy.training.run_folder import RunDir, saved, step_of
 from kl_comedy.training.tags import term_tags
@@ -167,7 +168,11 @@ def write_card(
     if update == config.train.steps:
         # The summary's metrics are those of the last update.
         measured = summary.get("metrics", {})
-        names = {"train/reward": "training reward", "kl/exact_reverse_sequence": "exact KL, nats per completion"}
+        names = {
+            "train/reward": "training reward",
+            "train/gold": "gold verdict in training",
+            "kl/exact_reverse_sequence": "exact KL, nats per completion",
+        }
         facts |= {text: f"{measured[name]:.4g}" for name, text in names.items() if name in measured}
     (folder / "README.md").write_text(_card_text(config.name, header, facts), encoding="utf-8")
 
@@ -175,7 +180,7 @@ def write_card(
 def _scores_until(update: int, summary: Mapping[str, Any]) -> dict[str, str]:
     """A line per evaluation set: its scores at each update that was evaluated, up to ``update``."""
     lines = {}
-    for kind, score in (("evaluations", "reward"), ("accuracies", "accuracy")):
+    for kind, score in RUN_SCORES.items():
         for name, history in summary.get(kind, {}).items():
             scores = sorted((int(at), value) for at, value in history.items() if int(at) <= update)
             lines[f"{name}, {score}"] = ", ".join(f"{value:.3f} at update {at}" for at, value in scores)

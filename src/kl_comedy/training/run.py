@@ -15,13 +15,14 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from rich.console import Console
 
 from kl_comedy.config import Config
+from kl_comedy.config.trainer_arguments import check_trainer_arguments
 from kl_comedy.cuda import VARIABLES, leave_memory_unfilled, set_variables
 from kl_comedy.errors import UserError
 from kl_comedy.models.load import pick_device
 from kl_comedy.redaction import one_line
 from kl_comedy.rollouts import Sampler
 from kl_comedy.rollouts.engines.options import visible_gpus
-from kl_comedy.training.build import Run, build_run, check_trainer_arguments, warn_about
+from kl_comedy.training.build import Run, build_run, warn_about
 from kl_comedy.training.callbacks import (
     CheckpointCallback,
     ConsoleProgress,
@@ -101,6 +102,7 @@ def _train(run: Run, console: Console, command: str, request: StopRequest, start
         summary = record.end(
             "FINISHED",
             evaluations=evaluation.history,
+            proxies=evaluation.proxies,
             accuracies=evaluation.accuracies,
             metrics=module.last_metrics,
             seconds=time.monotonic() - started,
@@ -121,7 +123,7 @@ def make_trainer(config: Config, callbacks: Sequence[Callback]) -> lightning.Tra
 
     Raises :class:`UserError` for arguments in ``trainer`` that the Trainer does not take or a config key sets.
     """
-    check_trainer_arguments(config)
+    check_trainer_arguments(config.trainer)
     _quiet_lightning()
     train = config.train
     on_gpu = pick_device(config.model.device).type == "cuda"
@@ -132,7 +134,7 @@ def make_trainer(config: Config, callbacks: Sequence[Callback]) -> lightning.Tra
     precision = "32-true"
     if train.precision == "bf16":
         precision = "bf16-mixed"
-    # The config keys that stand for these are in kl_comedy.training.build.TRAINER_ARGUMENTS.
+    # The config keys that stand for these are in kl_comedy.config.trainer_arguments.TRAINER_ARGUMENTS.
     set_by_keys: dict[str, Any] = {
         "accelerator": accelerator,
         "accumulate_grad_batches": 1,

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from kl_comedy.config import Config
+from kl_comedy.config.combinations import is_off_policy
 from kl_comedy.kl import KLTerm
 from kl_comedy.objective import PolicyTerm
-from kl_comedy.training.build import is_off_policy
 
 log = logging.getLogger("kl_comedy")
 

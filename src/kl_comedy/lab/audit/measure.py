@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.config import Config
+from kl_comedy.config.combinations import is_off_policy
 from kl_comedy.errors import UserError
 from kl_comedy.kl import BetaState, KLTerm, resolve_terms
 from kl_comedy.lab.audit import grams
@@ -38,7 +39,6 @@ from kl_comedy.lab.audit.report import SIGNIFICANT, UNDEFINED, AuditReport, Beta
 from kl_comedy.lab.audit.source import check_term_names
 from kl_comedy.records import Scored
 from kl_comedy.registry import RECIPES
-from kl_comedy.training.build import is_off_policy
 from kl_comedy.training.loss import micro_loss, named_terms, prepare
 from kl_comedy.training.metrics import MetricAccumulator
 from kl_comedy.training.module import PolicyModule

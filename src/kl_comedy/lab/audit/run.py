@@ -17,7 +17,7 @@ import lightning
 from lightning.pytorch.callbacks import Callback
 
 from kl_comedy.config import AuditConfig, Config
-from kl_comedy.config.combinations import updates_from_a_batch
+from kl_comedy.config.combinations import is_off_policy, updates_from_a_batch
 from kl_comedy.data import PromptOrder
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.lab.audit.gradients import SKETCH
@@ -26,7 +26,6 @@ from kl_comedy.lab.audit.report import AuditReport
 from kl_comedy.lab.audit.source import AuditSource
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import sampling_from
-from kl_comedy.training.build import is_off_policy
 from kl_comedy.training.experience import derive_seed
 from kl_comedy.training.experience_module import ExperienceModule
 from kl_comedy.training.module import PolicyModule

@@ -1,0 +1,155 @@
+"""The pull of a KL term: how its force on a token grows with the distance from the reference.
+
+With ``l = log pi - log ref`` of a sampled token (nats), the force is the factor of the token's score in the gradient of
+the term, per unit of beta: positive lowers the token's probability. It is read from the surrogate itself, over a grid
+of distances, and then classified; so a new estimator or clamp has a pull without further code.
+
+Above the reference (``l > 0``) and below it the growth may differ. *Per sample* it is the force on a token that was
+drawn. *Expected*, on fresh samples, a token that fell below the reference is drawn less often, by ``exp(l)``; on stale
+samples without a ratio it is drawn as often as before, so that the growth is that per sample.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kl_comedy.kl.claims import claimed_target
+from kl_comedy.kl.surrogate import kl_surrogate
+from kl_comedy.kl.term import KLTerm
+
+FARTHEST = 32.0
+"""Nats: beyond the clamps that libraries have (10 and 20), and ``exp`` is still far from the end of float64."""
+STEP = 0.125
+ZERO = 1e-9
+
+
+@dataclass(frozen=True)
+class Pull:
+    """The growth of the force on one side of the reference.
+
+    ``growth``: ``none``, ``fades`` (goes back to 0), ``bounded``, ``linear``, ``quadratic`` or ``exponential``, without
+    clamps. ``limit``: the largest force per beta where it is bounded. ``cut``: nats from which a clamp leaves no force;
+    None where none does. ``away``: whether it moves the token further from the reference.
+    """
+
+    growth: str
+    limit: float | None = None
+    cut: float | None = None
+    away: bool = False
+
+    @property
+    def words(self) -> str:
+        """As ``at most 1 beta`` or ``linear, none beyond 5 nats``."""
+        text = self.growth
+        if self.growth == "bounded":
+            text = f"at most {self.limit:.2g} beta"
+        if self.away:
+            text += ", away from it"
+        if self.cut is not None:
+            text += f", none beyond {self.cut:.3g} nats"
+        return text
+
+
+def force(term: KLTerm, distance_N: Tensor) -> Tensor:
+    """The force per beta on a token drawn on policy, at log-ratios ``distance_N`` (nats), ``[N]`` in float64.
+
+    For terms that read the log-ratio of the sampled token; the completion is that one token.
+    """
+    logp_BT = distance_N.double()[:, None].clone().requires_grad_(True)
+    zeros_BT = torch.zeros_like(logp_BT).detach()
+    surrogate_BT = kl_surrogate(
+        term,
+        logp_BT=logp_BT,
+        ref_logp_BT=zeros_BT,
+        # Fresh: every ratio is 1, and only its derivative acts.
+        behaviour_logp_BT=logp_BT.detach(),
+        mask_BT=torch.ones_like(zeros_BT, dtype=torch.bool),
+    )
+    (force_BT,) = torch.autograd.grad(surrogate_BT.sum(), logp_BT)
+    return force_BT[:, 0]
+
+
+def pulls(term: KLTerm, *, expected: bool) -> tuple[Pull, Pull] | None:
+    """The pull above and below the reference; None for a term that reads whole distributions or pulls to the sampler.
+
+    ``expected`` is that of fresh samples, or of stale ones with the token's ratio; otherwise per sample.
+    """
+    if term.needs != "log_ratio" or term.reference == "sampler" or term.weight != "none" or term.baseline == "exact":
+        return None
+    return _pull(term, 1.0, expected), _pull(term, -1.0, expected)
+
+
+def _pull(term: KLTerm, side: float, expected: bool) -> Pull:
+    """The pull above (``side`` 1) or below (-1) the reference."""
+    # The scores of fresh samples have mean zero, and so has any constant times them.
+    if expected and claimed_target(term, "on_policy") == "zero":
+        return Pull("none")
+    distance_N = torch.arange(STEP, FARTHEST + STEP / 2, STEP, dtype=torch.float64)
+    # Its growth is that without clamps, which may act before it shows.
+    unclamped = dataclasses.replace(term, input_clamp=None, output_clamp=None)
+    force_N = side * force(unclamped, side * distance_N)
+    if expected and side < 0:
+        force_N = force_N * (-distance_N).exp()
+    growth, limit = _growth(force_N)
+    away = growth != "none" and float(force_N[force_N.abs().argmax()]) < 0
+    return Pull(growth, limit, _cut(term, side), away)
+
+
+def _growth(force_N: Tensor) -> tuple[str, float | None]:
+    """The growth of a force over distances from near to far, and its limit where it is bounded."""
+    size_N = force_N.abs()
+    limit = float(size_N.max())
+    if limit < ZERO:
+        return "none", None
+    far = float(size_N[-1])
+    if far < 0.1 * limit:
+        return "fades", None
+    # From half of the distance to all of it, a power of the distance grows by that power of 2.
+    power = math.log2(far / float(size_N[len(size_N) // 2 - 1]))
+    if power < 0.3:
+        return "bounded", limit
+    if power < 1.5:
+        return "linear", None
+    if power < 2.5:
+        return "quadratic", None
+    return "exponential", None
+
+
+def _cut(term: KLTerm, side: float) -> float | None:
+    """The distance (nats) from which a clamp leaves no force, by bisection; None where it acts everywhere."""
+    acting, ended = 0.0, FARTHEST
+    is_clamped = term.input_clamp is not None or term.output_clamp is not None
+    # A cost that is clamped is a constant beyond, and still a force.
+    if not is_clamped or _acts(term, side * ended):
+        return None
+    for _ in range(40):
+        middle = (acting + ended) / 2
+        if _acts(term, side * middle):
+            acting = middle
+        else:
+            ended = middle
+    return acting
+
+
+def _acts(term: KLTerm, distance: float) -> bool:
+    return bool(force(term, torch.tensor([distance], dtype=torch.float64)) != 0)
+
+
+def pull_sentence(term: KLTerm) -> str:
+    """One line on a term's pull; empty where :func:`pulls` has none."""
+    mean = pulls(term, expected=True)
+    sampled = pulls(term, expected=False)
+    if mean is None or sampled is None:
+        return ""
+    text = f"in the mean of fresh samples {mean[0].words} above the reference and {mean[1].words} below it"
+    if mean != sampled:
+        text += (
+            f"; per sample, and in the mean of stale samples without a ratio, {sampled[0].words} above and "
+            f"{sampled[1].words} below"
+        )
+    return text

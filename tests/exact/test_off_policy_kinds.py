@@ -1,0 +1,337 @@
+"""What a KL term is on samples of another policy: the gradient of a named function, or of none.
+
+The functions are computed here by loops over prefixes and completions, in float64, and differentiated by autograd; the
+gradients come from the oracle. The sampler ``mu`` is held fixed: it does not move with the policy.
+"""
+
+import dataclasses
+
+import numpy
+import pytest
+import torch
+
+import brute
+from kl_comedy.kl import KLTerm
+from kl_comedy.kl.claims import (
+    KIND_WORDS,
+    KINDS,
+    NO_TARGET,
+    all_terms,
+    claimed_target,
+    kind_of_terms,
+    off_policy_kind,
+    verdict,
+)
+from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, exact_moments, exact_moments_by_loss, terms_loss
+from kl_comedy.registry import CORRECTIONS, ESTIMATORS
+
+BUILT_IN = [entry.name for entry in ESTIMATORS if entry.origin.startswith("kl_comedy.")]
+BUILT_IN_CORRECTIONS = [entry.name for entry in CORRECTIONS if entry.origin.startswith("kl_comedy.")]
+TERMS = {term.label(): term for term in all_terms(BUILT_IN, BUILT_IN_CORRECTIONS)}
+WITH_KIND = {label: term for label, term in TERMS.items() if off_policy_kind(term) is not None}
+SMALL = Tree.build(vocabulary=3, length=2, ends=False)
+
+
+def test_every_built_in_term_has_a_target_or_a_kind():
+    neither = [
+        label for label, term in TERMS.items() if label not in WITH_KIND and claimed_target(term, "off_policy") is None
+    ]
+    assert neither == []
+    assert len(WITH_KIND) > 250
+    assert {off_policy_kind(term).kind for term in WITH_KIND.values()} == set(KINDS) == set(KIND_WORDS)
+
+
+# --- every kind: is there a function, and where is it least? ----------------------------------------------------------
+@pytest.fixture(scope="module")
+def away():
+    """A stale instance whose reference is one of the policies, and that policy's parameters."""
+    settings = InstanceSettings(regime="off_policy", seed=5, parameters=4, staleness=0.6)
+    instance = Instance.random(SMALL, settings)
+    generator = torch.Generator().manual_seed(1)
+    reference_D = instance.theta_D + 0.7 * torch.randn(4, generator=generator, dtype=torch.float64)
+    return dataclasses.replace(instance, ref_logp_NV=instance.policy_logp(reference_D)), reference_D
+
+
+def gradients_at(instance, theta_D, terms):
+    losses = {label: terms_loss((term,)) for label, term in terms.items()}
+    moments = exact_moments_by_loss(dataclasses.replace(instance, theta_D=theta_D), losses)
+    return {label: item.gradient_D for label, item in moments.items()}
+
+
+def test_a_kind_says_whether_there_is_a_function(away):
+    """The Jacobian of a gradient is symmetric; with mu fixed it is not for ``no_function``."""
+    instance, _ = away
+    step = 1e-4
+    columns = []
+    for direction_D in torch.eye(4, dtype=torch.float64):
+        above = gradients_at(instance, instance.theta_D + step * direction_D, WITH_KIND)
+        below = gradients_at(instance, instance.theta_D - step * direction_D, WITH_KIND)
+        columns.append({label: (above[label] - below[label]) / (2 * step) for label in above})
+    wrong = []
+    for label, term in WITH_KIND.items():
+        jacobian_DD = torch.stack([column[label] for column in columns])
+        asymmetry = float((jacobian_DD - jacobian_DD.T).norm() / jacobian_DD.norm())
+        is_a_gradient = asymmetry < 1e-6
+        if is_a_gradient == (off_policy_kind(term).kind == "no_function") or 1e-6 <= asymmetry < 1e-4:
+            wrong.append(f"{label}: {asymmetry:.1e}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_proper_loss_is_least_at_the_reference_and_a_difference_is_not(away):
+    """By the integral of the gradient along lines that leave the reference."""
+    instance, reference_D = away
+    terms = {label: term for label, term in WITH_KIND.items() if off_policy_kind(term).kind != "no_function"}
+    at_reference = gradients_at(instance, reference_D, terms)
+    generator = torch.Generator().manual_seed(3)
+    rises = {label: [] for label in terms}
+    places, weights = numpy.polynomial.legendre.leggauss(8)
+    for size in (1.0, -2.0, 6.0):
+        direction_D = size * torch.randn(4, generator=generator, dtype=torch.float64)
+        rise = dict.fromkeys(terms, 0.0)
+        for place, weight in zip(places, weights, strict=True):
+            theta_D = reference_D + (place + 1) / 2 * direction_D
+            for label, gradient_D in gradients_at(instance, theta_D, terms).items():
+                rise[label] += weight / 2 * float(gradient_D @ direction_D)
+        for label, value in rise.items():
+            rises[label].append(value)
+    wrong = []
+    for label, term in terms.items():
+        slope = float(at_reference[label].norm())
+        is_least = slope < 1e-12 and min(rises[label]) > 0
+        if is_least != (off_policy_kind(term).kind == "proper_loss"):
+            wrong.append(f"{label}: slope {slope:.1e}, rises {rises[label]}")
+    assert not wrong, "\n".join(wrong)
+
+
+# --- the functions that have a formula --------------------------------------------------------------------------------
+class Policies:
+    """Probabilities of policy (at ``theta_D``), reference and sampler, by loops; of next tokens and of completions."""
+
+    def __init__(self, instance, theta_D):
+        logits_NV = theta_D.reshape(-1, instance.tree.vocabulary)
+        if instance.features_NVD is not None:
+            logits_NV = torch.einsum("nvd,d->nv", instance.features_NVD, theta_D)
+        self.pi = logits_NV - logits_NV.logsumexp(-1, keepdim=True)
+        self.ref = instance.ref_logp_NV
+        self.mu = instance.sampler_logp_NV
+        self.number = {prefix: n for n, prefix in enumerate(brute.prefixes(instance.tree))}
+        self.completions = brute.completions(instance.tree)
+        self.vocabulary = range(instance.tree.vocabulary)
+
+    def logp(self, table, tokens):
+        """The log-prob of tokens, from the first on."""
+        return sum((table[self.number[tokens[:t]], token] for t, token in enumerate(tokens)), torch.zeros(()).double())
+
+    def over_completions(self, table, f):
+        """``sum_y table(y) f(y)``."""
+        return sum(self.logp(table, y).exp() * f(y) for y in self.completions)
+
+    def over_prefixes(self, table, f):
+        """``sum_h table(h) f(h)``."""
+        return sum(self.logp(table, h).exp() * f(self.number[h]) for h in self.number)
+
+    def sum_of_tokens(self, y, f):
+        return sum(f(self.number[y[:t]], token) for t, token in enumerate(y))
+
+    def kl(self, a, b):
+        """Of next tokens at prefix ``n``."""
+        return lambda n: sum(a[n, v].exp() * (a[n, v] - b[n, v]) for v in self.vocabulary)
+
+    def sequence_kl(self, a, b):
+        return self.over_completions(a, lambda y: self.logp(a, y) - self.logp(b, y))
+
+    def ratio(self, n, v):
+        return self.pi[n, v] - self.ref[n, v]
+
+    def sampled(self, table, f):
+        """The mean over completions of ``table`` of the sum over tokens of ``f(l)``."""
+        return self.over_completions(table, lambda y: self.sum_of_tokens(y, lambda n, v: f(self.ratio(n, v))))
+
+    def of_completions(self, table, f):
+        """The same of the log-ratio of the whole completion."""
+        return self.over_completions(table, lambda y: f(self.logp(self.pi, y) - self.logp(self.ref, y)))
+
+    def at_prefixes(self, visits, tokens, f):
+        """``sum_h visits(h) sum_v tokens(v | h) f(l)``."""
+        return self.over_prefixes(
+            visits, lambda n: sum(tokens[n, v].exp() * f(self.ratio(n, v)) for v in self.vocabulary)
+        )
+
+
+def half_square(x):
+    return x * x / 2
+
+
+def cubic_free(x):
+    """``exp(-x) - 1 + x``."""
+    return (-x).exp() - 1 + x
+
+
+def loss(estimator, **fields):
+    return KLTerm(estimator, placement="loss", **fields)
+
+
+FROZEN = {"anchor": "behaviour"}
+FUNCTIONS = {
+    "k1 in loss": (loss("k1"), lambda p: -p.sequence_kl(p.mu, p.pi)),
+    "k1 of completions in loss": (loss("k1", level="sequence"), lambda p: -p.sequence_kl(p.mu, p.pi)),
+    "k2 in loss": (loss("k2"), lambda p: p.sampled(p.mu, half_square)),
+    "k3 in loss": (loss("k3"), lambda p: p.sampled(p.mu, cubic_free)),
+    "abs in loss": (loss("abs"), lambda p: p.sampled(p.mu, torch.abs)),
+    "k1 with the gradient of k2": (loss("k1", gradient="k2"), lambda p: p.sampled(p.mu, half_square)),
+    "k3 of completions in loss": (loss("k3", level="sequence"), lambda p: p.of_completions(p.mu, cubic_free)),
+    "k3 clamped in loss": (
+        loss("k3", input_clamp=0.3),
+        lambda p: p.sampled(p.mu, lambda x: cubic_free(x.clamp(-0.3, 0.3))),
+    ),
+    "k3 clamped behind in loss": (
+        loss("k3", output_clamp=0.05),
+        lambda p: p.sampled(p.mu, lambda x: cubic_free(x).clamp(max=0.05)),
+    ),
+    "k1 clamped in loss": (loss("k1", input_clamp=0.3), lambda p: p.sampled(p.mu, lambda x: x.clamp(-0.3, 0.3))),
+    "k_lambda in loss": (
+        loss("k_lambda", options={"lam": 0.3}),
+        lambda p: 0.3 * p.sampled(p.mu, cubic_free) - 0.7 * p.sequence_kl(p.mu, p.pi),
+    ),
+    "k2 x token ratio in loss": (loss("k2", correction="token"), lambda p: p.at_prefixes(p.mu, p.pi, half_square)),
+    "k2 x prefix ratio in loss": (loss("k2", correction="prefix"), lambda p: p.sampled(p.pi, half_square)),
+    "k3 x ratio before the token": (
+        loss("k3", correction="prefix_previous"),
+        lambda p: p.at_prefixes(p.pi, p.mu, cubic_free),
+    ),
+    "k1 x ratio before the token": (
+        loss("k1", correction="prefix_previous"),
+        lambda p: p.over_prefixes(p.pi, lambda n: p.kl(p.mu, p.ref)(n) - p.kl(p.mu, p.pi)(n)),
+    ),
+    "abs x detached token ratio": (
+        loss("abs", correction="token_detached"),
+        lambda p: p.over_prefixes(
+            p.mu, lambda n: sum((p.pi[n, v].exp() - p.ref[n, v].exp()).abs() for v in p.vocabulary)
+        ),
+    ),
+    "k3 with the gradient of k2 x token ratio": (
+        loss("k3", gradient="k2", correction="token"),
+        lambda p: p.over_prefixes(p.mu, lambda n: 2 * p.kl(p.pi, p.ref)(n) - p.kl(p.ref, p.pi)(n)),
+    ),
+    "exact_forward x prefix ratio": (
+        loss("exact_forward", correction="prefix_previous"),
+        lambda p: p.over_prefixes(p.pi, p.kl(p.ref, p.pi)),
+    ),
+    "k1 in reward, own": (KLTerm("k1", credit="own"), lambda p: p.sampled(p.mu, half_square)),
+    "k1 in reward, total": (KLTerm("k1", credit="total"), lambda p: p.of_completions(p.mu, half_square)),
+    "k3 in reward, own": (
+        KLTerm("k3", credit="own"),
+        lambda p: p.sampled(p.mu, lambda x: half_square(x) - cubic_free(x)),
+    ),
+    "k3 in reward, own, x token ratio": (
+        KLTerm("k3", credit="own", correction="token"),
+        lambda p: p.over_prefixes(p.mu, lambda n: p.kl(p.pi, p.ref)(n) - p.kl(p.ref, p.pi)(n)),
+    ),
+    "k1 in reward x completion ratio, frozen": (
+        KLTerm("k1", credit="total", correction="sequence", **FROZEN),
+        lambda p: p.sequence_kl(p.pi, p.ref) - p.sequence_kl(p.pi, p.mu),
+    ),
+    "k1 in reward x prefix ratio, frozen": (
+        KLTerm("k1", correction="prefix", **FROZEN),
+        lambda p: p.sequence_kl(p.pi, p.ref) - p.sequence_kl(p.pi, p.mu),
+    ),
+    "k1 in reward, own, x token ratio, frozen": (
+        KLTerm("k1", credit="own", correction="token", **FROZEN),
+        lambda p: p.over_prefixes(p.mu, lambda n: p.kl(p.pi, p.ref)(n) - p.kl(p.pi, p.mu)(n)),
+    ),
+    "k1 in reward, total, frozen": (
+        KLTerm("k1", credit="total", **FROZEN),
+        lambda p: p.over_completions(p.mu, lambda y: (p.logp(p.mu, y) - p.logp(p.ref, y)) * p.logp(p.pi, y)),
+    ),
+}
+CASES = {
+    # With the policy as its own sampler a gradient is that of the same function, the samples held fixed.
+    "fresh": ("on_policy", 0, False),
+    "stale": ("off_policy", 1, False),
+    "several versions": ("mixed", 2, False),
+    "another reference": ("off_policy", 3, True),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_expected_gradient_is_that_of_the_named_function(case, name):
+    regime, seed, other_reference = CASES[case]
+    instance = drawn(regime, seed, other_reference)
+    term, function = FUNCTIONS[name]
+    theta_D = instance.theta_D.clone().requires_grad_(True)
+    (expected_D,) = torch.autograd.grad(function(Policies(instance, theta_D)), theta_D)
+    gradient_D = exact_moments(instance, terms_loss((term,))).gradient_D
+    assert float((gradient_D - expected_D).norm()) < 1e-12 * max(1.0, float(expected_D.norm()))
+    assert float(expected_D.norm()) > 1e-3 or case == "fresh"
+    assert off_policy_kind(term).kind != "no_function"
+
+
+def drawn(regime, seed, other_reference):
+    """A small tree that ``seed`` decides, without shared parameters."""
+    tree = Tree.build(vocabulary=2 + seed % 2, length=2 + (seed + 1) % 2, ends=seed < 2)
+    instance = Instance.random(tree, InstanceSettings(regime=regime, seed=seed, staleness=0.5))
+    if other_reference:
+        generator = torch.Generator().manual_seed(100 + seed)
+        logits_NV = torch.randn(instance.ref_logp_NV.shape, generator=generator, dtype=torch.float64)
+        instance = dataclasses.replace(instance, ref_logp_NV=logits_NV.log_softmax(-1))
+    return instance
+
+
+# --- the centring identity --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("estimator", ["k1", "k3", "abs"])
+@pytest.mark.parametrize("regime", ["on_policy", "off_policy"])
+def test_a_cost_is_a_centred_part_and_its_mean_times_a_repulsion(regime, estimator):
+    """``E_mu[c s] = E_mu[(c - cbar) s] - cbar grad KL(mu || pi)``; a baseline leaves the first part."""
+    tree = Tree.build(vocabulary=2, length=3, ends=False)
+    instance = Instance.random(tree, InstanceSettings(regime=regime, seed=7, staleness=0.5))
+    theta_D = instance.theta_D.clone().requires_grad_(True)
+    policies = Policies(instance, theta_D)
+    estimate = {"k1": lambda x: x, "k3": cubic_free, "abs": torch.abs}[estimator]
+
+    def cost(y):
+        return policies.sum_of_tokens(y, lambda n, v: estimate(policies.ratio(n, v))).detach()
+
+    mean_cost = policies.over_completions(policies.mu, cost)
+    centred = policies.over_completions(policies.mu, lambda y: (cost(y) - mean_cost) * policies.logp(policies.pi, y))
+    kl = policies.sequence_kl(policies.mu, policies.pi)
+    (centred_D,) = torch.autograd.grad(centred, theta_D, retain_graph=True)
+    (kl_D,) = torch.autograd.grad(kl, theta_D, retain_graph=True)
+
+    plain = exact_moments(instance, terms_loss((KLTerm(estimator, credit="total"),)))
+    assert float((plain.gradient_D - (centred_D - mean_cost * kl_D)).norm()) < 1e-12
+    # The other completion of a group of two is the baseline.
+    own = KLTerm(estimator, credit="total", baseline="own")
+    with_baseline = exact_moments(instance, terms_loss((own,)), group_size=2)
+    assert float((with_baseline.gradient_D - centred_D).norm()) < 1e-12
+    if regime == "off_policy":
+        assert float((mean_cost * kl_D).norm()) > 1e-3
+    if estimator == "k1":
+        # Centred, half the mean square of a completion's log-ratio is half its variance.
+        square = policies.of_completions(policies.mu, half_square)
+        mean = policies.of_completions(policies.mu, lambda x: x)
+        (variance_D,) = torch.autograd.grad(square - half_square(mean), theta_D)
+        assert float((with_baseline.gradient_D - variance_D).norm()) < 1e-12
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+def test_a_verdict_says_the_kind_on_stale_samples():
+    assert verdict(loss("k3"), "off_policy") == (
+        "a loss with its minimum at the reference: the mean of k3 over the samples"
+    )
+    assert verdict(loss("k1"), "mixed") == "a repulsion from the samples: -KL(sampler, policy)"
+    assert verdict(KLTerm("k3"), "off_policy") == "the gradient of no function"
+    assert verdict(KLTerm("k3"), "on_policy") == NO_TARGET
+    assert off_policy_kind(loss("k3", correction="token")) is None
+    assert off_policy_kind(loss("k2", input_clamp=5.0)).function == "the mean of k2 over the samples, as clamped"
+
+
+def test_nothing_is_said_of_a_pull_to_the_sampler():
+    assert off_policy_kind(loss("k3", reference="sampler")) is None
+
+
+def test_terms_together_are_a_proper_loss_where_each_is_one():
+    assert kind_of_terms((loss("k3"), loss("exact"))).kind == "proper_loss"
+    assert kind_of_terms((loss("k3"), loss("k1"))) is None
+    assert kind_of_terms((loss("k3"), loss("k2", beta=-0.5))) is None
+    assert kind_of_terms(()) is None

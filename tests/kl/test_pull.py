@@ -1,0 +1,151 @@
+"""How the force of a term grows with the distance, against closed forms that are derived here."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from kl_comedy.kl import KLTerm
+from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient
+from kl_comedy.kl.pull import force, pull_sentence, pulls
+
+REFERENCE = 0.2
+"""The reference's probability of the first of two outcomes."""
+
+
+def loss(estimator, **fields):
+    return KLTerm(estimator, placement="loss", **fields)
+
+
+# d/dt of the term, where the policy's log-odds are the reference's + t: by the mean over the policy's own outcomes of
+# the derivative of the estimate, times d log p / dt = 1 - p of the first outcome and -p of the other.
+def in_mean(slope):
+    def derivative(p, weight):
+        above = math.log(p / REFERENCE)
+        below = math.log((1 - p) / (1 - REFERENCE))
+        return weight * slope(above) * (1 - p) - (1 - weight) * slope(below) * p
+
+    return derivative
+
+
+SLOPES = {
+    "k1": (loss("k1"), lambda x: 1.0),
+    "k2": (loss("k2"), lambda x: x),
+    "k3": (loss("k3"), lambda x: 1 - math.exp(-x)),
+    "abs": (loss("abs"), lambda x: math.copysign(1.0, x)),
+    "k2 clamped": (loss("k2", input_clamp=0.7), lambda x: x if abs(x) <= 0.7 else 0.0),
+    "k1 as a cost": (KLTerm("k1"), lambda x: x),
+    "k3 as a cost": (KLTerm("k3"), lambda x: math.exp(-x) - 1 + x),
+}
+
+
+@pytest.mark.parametrize("stale", [False, True], ids=["fresh", "stale"])
+@pytest.mark.parametrize("moved", [-3.0, -0.5, 0.5, 3.0])
+@pytest.mark.parametrize("name", SLOPES)
+def test_the_force_gives_the_expected_derivative_of_two_outcomes(name, moved, stale):
+    """Of the oracle; on stale samples the sampler is the reference."""
+    term, slope = SLOPES[name]
+    odds = math.log(REFERENCE / (1 - REFERENCE)) + moved
+    p = 1 / (1 + math.exp(-odds))
+    weight = REFERENCE if stale else p
+    expected = in_mean(slope)(p, weight)
+    distances = torch.tensor([math.log(p / REFERENCE), math.log((1 - p) / (1 - REFERENCE))], dtype=torch.float64)
+    first, other = force(term, distances).tolist()
+    assert weight * first * (1 - p) - (1 - weight) * other * p == pytest.approx(expected, abs=1e-12)
+
+    instance = two_outcomes(odds, weight)
+    gradient_D = expected_gradient(instance, [term]).gradient_D
+    assert float(gradient_D[0] - gradient_D[1]) / 2 == pytest.approx(expected, abs=1e-12)
+
+
+def two_outcomes(odds, sampled):
+    tree = Tree.build(vocabulary=2, length=1, ends=False)
+    instance = Instance.random(tree, InstanceSettings(regime="on_policy", seed=0))
+    sampler = torch.tensor([[sampled, 1 - sampled]], dtype=torch.float64).log()
+    # By logits of plus and minus half the log-odds; the derivative by the odds is half the difference of theirs.
+    tables = {
+        "theta_D": torch.tensor([odds / 2, -odds / 2], dtype=torch.float64),
+        "ref_logp_NV": torch.tensor([[REFERENCE, 1 - REFERENCE]], dtype=torch.float64).log(),
+        "sampler_logp_NV": sampler,
+        "recorded_logp_NV": sampler,
+    }
+    return Instance(**{**vars(instance), **tables})
+
+
+def test_the_closed_forms_are_the_derivatives_of_divergences():
+    """Fresh: k3 in the loss has that of KL(ref || pi), ``p - q``; k2 that of KL(pi || ref), ``p (1 - p) t``."""
+    for moved in (-3.0, 0.5, 3.0):
+        p = 1 / (1 + math.exp(-(math.log(REFERENCE / (1 - REFERENCE)) + moved)))
+        assert in_mean(SLOPES["k3"][1])(p, p) == pytest.approx(p - REFERENCE, abs=1e-12)
+        assert in_mean(SLOPES["k2"][1])(p, p) == pytest.approx(p * (1 - p) * moved, abs=1e-12)
+        assert in_mean(SLOPES["k1"][1])(p, p) == pytest.approx(0.0, abs=1e-12)
+
+
+GROWTHS = {
+    # above; below in the mean of fresh samples; below per sample
+    "k2": (loss("k2"), "linear", "fades", "linear"),
+    "k3": (loss("k3"), "bounded", "bounded", "exponential"),
+    "abs": (loss("abs"), "bounded", "fades", "bounded"),
+    "k3 x token ratio": (loss("k3", correction="token"), "linear", "fades", "linear"),
+    "k3 with the gradient of k2": (loss("k3", gradient="k2"), "linear", "fades", "linear"),
+    "k1 as a cost": (KLTerm("k1"), "linear", "fades", "linear"),
+    "k2 as a cost": (KLTerm("k2"), "quadratic", "fades", "quadratic"),
+    "k3 as a cost": (KLTerm("k3"), "linear", "bounded", "exponential"),
+}
+
+
+@pytest.mark.parametrize("name", GROWTHS)
+def test_a_growth_is_classified(name):
+    term, above, below_in_mean, below_per_sample = GROWTHS[name]
+    assert [pull.growth for pull in pulls(term, expected=True)] == [above, below_in_mean]
+    assert [pull.growth for pull in pulls(term, expected=False)] == [above, below_per_sample]
+
+
+def test_a_clamp_cuts_the_pull_where_it_acts():
+    verl = loss("k3", input_clamp=20.0, output_clamp=10.0)
+    above, below = pulls(verl, expected=False)
+    # x - 1 + exp(-x) = 10, and exp(x) - 1 - x = 10.
+    assert above.cut - 1 + math.exp(-above.cut) == pytest.approx(10.0, abs=1e-6)
+    assert math.exp(below.cut) - 1 - below.cut == pytest.approx(10.0, abs=1e-6)
+    assert (above.growth, above.limit) == ("bounded", pytest.approx(1.0))
+    assert below.growth == "exponential"
+    assert pulls(loss("k2", input_clamp=5.0), expected=True)[0].cut == pytest.approx(5.0)
+    # A clamped cost is still a cost.
+    assert pulls(KLTerm("k1", input_clamp=5.0), expected=True)[0].cut is None
+
+
+def test_a_force_away_from_the_reference_says_so():
+    above, below = pulls(loss("k1"), expected=False)
+    assert (above.away, below.away) == (False, True)
+    assert [pull.growth for pull in pulls(loss("k1"), expected=True)] == ["none", "none"]
+    assert pulls(KLTerm("k3"), expected=False)[1].away
+    assert not pulls(loss("k3"), expected=False)[1].away
+
+
+def test_the_sentence():
+    assert pull_sentence(loss("k3")) == (
+        "in the mean of fresh samples at most 1 beta above the reference and at most 1 beta below it; per sample, and "
+        "in the mean of stale samples without a ratio, at most 1 beta above and exponential below"
+    )
+    assert pull_sentence(loss("exact")) == ""
+    assert pull_sentence(loss("k2", reference="sampler")) == ""
+
+
+VERL = loss("k3", input_clamp=20.0, output_clamp=10.0)
+ROWS = {
+    **{f"{name} in the loss": loss(name) for name in ("k1", "k2", "k3", "abs")},
+    "k3 × token ratio": loss("k3", correction="token"),
+    **{f"{name} in the reward": KLTerm(name) for name in ("k1", "k2", "k3")},
+    "k3 clamped as in verl": VERL,
+}
+
+
+def test_the_page_has_the_pull_of_each_term():
+    page = (Path(__file__).parents[2] / "docs/off_policy_terms.md").read_text()
+    table = page.partition("<!-- pulls -->\n")[2].partition("\n\n")[0].splitlines()[2:]
+    written = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in row.strip("|").split("|")] for row in table)}
+    assert written == {
+        name: [pull.words for expected in (True, False) for pull in pulls(term, expected=expected)]
+        for name, term in ROWS.items()
+    }
