@@ -291,10 +291,8 @@ def test_each_value_says_where_it_comes_from(resolved):
     assert "data.eval.b.limit" not in rows
 
 
-def test_an_interpolation_and_an_old_name_say_so(resolved):
-    rows = resolved("seed=3")
-    assert rows["name"] == ("run-3", "run.yaml, run-${seed}")
-    assert rows["lag.in_flight"] == (True, "run.yaml, as lag.in_flight, its old name")
+def test_an_interpolation_says_so(resolved):
+    assert resolved("seed=3")["name"] == ("run-3", "run.yaml, run-${seed}")
 
 
 def test_an_item_of_a_list_that_was_replaced_is_not_named_as_an_origin(resolved):

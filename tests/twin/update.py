@@ -610,7 +610,7 @@ def measured_kl(twin, step, completions, name, per):
 
 def follow(twin, step, completions, quantities):
     """What depends on the update: references that move, coefficients, the weights of later samples."""
-    options = twin.config.reference.moving
+    options = twin.config.reference
     if "ema" in twin.moving:
         decay = options.ema_decay
         for name, weight in twin.trained.items():
