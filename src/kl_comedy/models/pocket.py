@@ -331,6 +331,9 @@ def load_pocket_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
     """The pocket policy's tokenizer. Raises :class:`UserError` for a setting that fits other sources only."""
     if config.tokenizer is not None:
         raise bad_value("model.tokenizer", config.tokenizer, "null with model.source: pocket")
+    for name in ("revision", "gguf_file"):
+        if getattr(config, name) is not None:
+            raise bad_value(f"model.{name}", getattr(config, name), "null with model.source: pocket")
     recipe_from_options(config.options)  # refuses those of other sources
     return build_tokenizer()
 
