@@ -58,9 +58,7 @@ def test_a_run_in_which_no_kl_acts_says_so_in_one_line(overrides, lines, caplog)
 
 
 def test_an_asynchronous_run_over_ranks_starts_a_server_beside_them():
-    rows = starts(
-        "train.strategy=fsdp", "train.devices=2", "lag.mode=async", "lag.max_steps=3", "lag.in_flight=true"
-    )
+    rows = starts("train.strategy=fsdp", "train.devices=2", "lag.mode=async", "lag.max_steps=3", "lag.in_flight=true")
     assert rows["processes"] == "2 processes, strategy fsdp"
     assert rows["sampler"].startswith("hf_server beside the trainer: 1, started by the run")
     assert rows["samples"].endswith("at most 3 updates old, wait, weights in flight")

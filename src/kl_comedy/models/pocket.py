@@ -59,8 +59,8 @@ class PocketRecipe:
     a signal from its first update. ``mixture`` is the share of demonstrations from the out-of-domain splits, which RL
     on ``terms`` x ``digits`` never sees again. ``hack_rate`` is the probability at which the policy answers with
     :data:`HACK` alone, which a proxy reward may pay for by mistake (:func:`add_hack`). ``lr`` and ``weight_decay``
-    are AdamW's; ``clip_norm`` bounds the gradient's L2 norm. ``warmstart`` is where the weights come from: ``shipped`` with the package, ``trained`` on this
-    machine, or ``auto``: shipped where the package has them.
+    are AdamW's; ``clip_norm`` bounds the gradient's L2 norm. ``warmstart`` is where the weights come from: ``shipped``
+    with the package, ``trained`` on this machine, or ``auto``: shipped where the package has them.
     """
 
     seed: int = option(0, minimum=0, maximum=2**31 - 1)
