@@ -44,7 +44,7 @@ SAMPLES_OF_REGIME = {"on_policy": "fresh", "off_policy": "stale", "mixed": "stal
 
 def first_answer(reading: Reading, freshness: FreshnessAnswer, remarks: Sequence[str] = ()) -> list[str]:
     """The lines for the flags of another system."""
-    lines = textwrap.wrap(freshness.sentence, WIDTH)
+    lines = textwrap.wrap(freshness.sentence, WIDTH, break_on_hyphens=False)
     acting = None
     if reading.terms == ():
         acting = switched_on(reading)
@@ -73,7 +73,7 @@ def recipe_answer(terms: Sequence[KLTerm], certificates: Sequence[Certificate]) 
         "A recipe does not say how old its samples are: the on-policy row holds with one update per batch, the "
         "off-policy row with several, or with asynchronous sampling."
     )
-    lines = textwrap.wrap(sentence, WIDTH)
+    lines = textwrap.wrap(sentence, WIDTH, break_on_hyphens=False)
     lines += _line("It is", terms_in_words(terms))
     by_regime = {certificate.regime: certificate for certificate in certificates}
     for regime in ("on_policy", "off_policy"):
