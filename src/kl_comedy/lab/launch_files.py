@@ -124,7 +124,7 @@ def launch_of(parsed: Parsed, *, system: str | None, overrides: Sequence[str]) -
         given=values.given,
         remarks=tuple(dict.fromkeys(remarks)),
         defaults_before=values.defaults_before,
-        sampling=sampling_of(chosen, _in_scope(chosen, parsed.settings), told),
+        sampling=sampling_of(chosen, _in_scope(chosen, parsed.settings), values.release(), told),
     )
 
 
@@ -270,14 +270,18 @@ class _Values:
                 f"{acting} is taken (or give {name}=...)"
             )
 
-    def take_release(self) -> list[str]:
-        """Give the flags that a file leaves to a default the values of the release for which it is; the remarks."""
+    def release(self) -> Release:
+        """The release for which the file is, as far as it says."""
         keys = []
         for setting in _in_scope(self.system, self.parsed.settings):
             keys.append(f"+{setting.key}" if setting.is_added else setting.key)
         # Classes that a release dropped tell it as well as options do.
         keys += self.parsed.imports
-        release = release_of(self.system, keys, self.parsed.words)
+        return release_of(self.system, keys, self.parsed.words)
+
+    def take_release(self) -> list[str]:
+        """Give the flags that a file leaves to a default the values of the release for which it is; the remarks."""
+        release = self.release()
         remarks = []
         # In order: a later change may be about a flag that an earlier one gives.
         for change in self.system.versions:

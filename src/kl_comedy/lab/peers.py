@@ -257,6 +257,11 @@ class VersionChange:
     before_if_old: bool = False
     only_if_told: bool = False
 
+    @property
+    def key(self) -> str:
+        """What no other change of the system is called."""
+        return f"{self.flag} {self.since}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Releases:
@@ -277,6 +282,7 @@ class Freshness:
     factors that no option names. ``versions`` is how many versions older samples may be: a number, an option, or null
     for no bound; ``by`` is the option that switches this on, ``mixed`` whether one completion may have several
     versions, ``unit`` what is counted. ``told_by`` are switches that a file gives by a command or a section.
+    The record's own ``versions`` are defaults of options that changed between releases.
     """
 
     source: str = ""
@@ -284,6 +290,7 @@ class Freshness:
     updates: Rules = ()
     lag: Rules = ()
     told_by: Mapping[str, Marks] = field(default_factory=dict)
+    versions: Sequence[VersionChange] = ()
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Freshness:
@@ -291,7 +298,8 @@ class Freshness:
         options = [_flag(name, {"meaning": "", **facts}) for name, facts in data.get("options", {}).items()]
         told_by = {name: Marks(**marks) for name, marks in data.get("told_by", {}).items()}
         cases = {name: tuple(data.get(name, ())) for name in ("updates", "lag")}
-        return cls(source=data["source"], options=tuple(options), told_by=told_by, **cases)
+        versions = tuple(VersionChange(**change) for change in data.get("versions", ()))
+        return cls(source=data["source"], options=tuple(options), told_by=told_by, versions=versions, **cases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,11 +308,15 @@ class Sampling:
 
     ``given`` are values by option. ``unknown`` are options that are given by something else than a value, as a
     variable, with that text. ``unused`` are other options that the system is known to have, and no answer needs.
+    ``without`` are the changes of defaults that the file's release does not have, as ``option since``, each with why it
+    is for such a release; ``having`` are those that it has.
     """
 
     given: Mapping[str, Value] = field(default_factory=dict)
     unknown: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    without: Mapping[str, str] = field(default_factory=dict)
+    having: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
