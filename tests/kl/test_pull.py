@@ -1,14 +1,17 @@
 """How the force of a term grows with the distance, against closed forms that are derived here."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from kl_comedy.kl import KLTerm
+from kl_comedy.kl.claims import all_terms, off_policy_kind
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient
-from kl_comedy.kl.pull import force, pull_sentence, pulls
+from kl_comedy.kl.pull import force, is_idle, pull_sentence, pulls
+from kl_comedy.registry import ESTIMATORS
 
 REFERENCE = 0.2
 """The reference's probability of the first of two outcomes."""
@@ -88,6 +91,8 @@ GROWTHS = {
     "k3": (loss("k3"), "bounded", "bounded", "exponential"),
     "abs": (loss("abs"), "bounded", "fades", "bounded"),
     "k3 x token ratio": (loss("k3", correction="token"), "linear", "fades", "linear"),
+    # l + 1 per sample, of which the 1 has mean zero: k1's reverse KL, as k3 x token ratio.
+    "k1 x token ratio": (loss("k1", correction="token"), "linear", "fades", "linear"),
     "k3 with the gradient of k2": (loss("k3", gradient="k2"), "linear", "fades", "linear"),
     "k1 as a cost": (KLTerm("k1"), "linear", "fades", "linear"),
     "k2 as a cost": (KLTerm("k2"), "quadratic", "fades", "quadratic"),
@@ -121,6 +126,75 @@ def test_a_force_away_from_the_reference_says_so():
     assert [pull.growth for pull in pulls(loss("k1"), expected=True)] == ["none", "none"]
     assert pulls(KLTerm("k3"), expected=False)[1].away
     assert not pulls(loss("k3"), expected=False)[1].away
+    assert pulls(loss("k1", correction="token"), expected=True) == pulls(loss("k2"), expected=True)
+
+
+# --- what leads back to the reference ------------------------------------------------------------------------------
+STEP = 1e-4
+"""A displacement of the logits (nats) from the reference, small beside 1 and large beside rounding errors."""
+
+
+def second_derivative(term, regime, direction):
+    """The rise of the term's expected gradient along ``direction`` of the logits, from the reference, per nat."""
+    where = Instance.random(Tree.build(vocabulary=3, length=2), InstanceSettings(regime="off_policy", seed=3))
+    rises = []
+    for step in (0.0, STEP):
+        logits_NV = where.ref_logp_NV + step * direction.reshape(where.ref_logp_NV.shape)
+        sampler_NV = where.sampler_logp_NV
+        if regime == "on_policy":
+            sampler_NV = logits_NV.log_softmax(-1)
+        at_step = replace(where, theta_D=logits_NV.reshape(-1), sampler_logp_NV=sampler_NV, recorded_logp_NV=sampler_NV)
+        rises.append(float(expected_gradient(at_step, [term]).gradient_D @ direction))
+    return (rises[1] - rises[0]) / STEP
+
+
+def leads_back(term, regime):
+    """Whether a small step from the reference, either way, is answered by a gradient that leads back."""
+    direction = torch.randn(9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return min(second_derivative(term, regime, direction), second_derivative(term, regime, -direction)) > 0.01
+
+
+def every_term(correction):
+    """Terms without a mixture of k1 and k3 in the loss, which pushes and pulls; to_go and total pull alike."""
+    built_in = [entry.name for entry in ESTIMATORS if entry.origin.startswith("kl_comedy.")]
+    for term in all_terms(built_in, [correction]):
+        is_mixed = term.estimator == "k_lambda" and term.placement == "loss"
+        if not is_mixed and term.anchor == "current" and term.credit != "total":
+            yield term
+
+
+@pytest.mark.parametrize("regime", ["on_policy", "off_policy"])
+@pytest.mark.parametrize("correction", ["none", "token_detached", "prefix_previous"])
+def test_an_idle_term_does_not_lead_back_to_the_reference_and_any_other_does(regime, correction):
+    wrong = []
+    answers = set()
+    for term in every_term(correction):
+        says = is_idle(term)
+        answers.add(says)
+        if says == leads_back(term, regime):
+            wrong.append(f"{term.label()}: is_idle is {says}")
+    assert not wrong, "\n".join(wrong)
+    assert answers == {True, False}
+
+
+@pytest.mark.parametrize("regime", ["on_policy", "off_policy"])
+@pytest.mark.parametrize("correction", ["none", "prefix_previous"])
+@pytest.mark.parametrize("mix", [0.0, 1.0])
+def test_a_mixture_at_its_ends_is_idle_where_k1_and_k3_are(regime, correction, mix):
+    for placement in ("loss", "reward"):
+        fields = {"placement": placement, "correction": correction}
+        term = KLTerm("k_lambda", options={"lam": mix}, **fields)
+        assert is_idle(term) != leads_back(term, regime), term.label()
+
+
+def test_a_repulsion_is_idle_on_stale_samples_and_a_proper_loss_is_not():
+    kinds = {term: off_policy_kind(term) for term in all_terms()}
+    idle = {kind.kind: set() for kind in kinds.values() if kind is not None}
+    for term, kind in kinds.items():
+        if kind is not None:
+            idle[kind.kind].add(is_idle(term))
+    assert idle["repulsion"] == {True}
+    assert idle["proper_loss"] == {False}
 
 
 def test_the_sentence():

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kl_comedy.kl.claims import claimed_target
 from kl_comedy.kl.surrogate import kl_surrogate
 from kl_comedy.kl.term import KLTerm
 
@@ -55,11 +55,21 @@ class Pull:
         return text
 
 
-def force(term: KLTerm, distance_N: Tensor) -> Tensor:
+def force(term: KLTerm, distance_N: Tensor, *, expected: bool = False) -> Tensor:
     """The force per beta on a token drawn on policy, at log-ratios ``distance_N`` (nats), ``[N]`` in float64.
 
-    For terms that read the log-ratio of the sampled token; the completion is that one token.
+    ``expected``: its share of the mean over fresh samples, in draws of a token that is not below the reference. For
+    terms that read the log-ratio of the sampled token; the completion is that one token.
     """
+    force_N = _force_per_sample(term, distance_N)
+    if not expected:
+        return force_N
+    # The scores of fresh samples have mean zero, and so has any constant times them.
+    (at_reference,) = _force_per_sample(term, torch.zeros(1, dtype=torch.float64))
+    return (force_N - at_reference) * distance_N.clamp(max=0.0).exp()
+
+
+def _force_per_sample(term: KLTerm, distance_N: Tensor) -> Tensor:
     logp_BT = distance_N.double()[:, None].clone().requires_grad_(True)
     zeros_BT = torch.zeros_like(logp_BT).detach()
     surrogate_BT = kl_surrogate(
@@ -84,20 +94,56 @@ def pulls(term: KLTerm, *, expected: bool) -> tuple[Pull, Pull] | None:
     return _pull(term, 1.0, expected), _pull(term, -1.0, expected)
 
 
+def is_idle(term: KLTerm) -> bool:
+    """Whether nothing in the term's expected gradient leads the policy back to its reference, on samples of any age.
+
+    Less is asked than of a target: k3 in the loss on stale samples hits none, and has its minimum at the reference.
+    False for a pull to the sampler, and for a term that reads whole distributions: it is differentiated at the prefix.
+    """
+    if term.reference == "sampler" or term.needs != "log_ratio":
+        return False
+    # A certainty is a factor from 0 to 1, and a baseline a constant of the prefix: neither turns a force round.
+    bare = dataclasses.replace(term, weight="none")
+    if term.placement == "reward":
+        bare = dataclasses.replace(bare, baseline="after")
+    # A constant, as k1 in the loss has, is noise on fresh samples and a push away from stale ones, and no pull.
+    sides = [_toward(bare, side, expected=True) for side in (1.0, -1.0)]
+    leads_back = any(float(toward_N.max()) > ZERO for toward_N in sides)
+    # A cost that is never negative makes a token rarer on both sides of the reference.
+    drives_away = any(float(toward_N.min()) < -ZERO and float(toward_N.max()) < ZERO for toward_N in sides)
+    return drives_away or not leads_back
+
+
+def idle_terms(terms: Iterable[KLTerm], *, off_policy: bool) -> str:
+    """The first of ``terms`` in words, where all of them are idle; empty where one acts, or all have beta 0.
+
+    >>> idle_terms([KLTerm("k1", placement="loss")], off_policy=True)
+    'k1 in the loss on stale samples'
+    """
+    samples = "fresh"
+    if off_policy:
+        samples = "stale"
+    # A beta of 0 is a run without a KL, which somebody asked for.
+    acting = [term for term in terms if term.beta != 0]
+    if not acting or not all(is_idle(term) for term in acting):
+        return ""
+    return f"{acting[0].estimator} in the {acting[0].placement} on {samples} samples"
+
+
 def _pull(term: KLTerm, side: float, expected: bool) -> Pull:
     """The pull above (``side`` 1) or below (-1) the reference."""
-    # The scores of fresh samples have mean zero, and so has any constant times them.
-    if expected and claimed_target(term, "on_policy") == "zero":
-        return Pull("none")
+    toward_N = _toward(term, side, expected)
+    growth, limit = _growth(toward_N)
+    away = growth != "none" and float(toward_N[toward_N.abs().argmax()]) < 0
+    return Pull(growth, limit, _cut(term, side), away)
+
+
+def _toward(term: KLTerm, side: float, expected: bool) -> Tensor:
+    """The force toward the reference, ``[N]``, at distances from near to far above (``side`` 1) or below (-1) it."""
     distance_N = torch.arange(STEP, FARTHEST + STEP / 2, STEP, dtype=torch.float64)
     # Its growth is that without clamps, which may act before it shows.
     unclamped = dataclasses.replace(term, input_clamp=None, output_clamp=None)
-    force_N = side * force(unclamped, side * distance_N)
-    if expected and side < 0:
-        force_N = force_N * (-distance_N).exp()
-    growth, limit = _growth(force_N)
-    away = growth != "none" and float(force_N[force_N.abs().argmax()]) < 0
-    return Pull(growth, limit, _cut(term, side), away)
+    return side * force(unclamped, side * distance_N, expected=expected)
 
 
 def _growth(force_N: Tensor) -> tuple[str, float | None]:
