@@ -10,7 +10,7 @@ import torch
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.claims import all_terms, off_policy_kind
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient
-from kl_comedy.kl.pull import force, is_idle, pull_sentence, pulls
+from kl_comedy.kl.pull import force, is_idle, pull_in_words, pulls
 from kl_comedy.registry import ESTIMATORS
 
 REFERENCE = 0.2
@@ -60,6 +60,23 @@ def test_the_force_gives_the_expected_derivative_of_two_outcomes(name, moved, st
     instance = two_outcomes(odds, weight)
     gradient_D = expected_gradient(instance, [term]).gradient_D
     assert float(gradient_D[0] - gradient_D[1]) / 2 == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("moved", [-3.0, 0.5, 3.0])
+def test_the_ratio_of_the_token_makes_the_mean_of_stale_samples_that_of_fresh_ones(moved):
+    """``d/dt KL(pi || ref) = p (1 - p) t``, whoever sampled; without the ratio it is not."""
+    odds = math.log(REFERENCE / (1 - REFERENCE)) + moved
+    p = 1 / (1 + math.exp(-odds))
+    instance = two_outcomes(odds, 0.6)
+    gradients = {}
+    for correction in ("token", "none"):
+        gradient_D = expected_gradient(instance, [loss("k3", correction=correction)]).gradient_D
+        gradients[correction] = float(gradient_D[0] - gradient_D[1]) / 2
+    distances = torch.tensor([math.log(p / REFERENCE), math.log((1 - p) / (1 - REFERENCE))], dtype=torch.float64)
+    first, other = force(loss("k3", correction="token"), distances).tolist()
+    assert p * first * (1 - p) - (1 - p) * other * p == pytest.approx(p * (1 - p) * moved, abs=1e-12)
+    assert gradients["token"] == pytest.approx(p * (1 - p) * moved, abs=1e-12)
+    assert gradients["none"] != pytest.approx(gradients["token"], rel=0.01)
 
 
 def two_outcomes(odds, sampled):
@@ -197,13 +214,33 @@ def test_a_repulsion_is_idle_on_stale_samples_and_a_proper_loss_is_not():
     assert idle["proper_loss"] == {False}
 
 
-def test_the_sentence():
-    assert pull_sentence(loss("k3")) == (
-        "in the mean of fresh samples at most 1 beta above the reference and at most 1 beta below it; per sample, and "
-        "in the mean of stale samples without a ratio, at most 1 beta above and exponential below"
+SENTENCES = {
+    "k3": (loss("k3"), "at most beta", "at most beta", "exponential"),
+    "k2": (loss("k2"), "linear", "fades", "linear"),
+    # A ratio that has the token's own makes a stale sample like a fresh one.
+    "k3 x token ratio": (loss("k3", correction="token"), "linear", "fades", "fades"),
+    "k1 x prefix ratio as a cost": (KLTerm("k1", correction="prefix"), "linear", "fades", "fades"),
+    "k2 x ratio before": (loss("k2", correction="prefix_previous"), "linear", "fades", "linear"),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_words_are_of_the_samples_of_a_regime(name):
+    term, above, below_fresh, below_stale = SENTENCES[name]
+    assert pull_in_words(term, "on_policy") == f"above the reference {above}, below it {below_fresh}"
+    for regime in ("off_policy", "mixed"):
+        assert pull_in_words(term, regime) == f"above the reference {above}, below it {below_stale}"
+
+
+def test_the_words_of_terms_with_a_bound_and_without_a_pull():
+    half = loss("k3", input_clamp=20.0, output_clamp=10.0)
+    assert pull_in_words(half, "off_policy") == (
+        "above the reference at most beta (0 from 11 nats), below it exponential (0 from 2.61 nats)"
     )
-    assert pull_sentence(loss("exact")) == ""
-    assert pull_sentence(loss("k2", reference="sampler")) == ""
+    assert pull_in_words(loss("k1"), "on_policy") == "none"
+    assert pull_in_words(loss("k1"), "mixed") == "above the reference at most beta, below it at most beta away"
+    assert pull_in_words(loss("exact"), "on_policy") == ""
+    assert pull_in_words(loss("k2", reference="sampler"), "off_policy") == ""
 
 
 VERL = loss("k3", input_clamp=20.0, output_clamp=10.0)

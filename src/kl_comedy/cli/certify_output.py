@@ -257,17 +257,19 @@ def cosine_text(cosine: float) -> str:
 
 
 def pull_notes(certificates: Sequence[Certificate]) -> list[str]:
-    """A line on the pull of each configuration of one term, where there are few of them."""
-    from kl_comedy.kl.pull import pull_sentence
-
-    by_name = {certificate.name: certificate.terms for certificate in certificates}
-    if len(by_name) > MOST_PULLS:
+    """A line on the pull of each configuration that has one, where there are few of them."""
+    regimes_by_pull: dict[str, dict[str, list[str]]] = {}
+    for certificate in certificates:
+        by_pull = regimes_by_pull.setdefault(certificate.name, {})
+        if certificate.pull:
+            by_pull.setdefault(certificate.pull, []).append(certificate.regime)
+    if len(regimes_by_pull) > MOST_PULLS:
         return []
     notes = []
-    for name, terms in by_name.items():
-        sentence = pull_sentence(terms[0]) if len(terms) == 1 else ""
-        if sentence:
-            notes.append(f"pull of {name}: {sentence}")
+    for name, by_pull in regimes_by_pull.items():
+        texts = [f"{', '.join(regimes)}: {pull}" for pull, regimes in by_pull.items()]
+        if texts:
+            notes.append(f"pull of {name} (force on a token by its log-ratio), {'; '.join(texts)}")
     return notes
 
 

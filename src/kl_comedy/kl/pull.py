@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kl_comedy.kl.surrogate import kl_surrogate
 from kl_comedy.kl.term import KLTerm
+from kl_comedy.registry import CORRECTIONS
 
 FARTHEST = 32.0
 """Nats: beyond the clamps that libraries have (10 and 20), and ``exp`` is still far from the end of float64."""
@@ -44,14 +45,17 @@ class Pull:
 
     @property
     def words(self) -> str:
-        """As ``at most 1 beta`` or ``linear, none beyond 5 nats``."""
+        """As ``at most beta`` or ``linear (0 from 5 nats)``."""
         text = self.growth
         if self.growth == "bounded":
-            text = f"at most {self.limit:.2g} beta"
+            size = f"{self.limit:.2g} "
+            if size == "1 ":
+                size = ""
+            text = f"at most {size}beta"
         if self.away:
-            text += ", away from it"
+            text += " away"
         if self.cut is not None:
-            text += f", none beyond {self.cut:.3g} nats"
+            text += f" (0 from {self.cut:.3g} nats)"
         return text
 
 
@@ -186,16 +190,19 @@ def _acts(term: KLTerm, distance: float) -> bool:
     return bool(force(term, torch.tensor([distance], dtype=torch.float64)) != 0)
 
 
-def pull_sentence(term: KLTerm) -> str:
-    """One line on a term's pull; empty where :func:`pulls` has none."""
-    mean = pulls(term, expected=True)
-    sampled = pulls(term, expected=False)
-    if mean is None or sampled is None:
+def pull_in_words(term: KLTerm, regime: str) -> str:
+    """The pull on samples of a regime, in a line; empty where :func:`pulls` has none.
+
+    >>> pull_in_words(KLTerm("k3", placement="loss"), "off_policy")
+    'above the reference at most beta, below it exponential'
+    """
+    # A ratio that contains the token's own makes a stale sample like a fresh one.
+    ratio = CORRECTIONS.get(term.correction).facts
+    has_own_ratio = ratio.get("scope") != "none" and bool(ratio.get("own", True))
+    sides = pulls(term, expected=regime == "on_policy" or has_own_ratio)
+    if sides is None:
         return ""
-    text = f"in the mean of fresh samples {mean[0].words} above the reference and {mean[1].words} below it"
-    if mean != sampled:
-        text += (
-            f"; per sample, and in the mean of stale samples without a ratio, {sampled[0].words} above and "
-            f"{sampled[1].words} below"
-        )
-    return text
+    above, below = sides
+    if above.growth == below.growth == "none":
+        return "none"
+    return f"above the reference {above.words}, below it {below.words}"
