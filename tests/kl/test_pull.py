@@ -93,6 +93,30 @@ def two_outcomes(odds, sampled):
     return Instance(**{**vars(instance), **tables})
 
 
+RARE = 1e-9
+IN_LOG_RATIOS = [entry.name for entry in ESTIMATORS if entry.facts.get("needs", "log_ratio") == "log_ratio"]
+
+
+def of_a_rare_token(term, distance):
+    """Per draw of a token that is not below the reference, from the enumerated gradient by the log-odds."""
+    p = RARE * math.exp(distance)
+    instance = two_outcomes(math.log(p / (1 - p)), p)
+    reference = torch.tensor([[RARE, 1 - RARE]], dtype=torch.float64).log()
+    gradient_D = expected_gradient(replace(instance, ref_logp_NV=reference), [term]).gradient_D
+    return float(gradient_D[0] - gradient_D[1]) / 2 / max(p, RARE)
+
+
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+@pytest.mark.parametrize("name", IN_LOG_RATIOS)
+def test_the_expected_force_is_that_of_a_rare_token_by_enumeration(name, placement):
+    """What a token gains others lose: abs has its step there too, and pulls with 2 beta, as twice a total variation."""
+    term = KLTerm(name, placement=placement)
+    distances = [-6.0, -1.0, -0.1, 0.1, 1.0, 6.0]
+    forces = force(term, torch.tensor(distances, dtype=torch.float64), expected=True).tolist()
+    # Up to the token's own share, which is not 0.
+    assert forces == [pytest.approx(of_a_rare_token(term, item), rel=1e-5, abs=1e-6) for item in distances]
+
+
 def test_the_closed_forms_are_the_derivatives_of_divergences():
     """Fresh: k3 in the loss has that of KL(ref || pi), ``p - q``; k2 that of KL(pi || ref), ``p (1 - p) t``."""
     for moved in (-3.0, 0.5, 3.0):

@@ -27,6 +27,8 @@ FARTHEST = 32.0
 """Nats: beyond the clamps that libraries have (10 and 20), and ``exp`` is still far from the end of float64."""
 STEP = 0.125
 ZERO = 1e-9
+HARDLY = 1e-12
+"""Nats by which the other tokens move when a rare one does."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,16 @@ class Pull:
 def force(term: KLTerm, distance_N: Tensor, *, expected: bool = False) -> Tensor:
     """The force per beta on a token drawn on policy, at log-ratios ``distance_N`` (nats), ``[N]`` in float64.
 
-    ``expected``: its share of the mean over fresh samples, in draws of a token that is not below the reference. For
-    terms that read the log-ratio of the sampled token; the completion is that one token.
+    ``expected``: its share of the mean over fresh samples, in draws of a token that is not below the reference, where
+    the token is rare. For terms that read the log-ratio of the sampled token; the completion is that one token.
     """
     force_N = _force_per_sample(term, distance_N)
     if not expected:
         return force_N
-    # The scores of fresh samples have mean zero, and so has any constant times them.
-    (at_reference,) = _force_per_sample(term, torch.zeros(1, dtype=torch.float64))
-    return (force_N - at_reference) * distance_N.clamp(max=0.0).exp()
+    # The scores of fresh samples have mean zero, and so has any constant times them: what counts is the force beyond
+    # that on the other tokens. What a rare token gains they lose, so little that only a step at the reference shows it.
+    others_N = _force_per_sample(term, -HARDLY * distance_N.sign())
+    return (force_N - others_N) * distance_N.clamp(max=0.0).exp()
 
 
 def _force_per_sample(term: KLTerm, distance_N: Tensor) -> Tensor:
