@@ -1,4 +1,4 @@
-"""The measured kind of a loss on stale samples, against functions that are known, and against what our terms declare."""
+"""The measured kind of a loss on stale samples, against known functions, and against what our terms declare."""
 
 from __future__ import annotations
 
@@ -53,4 +53,3 @@ TERMS = [
 @pytest.mark.parametrize("term", TERMS, ids=[term.label() for term in TERMS])
 def test_our_terms_are_of_the_kind_that_is_derived_for_them(term):
     assert kind(terms_loss((term,))) == off_policy_kind(term).kind
-
