@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.kl.claims import NO_TARGET
+from kl_comedy.kl.claims import KIND_WORDS, NO_TARGET
 
 Row = Mapping[str, Any]
 WORDS = {
@@ -174,6 +174,8 @@ def objective(figures: Mapping[str, Any] | None) -> str:
         return "not rebuilt"
     if figures.get("silent"):
         return SILENT
+    if figures.get("kind"):
+        return KIND_WORDS[figures["kind"]]
     words = WORDS[figures["target"]]
     coefficient = figures["coefficient"]
     if coefficient is not None and abs(coefficient - 1) > LARGEST_ROUNDING:

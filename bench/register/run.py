@@ -194,10 +194,11 @@ def _fixed(row: Mapping[str, Any], code: Any) -> dict[str, Any]:
     loss = _loss(row["fixed"], code)
     fresh = verdict(loss, FRESH, intended=row["intended"])
     stale = verdict(loss, STALE, intended=row["intended"])
+    fixed_stale = _rounded(dataclasses.asdict(stale))
     with_holes = holes(loss, intended=row["intended"])
     return {
         "fixed_fresh": _rounded(dataclasses.asdict(fresh)),
-        "fixed_stale": _rounded(dataclasses.asdict(stale)),
+        "fixed_stale": fixed_stale | _kind(loss, fixed_stale),
         "fixed_holes": _rounded(dataclasses.asdict(with_holes)),
     }
 
@@ -213,11 +214,25 @@ def _figures(loss: Any, row: Mapping[str, Any], *, group_size: int = 1) -> dict[
     for name, regime in (("fresh", FRESH), ("stale", STALE)):
         outcome = verdict(loss, regime, intended=row["intended"], group_size=group_size)
         figures[name] = _rounded(dataclasses.asdict(outcome))
+    figures["stale"] |= _kind(loss, figures["stale"], group_size)
     figures["holes"] = None
     if row.get("holes", True):
         with_holes = holes(loss, intended=row["intended"], group_size=group_size)
         figures["holes"] = _rounded(dataclasses.asdict(with_holes))
     return figures
+
+
+def _kind(loss: Any, figures: Mapping[str, Any], group_size: int = 1) -> dict[str, str]:
+    """The kind of a loss that hits no objective on stale samples; empty where it hits one, or is not decided."""
+    from register.kind import kind
+    from register.measure import NONE
+
+    if figures["target"] != NONE:
+        return {}
+    name = kind(loss, group_size=group_size)
+    if name is None:
+        return {}
+    return {"kind": name}
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:

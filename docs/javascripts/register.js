@@ -17,6 +17,13 @@
     zero: "nothing: noise of zero mean",
     none: "the gradient of no KL",
   };
+  // Of a loss that hits no objective on stale samples (docs/off_policy_terms.md).
+  const OFF_POLICY = {
+    proper_loss: "a loss with its minimum at the reference",
+    repulsion: "a repulsion from the samples",
+    difference: "a function whose minimum is not at the reference",
+    no_function: "the gradient of no function",
+  };
   const SILENT = "nothing: no completion has a gradient";
   const KINDS = {
     right: "optimizes what is meant",
@@ -54,6 +61,7 @@
   const objective = (figures) => {
     if (!figures) return "not rebuilt";
     if (figures.silent) return SILENT;
+    if (figures.kind) return OFF_POLICY[figures.kind];
     let words = WORDS[figures.target] || figures.target;
     if (figures.coefficient !== null && Math.abs(figures.coefficient - 1) > 1e-3) {
       words = `${Number(figures.coefficient.toPrecision(3))} times the ${words}`;

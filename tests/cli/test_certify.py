@@ -190,6 +190,54 @@ def test_the_terms_of_a_plugin_have_one_line_each_and_the_small_print_once(certi
     assert text.count("the gradient of no KL") == 1
 
 
+def test_the_pull_of_each_configuration_has_a_line_with_its_samples(certify):
+    code, out, err = certify("grpo", "comedy/k3_in_reward", "--seed", "0")
+    assert code == 0, err
+    lines = [line for line in out.splitlines() if line.startswith("pull of ")]
+    assert lines == [
+        "pull of grpo (force on a token by its log-ratio), on_policy: above the reference at most beta, below it at "
+        "most beta; off_policy, mixed: above the reference at most beta, below it exponential",
+        "pull of comedy/k3_in_reward (force on a token by its log-ratio), on_policy: above the reference linear, below "
+        "it at most beta away; off_policy, mixed: above the reference linear, below it exponential away",
+    ]
+    rows = rows_of(certify, "grpo", "--regime", "off_policy", "--seed", "0")
+    assert [row["pull"] for row in rows] == ["above the reference at most beta, below it exponential"]
+    # Of two terms, and of one that reads whole distributions, no force on a token is known.
+    both = rows_of(certify, "comedy/k3_both", "rb/per_decision", "--regime", "on_policy", "--seed", "0")
+    assert ["pull" in row for row in both] == [False, False]
+
+
+def test_ranges_come_with_the_vocabulary_and_the_distance_of_their_policies(certify):
+    arguments = ("grpo", "--regime", "off_policy", "--range", "--seed", "0")
+    (row,) = rows_of(certify, *arguments)
+    figures = row["range"]
+    assert (figures["policies"], figures["vocabulary"], figures["steps"]) == (50, [4, 8], 3)
+    for name in ("error", "strength", "noise", "kl_per_prefix"):
+        least, median, largest = figures[name]
+        assert least < median < largest
+    code, out, err = certify(*arguments)
+    assert code == 0, err
+    head, _, line, *rest = out.splitlines()
+    assert head.split() == ["name", "regime", "optimizes", "error", "strength", "noise"]
+    least, median, largest = figures["error"]
+    assert f"{median:.2g} [{least:.2g}, {largest:.2g}]" in line
+    assert "%" not in line
+    nearest, _, farthest = figures["kl_per_prefix"]
+    words = (
+        f"50 drawn policies of 4 and 8 tokens and up to 3 steps, {nearest:.2g} to {farthest:.2g} nats of KL per prefix"
+    )
+    assert words in " ".join(rest)
+    code, out, err = certify(*arguments, "--format", "csv")
+    (cells,) = csv.DictReader(io.StringIO(out))
+    assert float(cells["range_error_median"]) == pytest.approx(median)
+
+
+def test_ranges_are_not_of_policy_losses(certify):
+    code, out, err = certify("--policy", "tis", "--range")
+    assert (code, out) == (2, "")
+    assert "--range is of KL terms" in err
+
+
 # --- every name, every option ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", built_in(ESTIMATORS))
 def test_every_registered_estimator_is_certified_by_its_name(certify, name):

@@ -155,6 +155,24 @@ def test_no_first_answer_is_a_wall(kl_comedy, system):
     assert len(out.splitlines()) <= 26
 
 
+def test_the_first_answer_tells_the_pull_in_one_line_for_each_kind_of_samples(kl_comedy):
+    _, out, _ = kl_comedy("explain", "grpo")
+    pulls = [line for line in out.splitlines() if line.startswith("Pull")]
+    assert pulls == [
+        "Pull           above the reference at most beta, below it at most beta",
+        "Pull           above the reference at most beta, below it exponential",
+    ]
+    # A ratio that has the token's own: stale samples are like fresh ones.
+    _, out, _ = kl_comedy("explain", "trl:beta=0.04,num_iterations=4")
+    assert [line for line in out.splitlines() if line.startswith("Pull")] == [
+        "Pull           above the reference linear, below it fades"
+    ]
+    # No pull: the line above says that it is noise.
+    _, out, _ = kl_comedy("explain", "verl:use_kl_loss=true,kl_loss_type=kl,train_batch_size=256")
+    assert "nothing: zero-mean noise" in out
+    assert "Pull" not in out
+
+
 def test_a_pasted_call_is_answered(kl_comedy):
     code, out, _ = kl_comedy("explain", 'GRPOConfig(beta=0.04, loss_type="dr_grpo", num_iterations=4)')
     assert code == 0

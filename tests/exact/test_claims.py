@@ -16,7 +16,7 @@ import torch
 from claim_tree import TREE
 from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target, kl_parts, kl_surrogate, term_warnings
-from kl_comedy.kl.claims import KIND_WORDS, NO_TARGET, all_terms, has_no_pull, own_targets
+from kl_comedy.kl.claims import KIND_WORDS, NO_TARGET, all_terms, own_targets
 from kl_comedy.kl.estimators import TopTokens, jensen_shannon, k1, k3, k_lambda
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, log_probs, target_gradient
 from kl_comedy.objective import returns_with_costs
@@ -78,49 +78,6 @@ def test_every_term_hits_exactly_the_target_it_claims(regime, parameters):
         if hit != claims:
             wrong.append(f"{term.label()}: hits {hit}, claims {claims}")
     assert not wrong, "\n".join(wrong)
-
-
-# --- pull: what leads back to the reference -------------------------------------------------------------------------
-STEP = 1e-4
-"""A displacement of the logits (nats) from the reference, small beside 1 and large beside rounding errors."""
-
-
-def second_derivative(term, regime, direction):
-    """The rise of the term's expected gradient along ``direction`` of the logits, from the reference, per nat."""
-    where = Instance.random(Tree.build(vocabulary=3, length=2), InstanceSettings(regime="off_policy", seed=3))
-    rises = []
-    for step in (0.0, STEP):
-        logits_NV = where.ref_logp_NV + step * direction.reshape(where.ref_logp_NV.shape)
-        sampler_NV = where.sampler_logp_NV
-        if regime == "on_policy":
-            sampler_NV = logits_NV.log_softmax(-1)
-        at_step = replace(where, theta_D=logits_NV.reshape(-1), sampler_logp_NV=sampler_NV, recorded_logp_NV=sampler_NV)
-        rises.append(float(expected(at_step, term) @ direction))
-    return (rises[1] - rises[0]) / STEP
-
-
-def pulls(term, regime):
-    """Whether a small step from the reference, either way, is answered by a gradient that leads back."""
-    direction = torch.randn(9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return min(second_derivative(term, regime, direction), second_derivative(term, regime, -direction)) > 0.01
-
-
-@pytest.mark.parametrize("regime", ["on_policy", "off_policy"])
-@pytest.mark.parametrize("correction", ["none", "token_detached", "prefix_previous"])
-def test_a_term_without_a_pull_does_not_lead_back_to_the_reference(regime, correction):
-    wrong = []
-    kinds = set()
-    for term in all_terms([entry.name for entry in BUILT_IN], [correction]):
-        # A mixture of k1 and k3 in the loss pushes and pulls; to_go and total pull alike.
-        is_mixed = term.estimator == "k_lambda" and term.placement == "loss"
-        if is_mixed or term.anchor != "current" or term.credit == "total":
-            continue
-        says = has_no_pull(term, regime)
-        kinds.add(says)
-        if says == pulls(term, regime):
-            wrong.append(f"{term.label()}: has_no_pull is {says}")
-    assert not wrong, "\n".join(wrong)
-    assert kinds == {True, False}
 
 
 @pytest.mark.parametrize("clamp", [{"input_clamp": 0.01}, {"output_clamp": 1e-4}], ids=str)

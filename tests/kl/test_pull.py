@@ -1,14 +1,17 @@
 """How the force of a term grows with the distance, against closed forms that are derived here."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from kl_comedy.kl import KLTerm
+from kl_comedy.kl.claims import all_terms, off_policy_kind
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient
-from kl_comedy.kl.pull import force, pull_sentence, pulls
+from kl_comedy.kl.pull import force, is_idle, pull_in_words, pulls
+from kl_comedy.registry import ESTIMATORS
 
 REFERENCE = 0.2
 """The reference's probability of the first of two outcomes."""
@@ -59,6 +62,23 @@ def test_the_force_gives_the_expected_derivative_of_two_outcomes(name, moved, st
     assert float(gradient_D[0] - gradient_D[1]) / 2 == pytest.approx(expected, abs=1e-12)
 
 
+@pytest.mark.parametrize("moved", [-3.0, 0.5, 3.0])
+def test_the_ratio_of_the_token_makes_the_mean_of_stale_samples_that_of_fresh_ones(moved):
+    """``d/dt KL(pi || ref) = p (1 - p) t``, whoever sampled; without the ratio it is not."""
+    odds = math.log(REFERENCE / (1 - REFERENCE)) + moved
+    p = 1 / (1 + math.exp(-odds))
+    instance = two_outcomes(odds, 0.6)
+    gradients = {}
+    for correction in ("token", "none"):
+        gradient_D = expected_gradient(instance, [loss("k3", correction=correction)]).gradient_D
+        gradients[correction] = float(gradient_D[0] - gradient_D[1]) / 2
+    distances = torch.tensor([math.log(p / REFERENCE), math.log((1 - p) / (1 - REFERENCE))], dtype=torch.float64)
+    first, other = force(loss("k3", correction="token"), distances).tolist()
+    assert p * first * (1 - p) - (1 - p) * other * p == pytest.approx(p * (1 - p) * moved, abs=1e-12)
+    assert gradients["token"] == pytest.approx(p * (1 - p) * moved, abs=1e-12)
+    assert gradients["none"] != pytest.approx(gradients["token"], rel=0.01)
+
+
 def two_outcomes(odds, sampled):
     tree = Tree.build(vocabulary=2, length=1, ends=False)
     instance = Instance.random(tree, InstanceSettings(regime="on_policy", seed=0))
@@ -71,6 +91,30 @@ def two_outcomes(odds, sampled):
         "recorded_logp_NV": sampler,
     }
     return Instance(**{**vars(instance), **tables})
+
+
+RARE = 1e-9
+IN_LOG_RATIOS = [entry.name for entry in ESTIMATORS if entry.facts.get("needs", "log_ratio") == "log_ratio"]
+
+
+def of_a_rare_token(term, distance):
+    """Per draw of a token that is not below the reference, from the enumerated gradient by the log-odds."""
+    p = RARE * math.exp(distance)
+    instance = two_outcomes(math.log(p / (1 - p)), p)
+    reference = torch.tensor([[RARE, 1 - RARE]], dtype=torch.float64).log()
+    gradient_D = expected_gradient(replace(instance, ref_logp_NV=reference), [term]).gradient_D
+    return float(gradient_D[0] - gradient_D[1]) / 2 / max(p, RARE)
+
+
+@pytest.mark.parametrize("placement", ["loss", "reward"])
+@pytest.mark.parametrize("name", IN_LOG_RATIOS)
+def test_the_expected_force_is_that_of_a_rare_token_by_enumeration(name, placement):
+    """What a token gains others lose: abs has its step there too, and pulls with 2 beta, as twice a total variation."""
+    term = KLTerm(name, placement=placement)
+    distances = [-6.0, -1.0, -0.1, 0.1, 1.0, 6.0]
+    forces = force(term, torch.tensor(distances, dtype=torch.float64), expected=True).tolist()
+    # Up to the token's own share, which is not 0.
+    assert forces == [pytest.approx(of_a_rare_token(term, item), rel=1e-5, abs=1e-6) for item in distances]
 
 
 def test_the_closed_forms_are_the_derivatives_of_divergences():
@@ -88,6 +132,8 @@ GROWTHS = {
     "k3": (loss("k3"), "bounded", "bounded", "exponential"),
     "abs": (loss("abs"), "bounded", "fades", "bounded"),
     "k3 x token ratio": (loss("k3", correction="token"), "linear", "fades", "linear"),
+    # l + 1 per sample, of which the 1 has mean zero: k1's reverse KL, as k3 x token ratio.
+    "k1 x token ratio": (loss("k1", correction="token"), "linear", "fades", "linear"),
     "k3 with the gradient of k2": (loss("k3", gradient="k2"), "linear", "fades", "linear"),
     "k1 as a cost": (KLTerm("k1"), "linear", "fades", "linear"),
     "k2 as a cost": (KLTerm("k2"), "quadratic", "fades", "quadratic"),
@@ -121,15 +167,104 @@ def test_a_force_away_from_the_reference_says_so():
     assert [pull.growth for pull in pulls(loss("k1"), expected=True)] == ["none", "none"]
     assert pulls(KLTerm("k3"), expected=False)[1].away
     assert not pulls(loss("k3"), expected=False)[1].away
+    assert pulls(loss("k1", correction="token"), expected=True) == pulls(loss("k2"), expected=True)
 
 
-def test_the_sentence():
-    assert pull_sentence(loss("k3")) == (
-        "in the mean of fresh samples at most 1 beta above the reference and at most 1 beta below it; per sample, and "
-        "in the mean of stale samples without a ratio, at most 1 beta above and exponential below"
+# --- what leads back to the reference ------------------------------------------------------------------------------
+STEP = 1e-4
+"""A displacement of the logits (nats) from the reference, small beside 1 and large beside rounding errors."""
+
+
+def second_derivative(term, regime, direction):
+    """The rise of the term's expected gradient along ``direction`` of the logits, from the reference, per nat."""
+    where = Instance.random(Tree.build(vocabulary=3, length=2), InstanceSettings(regime="off_policy", seed=3))
+    rises = []
+    for step in (0.0, STEP):
+        logits_NV = where.ref_logp_NV + step * direction.reshape(where.ref_logp_NV.shape)
+        sampler_NV = where.sampler_logp_NV
+        if regime == "on_policy":
+            sampler_NV = logits_NV.log_softmax(-1)
+        at_step = replace(where, theta_D=logits_NV.reshape(-1), sampler_logp_NV=sampler_NV, recorded_logp_NV=sampler_NV)
+        rises.append(float(expected_gradient(at_step, [term]).gradient_D @ direction))
+    return (rises[1] - rises[0]) / STEP
+
+
+def leads_back(term, regime):
+    """Whether a small step from the reference, either way, is answered by a gradient that leads back."""
+    direction = torch.randn(9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return min(second_derivative(term, regime, direction), second_derivative(term, regime, -direction)) > 0.01
+
+
+def every_term(correction):
+    """Terms without a mixture of k1 and k3 in the loss, which pushes and pulls; to_go and total pull alike."""
+    built_in = [entry.name for entry in ESTIMATORS if entry.origin.startswith("kl_comedy.")]
+    for term in all_terms(built_in, [correction]):
+        is_mixed = term.estimator == "k_lambda" and term.placement == "loss"
+        if not is_mixed and term.anchor == "current" and term.credit != "total":
+            yield term
+
+
+@pytest.mark.parametrize("regime", ["on_policy", "off_policy"])
+@pytest.mark.parametrize("correction", ["none", "token_detached", "prefix_previous"])
+def test_an_idle_term_does_not_lead_back_to_the_reference_and_any_other_does(regime, correction):
+    wrong = []
+    answers = set()
+    for term in every_term(correction):
+        says = is_idle(term)
+        answers.add(says)
+        if says == leads_back(term, regime):
+            wrong.append(f"{term.label()}: is_idle is {says}")
+    assert not wrong, "\n".join(wrong)
+    assert answers == {True, False}
+
+
+@pytest.mark.parametrize("regime", ["on_policy", "off_policy"])
+@pytest.mark.parametrize("correction", ["none", "prefix_previous"])
+@pytest.mark.parametrize("mix", [0.0, 1.0])
+def test_a_mixture_at_its_ends_is_idle_where_k1_and_k3_are(regime, correction, mix):
+    for placement in ("loss", "reward"):
+        fields = {"placement": placement, "correction": correction}
+        term = KLTerm("k_lambda", options={"lam": mix}, **fields)
+        assert is_idle(term) != leads_back(term, regime), term.label()
+
+
+def test_a_repulsion_is_idle_on_stale_samples_and_a_proper_loss_is_not():
+    kinds = {term: off_policy_kind(term) for term in all_terms()}
+    idle = {kind.kind: set() for kind in kinds.values() if kind is not None}
+    for term, kind in kinds.items():
+        if kind is not None:
+            idle[kind.kind].add(is_idle(term))
+    assert idle["repulsion"] == {True}
+    assert idle["proper_loss"] == {False}
+
+
+SENTENCES = {
+    "k3": (loss("k3"), "at most beta", "at most beta", "exponential"),
+    "k2": (loss("k2"), "linear", "fades", "linear"),
+    # A ratio that has the token's own makes a stale sample like a fresh one.
+    "k3 x token ratio": (loss("k3", correction="token"), "linear", "fades", "fades"),
+    "k1 x prefix ratio as a cost": (KLTerm("k1", correction="prefix"), "linear", "fades", "fades"),
+    "k2 x ratio before": (loss("k2", correction="prefix_previous"), "linear", "fades", "linear"),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_the_words_are_of_the_samples_of_a_regime(name):
+    term, above, below_fresh, below_stale = SENTENCES[name]
+    assert pull_in_words(term, "on_policy") == f"above the reference {above}, below it {below_fresh}"
+    for regime in ("off_policy", "mixed"):
+        assert pull_in_words(term, regime) == f"above the reference {above}, below it {below_stale}"
+
+
+def test_the_words_of_terms_with_a_bound_and_without_a_pull():
+    half = loss("k3", input_clamp=20.0, output_clamp=10.0)
+    assert pull_in_words(half, "off_policy") == (
+        "above the reference at most beta (0 from 11 nats), below it exponential (0 from 2.61 nats)"
     )
-    assert pull_sentence(loss("exact")) == ""
-    assert pull_sentence(loss("k2", reference="sampler")) == ""
+    assert pull_in_words(loss("k1"), "on_policy") == "none"
+    assert pull_in_words(loss("k1"), "mixed") == "above the reference at most beta, below it at most beta away"
+    assert pull_in_words(loss("exact"), "on_policy") == ""
+    assert pull_in_words(loss("k2", reference="sampler"), "off_policy") == ""
 
 
 VERL = loss("k3", input_clamp=20.0, output_clamp=10.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate_record import Certificate
     from kl_comedy.kl.oracle.part_claims import PartsCoverage
     from kl_comedy.kl.oracle.policy_certificate import PolicyCertificate
+    from kl_comedy.lab.ranges import Ranges
     from kl_comedy.objective import PolicyTerm
 
 Item = TypeVar("Item")
@@ -55,6 +56,10 @@ Seed = Annotated[
 Search = Annotated[
     float, typer.Option("--search", min=0.0, help="Seconds to search for a setting in which a claim is false")
 ]
+Range = Annotated[
+    bool,
+    typer.Option("--range", help="Error, strength and noise as ranges over 50 drawn policies of 4 and 8 tokens"),
+]
 Full = Annotated[
     bool,
     typer.Option("--full", help="Show every combination of a plugin or --estimator, not only main ones and failures"),
@@ -78,6 +83,7 @@ class CertifyOptions:
     format: Annotated[str, choice_option("--format", "table", "json", "csv", "latex", "markdown")] = "table"
     plot: Annotated[Path | None, typer.Option("--plot", help="Write the bias-variance plane to this picture")] = None
     full: Full = False
+    range: Range = False
     seed: Seed = 0
     search: Search = 0.0
     plugin: Plugins = None
@@ -105,6 +111,8 @@ def certify(wanted: CertifyOptions) -> None:
 
     Example: `kl-comedy certify grpo rb/per_decision`
 
+    Example: `kl-comedy certify grpo --regime off_policy --range`
+
     Example: `kl-comedy certify --plugin my_estimator.py`
 
     Example: `kl-comedy certify --policy tis --policy sequence --regime off_policy`
@@ -114,6 +122,8 @@ def certify(wanted: CertifyOptions) -> None:
     for name in wanted.regimes:
         common.check_choice("--regime", name, REGIMES)
     if wanted.policy:
+        if wanted.range:
+            raise UserError("--range is of KL terms, whose figures are against the reverse KL; leave --policy out")
         if wanted.names_terms or wanted.plot:
             raise UserError("--policy certifies against the reward gradient; ask for KL terms in a second call")
         load_plugins(wanted.plugin)
@@ -354,21 +364,30 @@ def _certify_terms(request: _Request, wanted: CertifyOptions) -> list[str]:
         # Only of terms that hit a target: the others are not meant to be near one.
         worst_error=max((c.worst_error for c in certificates if c.target), default=0.0),
     )
+    ranges: dict[tuple[str, str], Ranges] = {}
+    if wanted.range:
+        ranges = _ranges(certificates, wanted.seed)
     in_training: list[Effect] = []
     for name, context in request.contexts.items():
         in_training += effects(name, request.lists[name], context)
 
     if wanted.format == "json":
-        _print_json(certificates, in_training, checked)
+        _print_json(certificates, in_training, checked, ranges)
     elif wanted.format == "csv":
-        output.print_table([output.term_csv_row(certificate) for certificate in certificates], "csv")
+        rows = []
+        for certificate in certificates:
+            spans = ranges.get((certificate.name, certificate.regime))
+            rows.append(output.term_csv_row(certificate) | output.range_csv_cells(spans))
+        output.print_table(rows, "csv")
         message(output.checked_sentence(checked))  # to stderr: stdout stays a table that a program can read
     else:
         hidden = set() if wanted.full else request.hidden
         # A claim that fails is shown whether its row is a main one or not.
         shown = [c for c in certificates if c.name not in hidden or not c.claim_holds]
         is_brief = request.is_brief and wanted.format in ("text", "table")
-        _print_tables(shown, len(certificates), in_training, checked, wanted.format, is_brief=is_brief)
+        if shown:
+            _print_certificates(shown, len(certificates), checked, wanted.format, ranges, is_brief=is_brief)
+        _print_effects(in_training, wanted.format)
     if wanted.plot is not None:
         from kl_comedy.lab.certificate_plot import plot_certificates  # imports matplotlib
 
@@ -394,41 +413,71 @@ def _check_parts(request: _Request, seed: int) -> tuple[list[str], PartsCoverage
     return check_parts(options, corrections, seed=seed)
 
 
-def _print_json(certificates: Sequence[Certificate], in_training: Sequence[Effect], checked: output.Checked) -> None:
+def _ranges(certificates: Sequence[Certificate], seed: int) -> dict[tuple[str, str], Ranges]:
+    """The ranges of each certificate, by its name and regime."""
+    from kl_comedy.lab.ranges import ranges
+
+    by_row = {}
+    with progress_bar("drawing policies", len(certificates)) as advance:
+        for certificate in certificates:
+            by_row[certificate.name, certificate.regime] = ranges(certificate, seed=seed)
+            advance()
+    return by_row
+
+
+def _print_json(
+    certificates: Sequence[Certificate],
+    in_training: Sequence[Effect],
+    checked: output.Checked,
+    ranges: Mapping[tuple[str, str], Ranges],
+) -> None:
     effect_rows = {(effect.name, effect.regime): effect.row() for effect in in_training}
     checked_row = checked.row()
     rows = []
     for certificate in certificates:
         effect_row = effect_rows.get((certificate.name, certificate.regime))
         # In every row, though it is the same: a row is often all that is kept of a call.
-        rows.append({**certificate.row(), "in_training": effect_row, "checked": checked_row})
+        row = {**certificate.row(), "in_training": effect_row, "checked": checked_row}
+        spans = ranges.get((certificate.name, certificate.regime))
+        if spans is not None:
+            row["range"] = asdict(spans)
+        rows.append(row)
     print(json.dumps(rows, indent=1))
 
 
-def _print_tables(
+def _print_certificates(
     shown: Sequence[Certificate],
     total: int,
-    in_training: Sequence[Effect],
     checked: output.Checked,
     format: str,
+    ranges: Mapping[tuple[str, str], Ranges],
     *,
     is_brief: bool,
 ) -> None:
-    """Print the certificates ``shown`` of ``total``, and below them what they become in the algorithms of configs."""
-    if shown:
-        notes = [output.TERM_LEGEND]
-        row_of = output.term_table_row
-        if is_brief:
-            notes.append(output.BRIEF_LEGEND)
-            row_of = output.term_brief_row
-        if any(certificate.kind is not None for certificate in shown):
-            notes.append(output.KIND_LEGEND)
-        if not is_brief and len(shown) == total:
-            notes += output.pull_notes(shown)
-        if len(shown) < total:
-            notes.append(f"{len(shown)} of {total} rows: the main ones and the failures; --full prints all")
-        notes.append(output.checked_sentence(checked))
-        output.print_table([row_of(certificate) for certificate in shown], format, notes)
+    """Print the certificates ``shown`` of ``total``, one row each."""
+    notes = [output.TERM_LEGEND]
+    row_of = output.term_table_row
+    if is_brief:
+        row_of = output.term_brief_row
+    if is_brief and not ranges:
+        notes.append(output.BRIEF_LEGEND)
+    rows = [row_of(certificate) for certificate in shown]
+    if ranges:
+        spans = [ranges[certificate.name, certificate.regime] for certificate in shown]
+        notes[0] = output.range_legend(spans[0])
+        rows = [output.range_table_row(*pair) for pair in zip(shown, spans, strict=True)]
+    if any(certificate.kind is not None for certificate in shown):
+        notes.append(output.KIND_LEGEND)
+    if not is_brief and len(shown) == total:
+        notes += output.pull_notes(shown)
+    if len(shown) < total:
+        notes.append(f"{len(shown)} of {total} rows: the main ones and the failures; --full prints all")
+    notes.append(output.checked_sentence(checked))
+    output.print_table(rows, format, notes)
+
+
+def _print_effects(in_training: Sequence[Effect], format: str) -> None:
+    """Print what certificates become in the algorithms of configs."""
     if in_training:
         print()
         rows = [output.rounded(effect.row()) for effect in in_training]

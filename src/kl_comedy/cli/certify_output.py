@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate_record import Certificate
     from kl_comedy.kl.oracle.part_claims import PartsCoverage
     from kl_comedy.kl.oracle.policy_certificate import PolicyCertificate
+    from kl_comedy.lab.ranges import Ranges, Span
 
 TERM_LEGEND = (
     "bias, cosine: of the expected gradient, against that of the sequence-level reverse KL; noise: the variance of one "
@@ -210,6 +211,64 @@ def term_brief_row(certificate: Certificate) -> dict[str, Any]:
     return {**row, "optimizes": optimizes}
 
 
+def range_table_row(certificate: Certificate, ranges: Ranges) -> dict[str, Any]:
+    """A certificate as one line, with ranges in place of the figures of its own few policies."""
+    noise = "-"
+    if ranges.noise is not None:
+        noise = _span_text(ranges.noise, "x")
+    return {
+        "name": certificate.name,
+        "regime": certificate.regime,
+        "optimizes": certificate.optimizes,
+        "error": _span_text(ranges.error),
+        "strength": _span_text(ranges.strength),
+        "noise": noise,
+    }
+
+
+def range_csv_cells(ranges: Ranges | None) -> dict[str, float]:
+    """The least, the median and the largest of each figure, one column each; nothing without ranges."""
+    cells: dict[str, float] = {}
+    if ranges is None:
+        return cells
+    for name in ("kl_per_prefix", "error", "strength", "noise"):
+        span = getattr(ranges, name) or (math.nan, math.nan, math.nan)
+        for part, value in zip(("least", "median", "largest"), span, strict=True):
+            cells[f"range_{name}_{part}"] = value
+    return cells
+
+
+def range_legend(ranges: Ranges) -> str:
+    """What the ranges are of: the policies, their vocabularies and their distance."""
+    least, _, largest = ranges.kl_per_prefix
+    return (
+        "median [least, largest]; error: of the expected gradient, against that of the sequence-level reverse KL; "
+        "strength: the multiple of that gradient in it, the pull at these distances; noise: the variance of one "
+        "completion's gradient over that of the least noisy unbiased term. "
+        f"Of {ranges.policies} drawn policies of {_listed(ranges.vocabulary)} tokens and up to {ranges.steps} steps, "
+        f"{least:.2g} to {largest:.2g} nats of KL per prefix from the reference"
+    )
+
+
+def _span_text(span: Span, unit: str = "") -> str:
+    """A range as its median, with the least and the largest in brackets.
+
+    >>> _span_text((0.02, 0.5, 31.2), "x")
+    '0.5x [0.02, 31]'
+    """
+    least, middle, largest = map(_two_digits, span)
+    return f"{middle}{unit} [{least}, {largest}]"
+
+
+def _two_digits(value: float) -> str:
+    if abs(value) < ROUNDING:
+        return "0"
+    # With two digits 120 would be "1.2e+02".
+    if abs(value) >= 100:
+        return f"{value:.0f}"
+    return f"{value:.2g}"
+
+
 def policy_csv_row(certificate: PolicyCertificate) -> dict[str, Any]:
     """A policy term's certificate with the numbers that JSON leaves out where they are undefined."""
     row = certificate.row()
@@ -257,17 +316,19 @@ def cosine_text(cosine: float) -> str:
 
 
 def pull_notes(certificates: Sequence[Certificate]) -> list[str]:
-    """A line on the pull of each configuration of one term, where there are few of them."""
-    from kl_comedy.kl.pull import pull_sentence
-
-    by_name = {certificate.name: certificate.terms for certificate in certificates}
-    if len(by_name) > MOST_PULLS:
+    """A line on the pull of each configuration that has one, where there are few of them."""
+    regimes_by_pull: dict[str, dict[str, list[str]]] = {}
+    for certificate in certificates:
+        by_pull = regimes_by_pull.setdefault(certificate.name, {})
+        if certificate.pull:
+            by_pull.setdefault(certificate.pull, []).append(certificate.regime)
+    if len(regimes_by_pull) > MOST_PULLS:
         return []
     notes = []
-    for name, terms in by_name.items():
-        sentence = pull_sentence(terms[0]) if len(terms) == 1 else ""
-        if sentence:
-            notes.append(f"pull of {name}: {sentence}")
+    for name, by_pull in regimes_by_pull.items():
+        texts = [f"{', '.join(regimes)}: {pull}" for pull, regimes in by_pull.items()]
+        if texts:
+            notes.append(f"pull of {name} (force on a token by its log-ratio), {'; '.join(texts)}")
     return notes
 
 

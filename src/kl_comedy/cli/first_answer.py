@@ -58,6 +58,8 @@ def first_answer(reading: Reading, freshness: FreshnessAnswer, remarks: Sequence
         for regime in regimes:
             label = "It follows" if len(regimes) == 1 else SAMPLES_OF_REGIME[regime].capitalize()
             lines += _line(label, _follows(regime, certificates, asked))
+            if regime in asked.holds_in:
+                lines += _pull(certificates[regime])
     trap = _trap(reading, asked, regimes, remarks)
     if trap:
         lines += _line("Trap", trap)
@@ -78,6 +80,7 @@ def recipe_answer(terms: Sequence[KLTerm], certificates: Sequence[Certificate]) 
     by_regime = {certificate.regime: certificate for certificate in certificates}
     for regime in ("on_policy", "off_policy"):
         lines += _line(SAMPLES_OF_REGIME[regime].capitalize(), _follows_in_words(by_regime[regime]))
+        lines += _pull(by_regime[regime])
     for samples in REGIME_OF_SAMPLES:
         never = _never(terms, samples)
         if never:
@@ -185,12 +188,22 @@ def _follows_in_words(certificate: Certificate) -> str:
     if target == "zero":
         return TARGET_WORDS["zero"]
     if target is None:
-        text = f"{certificate.untargeted}; {nearest_in_words(certificate)}"
+        text = certificate.untargeted
+        # A function that has a name needs no neighbour.
+        if certificate.kind is None or not certificate.kind.function:
+            text += f"; {nearest_in_words(certificate)}"
     else:
         text = target_in_words(target)
         if certificate.target is None:
             text += ", while no bound acts"
     return f"{text}{noise_in_words(certificate)}"
+
+
+def _pull(certificate: Certificate) -> list[str]:
+    """How the force grows with the distance; nothing where there is none, which the line above says."""
+    if certificate.pull in ("", "none"):
+        return []
+    return _line("Pull", certificate.pull)
 
 
 def target_in_words(target: str) -> str:

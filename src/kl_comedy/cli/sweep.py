@@ -290,7 +290,7 @@ def _warn_of_idle_terms(manifest: Manifest, base: Path) -> None:
     """Say in one line which cells have no KL term that leads back to its reference (:func:`idle_terms`)."""
     from kl_comedy.config import config_reader
     from kl_comedy.kl import resolve_terms
-    from kl_comedy.kl.claims import idle_terms
+    from kl_comedy.kl.pull import idle_terms
 
     read = config_reader(base)
     # Cells of one name differ in their seed only.

@@ -672,48 +672,6 @@ def term_warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
     return [f"{term.label()}: {regime.replace('_', '-')} {verdict(term, regime)}"]
 
 
-def has_no_pull(term: KLTerm, regime: str) -> bool:
-    """Whether nothing in the term's expected gradient leads the policy back to its reference.
-
-    Less is asked than of a target: k3 in the loss on stale samples is the gradient of no KL, and has its minimum at the
-    reference. False where an estimator claims too little to tell.
-    """
-    if term.reference == "sampler":
-        return False
-    target = claimed_target(term, regime)
-    if target is not None:
-        return target == "zero"
-    facts = _Facts.of(term, on_policy=regime == "on_policy")
-    # A sum over the vocabulary is differentiated at its own prefix, in either placement.
-    if facts.exact:
-        return False
-    if term.placement == "reward":
-        # A cost that is never negative makes a token rarer on both sides of the reference.
-        return "nonnegative" in claims_of(term, on_policy=facts.on_policy)
-    # The derivative of k1 is the score itself, which knows no reference: noise on fresh samples, and on stale ones a
-    # push away from the sampler. The ratio of the token itself, differentiated, adds the value times the score.
-    value_weights_score = facts.scope != "none" and facts.own_ratio and not facts.detached_ratio
-    return facts.pathwise == "zero" and not value_weights_score
-
-
-def idle_terms(terms: Iterable[KLTerm], *, off_policy: bool) -> str:
-    """The first of ``terms`` in words, where none of them has a pull; empty where one has, or all have beta 0.
-
-    >>> idle_terms([KLTerm("k1", placement="loss")], off_policy=True)
-    'k1 in the loss on stale samples'
-    """
-    regime = "on_policy"
-    samples = "fresh"
-    if off_policy:
-        regime = "off_policy"
-        samples = "stale"
-    # A beta of 0 is a run without a KL, which somebody asked for.
-    acting = [term for term in terms if term.beta != 0]
-    if not acting or not all(has_no_pull(term, regime) for term in acting):
-        return ""
-    return f"{acting[0].estimator} in the {acting[0].placement} on {samples} samples"
-
-
 def all_terms(estimators: Iterable[str] | None = None, corrections: Iterable[str] | None = None) -> list[KLTerm]:
     """All terms at beta 1 without caps, clamps and windows: estimator x level x correction x anchor x placement.
 

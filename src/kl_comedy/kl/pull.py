@@ -13,19 +13,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kl_comedy.kl.claims import claimed_target
 from kl_comedy.kl.surrogate import kl_surrogate
 from kl_comedy.kl.term import KLTerm
+from kl_comedy.registry import CORRECTIONS
 
 FARTHEST = 32.0
 """Nats: beyond the clamps that libraries have (10 and 20), and ``exp`` is still far from the end of float64."""
 STEP = 0.125
 ZERO = 1e-9
+HARDLY = 1e-12
+"""Nats by which the other tokens move when a rare one does."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +47,36 @@ class Pull:
 
     @property
     def words(self) -> str:
-        """As ``at most 1 beta`` or ``linear, none beyond 5 nats``."""
+        """As ``at most beta`` or ``linear (0 from 5 nats)``."""
         text = self.growth
         if self.growth == "bounded":
-            text = f"at most {self.limit:.2g} beta"
+            size = f"{self.limit:.2g} "
+            if size == "1 ":
+                size = ""
+            text = f"at most {size}beta"
         if self.away:
-            text += ", away from it"
+            text += " away"
         if self.cut is not None:
-            text += f", none beyond {self.cut:.3g} nats"
+            text += f" (0 from {self.cut:.3g} nats)"
         return text
 
 
-def force(term: KLTerm, distance_N: Tensor) -> Tensor:
+def force(term: KLTerm, distance_N: Tensor, *, expected: bool = False) -> Tensor:
     """The force per beta on a token drawn on policy, at log-ratios ``distance_N`` (nats), ``[N]`` in float64.
 
-    For terms that read the log-ratio of the sampled token; the completion is that one token.
+    ``expected``: its share of the mean over fresh samples, in draws of a token that is not below the reference, where
+    the token is rare. For terms that read the log-ratio of the sampled token; the completion is that one token.
     """
+    force_N = _force_per_sample(term, distance_N)
+    if not expected:
+        return force_N
+    # The scores of fresh samples have mean zero, and so has any constant times them: what counts is the force beyond
+    # that on the other tokens. What a rare token gains they lose, so little that only a step at the reference shows it.
+    others_N = _force_per_sample(term, -HARDLY * distance_N.sign())
+    return (force_N - others_N) * distance_N.clamp(max=0.0).exp()
+
+
+def _force_per_sample(term: KLTerm, distance_N: Tensor) -> Tensor:
     logp_BT = distance_N.double()[:, None].clone().requires_grad_(True)
     zeros_BT = torch.zeros_like(logp_BT).detach()
     surrogate_BT = kl_surrogate(
@@ -84,20 +101,56 @@ def pulls(term: KLTerm, *, expected: bool) -> tuple[Pull, Pull] | None:
     return _pull(term, 1.0, expected), _pull(term, -1.0, expected)
 
 
+def is_idle(term: KLTerm) -> bool:
+    """Whether nothing in the term's expected gradient leads the policy back to its reference, on samples of any age.
+
+    Less is asked than of a target: k3 in the loss on stale samples hits none, and has its minimum at the reference.
+    False for a pull to the sampler, and for a term that reads whole distributions: it is differentiated at the prefix.
+    """
+    if term.reference == "sampler" or term.needs != "log_ratio":
+        return False
+    # A certainty is a factor from 0 to 1, and a baseline a constant of the prefix: neither turns a force round.
+    bare = dataclasses.replace(term, weight="none")
+    if term.placement == "reward":
+        bare = dataclasses.replace(bare, baseline="after")
+    # A constant, as k1 in the loss has, is noise on fresh samples and a push away from stale ones, and no pull.
+    sides = [_toward(bare, side, expected=True) for side in (1.0, -1.0)]
+    leads_back = any(float(toward_N.max()) > ZERO for toward_N in sides)
+    # A cost that is never negative makes a token rarer on both sides of the reference.
+    drives_away = any(float(toward_N.min()) < -ZERO and float(toward_N.max()) < ZERO for toward_N in sides)
+    return drives_away or not leads_back
+
+
+def idle_terms(terms: Iterable[KLTerm], *, off_policy: bool) -> str:
+    """The first of ``terms`` in words, where all of them are idle; empty where one acts, or all have beta 0.
+
+    >>> idle_terms([KLTerm("k1", placement="loss")], off_policy=True)
+    'k1 in the loss on stale samples'
+    """
+    samples = "fresh"
+    if off_policy:
+        samples = "stale"
+    # A beta of 0 is a run without a KL, which somebody asked for.
+    acting = [term for term in terms if term.beta != 0]
+    if not acting or not all(is_idle(term) for term in acting):
+        return ""
+    return f"{acting[0].estimator} in the {acting[0].placement} on {samples} samples"
+
+
 def _pull(term: KLTerm, side: float, expected: bool) -> Pull:
     """The pull above (``side`` 1) or below (-1) the reference."""
-    # The scores of fresh samples have mean zero, and so has any constant times them.
-    if expected and claimed_target(term, "on_policy") == "zero":
-        return Pull("none")
+    toward_N = _toward(term, side, expected)
+    growth, limit = _growth(toward_N)
+    away = growth != "none" and float(toward_N[toward_N.abs().argmax()]) < 0
+    return Pull(growth, limit, _cut(term, side), away)
+
+
+def _toward(term: KLTerm, side: float, expected: bool) -> Tensor:
+    """The force toward the reference, ``[N]``, at distances from near to far above (``side`` 1) or below (-1) it."""
     distance_N = torch.arange(STEP, FARTHEST + STEP / 2, STEP, dtype=torch.float64)
     # Its growth is that without clamps, which may act before it shows.
     unclamped = dataclasses.replace(term, input_clamp=None, output_clamp=None)
-    force_N = side * force(unclamped, side * distance_N)
-    if expected and side < 0:
-        force_N = force_N * (-distance_N).exp()
-    growth, limit = _growth(force_N)
-    away = growth != "none" and float(force_N[force_N.abs().argmax()]) < 0
-    return Pull(growth, limit, _cut(term, side), away)
+    return side * force(unclamped, side * distance_N, expected=expected)
 
 
 def _growth(force_N: Tensor) -> tuple[str, float | None]:
@@ -140,16 +193,19 @@ def _acts(term: KLTerm, distance: float) -> bool:
     return bool(force(term, torch.tensor([distance], dtype=torch.float64)) != 0)
 
 
-def pull_sentence(term: KLTerm) -> str:
-    """One line on a term's pull; empty where :func:`pulls` has none."""
-    mean = pulls(term, expected=True)
-    sampled = pulls(term, expected=False)
-    if mean is None or sampled is None:
+def pull_in_words(term: KLTerm, regime: str) -> str:
+    """The pull on samples of a regime, in a line; empty where :func:`pulls` has none.
+
+    >>> pull_in_words(KLTerm("k3", placement="loss"), "off_policy")
+    'above the reference at most beta, below it exponential'
+    """
+    # A ratio that contains the token's own makes a stale sample like a fresh one.
+    ratio = CORRECTIONS.get(term.correction).facts
+    has_own_ratio = ratio.get("scope") != "none" and bool(ratio.get("own", True))
+    sides = pulls(term, expected=regime == "on_policy" or has_own_ratio)
+    if sides is None:
         return ""
-    text = f"in the mean of fresh samples {mean[0].words} above the reference and {mean[1].words} below it"
-    if mean != sampled:
-        text += (
-            f"; per sample, and in the mean of stale samples without a ratio, {sampled[0].words} above and "
-            f"{sampled[1].words} below"
-        )
-    return text
+    above, below = sides
+    if above.growth == below.growth == "none":
+        return "none"
+    return f"above the reference {above.words}, below it {below.words}"

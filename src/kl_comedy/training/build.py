@@ -12,7 +12,7 @@ from kl_comedy.config.combinations import is_off_policy, updates_from_a_batch
 from kl_comedy.config.trainer_arguments import check_trainer_arguments
 from kl_comedy.io import check_writable
 from kl_comedy.kl import KLTerm, resolve_terms, term_warnings
-from kl_comedy.kl.claims import idle_terms
+from kl_comedy.kl.pull import idle_terms
 from kl_comedy.models.load import pick_device
 from kl_comedy.models.sources import check_source
 from kl_comedy.objective import PolicyTerm, check_policy_term

@@ -29,6 +29,7 @@ from kl_comedy.kl.oracle.gradients import (
     target_gradient,
     terms_loss,
 )
+from kl_comedy.kl.pull import pull_in_words
 from kl_comedy.kl.surrogate import NotFinite
 from kl_comedy.kl.term import KLTerm
 
@@ -328,6 +329,9 @@ def _certificate(name: str, question: Question, measured: Measured, judged: Judg
         least = _least_variance(target_of_best, question.regime, question.tree)
         if least:
             variance_ratio = variance / least
+    pull = ""
+    if len(question.terms) == 1:
+        pull = pull_in_words(question.terms[0], question.regime)
     batch_bias = {}
     if question.centred:
         for completions in BATCHES:
@@ -347,6 +351,7 @@ def _certificate(name: str, question: Question, measured: Measured, judged: Judg
         worst_error=judged.worst_error,
         worst_setting=judged.worst_setting,
         not_finite=measured.not_finite,
+        pull=pull,
         batch_bias=batch_bias,
     )
 

@@ -49,6 +49,9 @@ class Certificate:
     worst_setting: str = ""
     not_finite: bool = False
     """Whether there is no gradient where a token is impossible under the reference (1e4 nats), which is left out."""
+    pull: str = ""
+    """How the force of one term on a token grows with the distance (:mod:`kl_comedy.kl.pull`), in words; empty for
+    several terms, and for one that reads whole distributions."""
     batch_bias: Mapping[int, float] = field(default_factory=dict)
     """With a baseline of the batch's mean, by the number of completions in the batch: the relative distance of the
     expected gradient from that without the baseline, which the other figures are of."""
@@ -188,6 +191,8 @@ class Certificate:
         if self.kind is not None:
             row["kind"] = self.kind.kind
             row["function"] = self.kind.function
+        if self.pull:
+            row["pull"] = self.pull
         if self.batch_bias:
             row["batch_bias"] = dict(self.batch_bias)
         return row

@@ -36,6 +36,7 @@ FIGURES = (
     "variance",
     "variance_ratio",
     "strength",
+    "pull",
     "batch_bias",
 )
 """The fields of a certificate that are stored: those that differ from the defaults without drawn settings."""
