@@ -32,6 +32,7 @@ from typing import Any
 from kl_comedy.errors import UserError, bad_value, shown, unknown_key
 from kl_comedy.io import load_yaml
 from kl_comedy.kl import REGIMES, KLTerm
+from kl_comedy.kl.beta import NEGATIVE
 from kl_comedy.kl.oracle.certificate_record import Certificate
 from kl_comedy.kl.oracle.stored_certificates import certificates as stored_or_enumerated
 from kl_comedy.lab.advice import advised
@@ -173,7 +174,8 @@ class Flag:
                     return number
         # As a list where there are names, for the nearest of them.
         allowed = self.allowed.split(", ") if self.choices else self.allowed
-        raise bad_value(key, plain, allowed)
+        is_negative = self.is_of_kl and not self.choices and re.fullmatch(r"-[\d.]+(e[+-]?\d+)?", plain) is not None
+        raise bad_value(key, plain, allowed, NEGATIVE if is_negative else "")
 
     def _named_values(self) -> dict[str, Value]:
         """The values that have a name, by the name in lower case."""
