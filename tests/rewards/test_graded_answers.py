@@ -37,6 +37,7 @@ def test_the_names_users_configure() -> None:
         "zero",
         "length",
         "fixed_text",
+        "any_number",
     }
     assert {entry.name for entry in BUILT_IN} == names
 
