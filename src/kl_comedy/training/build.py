@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -114,6 +115,11 @@ def _checked_run(config: Config, *, here: bool) -> Run:
     run = build_run(config)
     check_parts(config, here=here)
     check_trainer_arguments(config.trainer)
+    if config.callbacks and importlib.util.find_spec("lightning") is not None:
+        # Imported here, because Lightning takes seconds, and a machine that only checks may not have it.
+        from kl_comedy.training.callbacks import configured_callbacks
+
+        configured_callbacks(config)
     if not here:
         return run
     run.sampler.check_installed()
