@@ -255,8 +255,8 @@ def test_the_adapter_of_a_bf16_policy_is_float32():
         (["model.attention=varlen"], r"model\.attention: got 'varlen'.*train\.precision=bf16"),
         (["model.attention=varlen", "train.precision=bf16", "model.share_prompt=false"], r"model\.attention"),
         (
-            ["train.strategy_options.shards=node"],
-            r"train\.strategy_options\.shards: got 'node'; allowed: all with train\.strategy single",
+            ["train.shards=node"],
+            r"train\.shards: got 'node'; allowed: all with train\.strategy single",
         ),
         (["model.head_dtype=float16"], r"model\.head_dtype"),
     ],
@@ -272,7 +272,7 @@ def test_the_kernel_for_a_gpu_is_refused_on_a_cpu():
 
 
 def test_how_a_run_is_sharded_is_no_part_of_its_hash():
-    in_shards = load_config(TINY, ["train.strategy=fsdp", "train.strategy_options.shards=node"])
+    in_shards = load_config(TINY, ["train.strategy=fsdp", "train.shards=node"])
     assert config_hash(in_shards) == config_hash(load_config(TINY))
 
 

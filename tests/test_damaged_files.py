@@ -1018,7 +1018,7 @@ def test_a_damaged_folder_of_a_model_loads_or_is_one_line(policy_folder, cases):
 def test_a_damaged_gguf_file_loads_or_is_one_line(tmp_path):
     file = tmp_path / "tiny.gguf"
     write_gguf(file, "smollm")
-    config = load_config(None, [f"model.source={tmp_path}", "model.options.gguf_file=tiny.gguf"]).model
+    config = load_config(None, [f"model.source={tmp_path}", "model.gguf_file=tiny.gguf"]).model
     load_model(config)
     whole = file.read_bytes()
     header, rest = whole[:1500], whole[1500:]

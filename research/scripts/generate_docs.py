@@ -76,10 +76,6 @@ def _keys_of_field(item: dataclasses.Field[Any], hint: Any, optional: bool, pref
         default_shows_type = default not in ("`null`", "`[]`", "`{}`")
         type_name = "" if default_shows_type else _type_name(hint)
         yield ConfigKey(key, _allowed(item, type_name), default, meaning)
-        # The options of one choice of another key have a schema too; plugins and libraries check theirs themselves.
-        options = item.metadata.get("options", item.metadata.get("some_options"))
-        if options is not None:
-            yield from config_keys(options, f"{key}.")
 
 
 def _default(item: dataclasses.Field[Any]) -> Any:

@@ -47,7 +47,7 @@ COMMANDS = (
 TRAIN_COMMANDS = (
     (("train", "quickstart", "train.steps=3", "train.eval_every=0", "data.eval.heldout.limit=32"), "finished in"),
     (("results", "table"), "k1_reverse_token in reward"),
-    (("explain", "verl:use_kl_loss=true,kl_loss_type=low_var_kl"), "biased"),
+    (("explain", "verl:use_kl_loss=true,kl_loss_type=low_var_kl"), "It follows"),
 )
 """The commands of ``--train``, each with a text that its output must have."""
 

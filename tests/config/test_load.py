@@ -196,12 +196,10 @@ def test_resume_takes_two_words_and_paths(value):
 
 def test_keys_in_which_two_configs_are_different_runs():
     config = load_config(None, ["kl=grpo", "seed=1"])
-    other = load_config(
-        None, ["kl=grpo", "train.steps=7", "lag={mode: async, max_steps: 2}", "lag.options.in_flight=true"]
-    )
+    other = load_config(None, ["kl=grpo", "train.steps=7", "lag={mode: async, max_steps: 2}", "lag.in_flight=true"])
     assert differing_keys(config, config) == []
     keys = set(differing_keys(config, other))
-    assert keys == {"seed", "train.steps", "lag.mode", "lag.max_steps", "lag.options.in_flight"}
+    assert keys == {"seed", "train.steps", "lag.mode", "lag.max_steps", "lag.in_flight"}
     same_run = load_config(None, ["kl=grpo", "seed=1", "output=elsewhere", "train.devices=2", "train.strategy=ddp"])
     assert differing_keys(config, same_run) == []
 
@@ -247,7 +245,7 @@ WRONG_FILES = {
     "trainer: 3": ["trainer", "a mapping"],
     "rollout: {stop: end}": ["rollout.stop", "a list"],
     "data: {eval: {a: {limit: 0}}}": ["data.eval.a.limit", "at least 1"],
-    "algorithm: {advantage_options: {lam: 1.5}}": ["algorithm.advantage_options.lam", "at most 1"],
+    "algorithm: {value: {lam: 1.5}}": ["algorithm.value.lam", "at most 1"],
     "seed: abc": ["seed", "'abc'", "whole number"],
     "seed: 1.5": ["seed", "1.5", "whole number"],
     "seed: null": ["seed", "whole number"],
@@ -267,10 +265,10 @@ WRONG_FILES = {
     "a: [": ["not valid YAML"],
     "- 1": ["mapping of keys"],
     "seed: ${nowhere}": ["seed", "nowhere"],
-    "optimizer: {options: {betas: [0.9]}}": ["optimizer.options.betas", "two numbers"],
-    "optimizer: {options: {betas: [0.9, 1.0]}}": ["optimizer.options.betas", "[0, 1)"],
-    "optimizer: {options: {betas: [1.0, 0.9]}}": ["optimizer.options.betas", "[0, 1)"],
-    "optimizer: {options: {betas: [-0.1, 0.9]}}": ["optimizer.options.betas", "[0, 1)"],
+    "optimizer: {betas: [0.9]}": ["optimizer.betas", "two numbers"],
+    "optimizer: {betas: [0.9, 1.0]}": ["optimizer.betas", "[0, 1)"],
+    "optimizer: {betas: [1.0, 0.9]}": ["optimizer.betas", "[0, 1)"],
+    "optimizer: {betas: [-0.1, 0.9]}": ["optimizer.betas", "[0, 1)"],
     "train: {eval_every: 5}": ["eval_every", "data.eval"],
 }
 WRONG_OVERRIDES = {
@@ -303,7 +301,7 @@ def test_a_mistake_in_an_override_is_one_clear_error(override):
 
 @pytest.mark.parametrize("updates", [1, 2, 4])
 def test_drop_needs_a_lag_of_a_batch_s_updates_and_no_more(updates):
-    settings = ["lag.mode=async", "lag.options.policy=drop", f"algorithm.updates_per_batch={updates}"]
+    settings = ["lag.mode=async", "lag.policy=drop", f"algorithm.updates_per_batch={updates}"]
     assert load_config(None, [*settings, f"lag.max_steps={updates}"]).lag.max_steps == updates
     with pytest.raises(UserError, match=rf"lag\.max_steps.*at least {updates}"):
         load_config(None, [*settings, f"lag.max_steps={updates - 1}"])
@@ -354,7 +352,7 @@ def test_what_a_run_computes_is_part_of_the_hash(change):
     [
         "output=elsewhere",
         "resume=auto",
-        "train.strategy_options={replica_gib: 4, bucket_mib: 64}",
+        "train={replica_gib: 4, bucket_mib: 64}",
     ],
 )
 def test_where_a_run_is_stored_is_not_part_of_the_hash(change):
@@ -440,8 +438,8 @@ def test_an_override_that_a_later_one_replaces_is_an_error_and_one_that_stays_is
         load_config(path, [lost, whole])
     assert load_config(path, [whole, "kl.0.beta=0.5"]).kl[0]["beta"] == 0.5
     assert load_config(path, ["kl.0.beta=0.1", whole]).kl[0]["beta"] == 0.1, "the same value is not lost"
-    lag = load_config(path, ["lag.options.in_flight=true", "lag={mode: async, max_steps: 2}"]).lag
-    assert lag.sampling.in_flight, "a mapping with a schema is merged"
+    lag = load_config(path, ["lag.in_flight=true", "lag={mode: async, max_steps: 2}"]).lag
+    assert lag.in_flight, "a mapping with a schema is merged"
     assert lag.max_steps == 2, "a mapping with a schema is merged"
 
 

@@ -25,7 +25,7 @@ ALGORITHMS = {
         "algorithm.policy_loss=ppo_clip",
         "algorithm.proximal=recomputed",
         "algorithm.updates_per_batch=2",
-        "algorithm.advantage_options={clip: 0.2, trunk: true, bootstrap_truncated: true, lr: 0.05}",
+        "algorithm.value={clip: 0.2, trunk: true, bootstrap_truncated: true, lr: 0.05}",
         "kl.0.baseline=before",
         "train.steps=4",
     ],
@@ -50,8 +50,8 @@ SAMPLERS = {
 """Samples are equal in one process and in two."""
 FREE = {
     "async, one step off": ["lag.mode=async", "lag.max_steps=1"],
-    "async, drop": ["lag.mode=async", "lag.max_steps=2", "lag.options.policy=drop"],
-    "async, in flight": ["lag.mode=async", "lag.max_steps=2", "lag.options.in_flight=true"],
+    "async, drop": ["lag.mode=async", "lag.max_steps=2", "lag.policy=drop"],
+    "async, in flight": ["lag.mode=async", "lag.max_steps=2", "lag.in_flight=true"],
 }
 """Samples depend on who is faster."""
 

@@ -1,6 +1,7 @@
 """The engine in this process, on the pocket policy: its draws are the learner's policy, before and after updates."""
 
 import copy
+import itertools
 import random
 
 import numpy
@@ -51,11 +52,18 @@ def engine(policy):
     backend.close()
 
 
+seeds = itertools.count()
+
+
 @pytest.fixture
 def moved(policy, engine):
-    """The policy after something like an update; afterwards it, and the engine, are as before."""
+    """The policy after something like an update; afterwards it, and the engine, are as before.
+
+    Each time it moves elsewhere: a layer that is not sent is filled from freed memory, in which the weights of an
+    earlier test may lie.
+    """
     original = copy.deepcopy(policy.model.state_dict())
-    perturb(policy.model)
+    perturb(policy.model, seed=next(seeds))
     yield policy
     policy.model.load_state_dict(original)
     engine.update_weights(0)

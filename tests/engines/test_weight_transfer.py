@@ -353,7 +353,7 @@ def test_two_fsdp_ranks_update_a_server(tmp_path, kind):
 LAGS = {
     "on-policy": [],
     "async": ["lag.mode=async", "lag.max_steps=1"],
-    "in flight": ["lag.mode=async", "lag.max_steps=2", "lag.options.in_flight=true", "rollout.max_new_tokens=60"],
+    "in flight": ["lag.mode=async", "lag.max_steps=2", "lag.in_flight=true", "rollout.max_new_tokens=60"],
 }
 OLDEST = {"on-policy": 0, "async": 1, "in flight": 2}
 """How many updates old a token may be."""

@@ -134,7 +134,7 @@ def test_a_model_that_is_nowhere_cannot_be_planned():
 
 def test_a_gguf_file_cannot_be_planned():
     with pytest.raises(UserError, match=r"config\.json"):
-        shape_of(config_of("model.options.gguf_file=x.gguf").model)
+        shape_of(config_of("model.gguf_file=x.gguf").model)
 
 
 def test_an_unknown_device_is_refused_with_the_nearest():
@@ -337,7 +337,7 @@ def test_fsdp_gathers_weights_for_every_pass(overrides, copies):
 def plan_of_two_nodes(shards):
     """Two nodes of four GPUs."""
     words = ["train.strategy=fsdp", "train.devices=4", "train.nodes=2", "rollout.backend=hf_server"]
-    return Plan(config_of(*words, f"train.strategy_options.shards={shards}"), H100)
+    return Plan(config_of(*words, f"train.shards={shards}"), H100)
 
 
 def test_shards_of_a_node_need_twice_the_memory_of_shards_of_two():

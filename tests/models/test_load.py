@@ -103,7 +103,7 @@ def test_gradient_checkpoints_are_switched_on_and_act(adapted):
     [
         ({"source": "./nowhere"}, r"model\.source: got './nowhere'.*no such folder"),
         ({"source": "./nowhere/SmolLM2-135M-Instruct"}, "`make smollm2` makes this folder"),
-        ({"options": {"gguf_file": "model.gguf"}}, r"model\.options\.gguf_file: got 'model\.gguf'.*no such file"),
+        ({"gguf_file": "model.gguf"}, r"model\.gguf_file: got 'model\.gguf'.*no such file"),
         ({"tokenizer": "./nowhere"}, r"model\.tokenizer: got './nowhere'"),
         ({"options": {"device_map": "auto"}}, r"model\.options\.device_map: not allowed"),
         ({"lora": LoraConfig(target_modules=["q_prj"])}, r"target_modules: got 'q_prj'.*did you mean 'q_proj'"),
@@ -238,20 +238,20 @@ def test_a_head_that_is_no_linear_layer_is_refused():
 def test_a_misspelled_gguf_file_names_the_nearest(tmp_path):
     (tmp_path / "tiny.gguf").write_bytes(b"no such format")
     with pytest.raises(UserError, match=r"got 'tny\.gguf'; did you mean 'tiny\.gguf'\? allowed: tiny\.gguf"):
-        load(tmp_path, options={"gguf_file": "tny.gguf"})
+        load(tmp_path, gguf_file="tny.gguf")
 
 
 def test_a_file_of_another_format_is_no_gguf_file(tmp_path):
     (tmp_path / "tiny.gguf").write_bytes(b"no such format")
     with pytest.raises(UserError, match="not a readable GGUF file"):
-        load(tmp_path, options={"gguf_file": "tiny.gguf"})
+        load(tmp_path, gguf_file="tiny.gguf")
 
 
 @pytest.fixture(scope="module")
 def from_gguf(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gguf")
     write_gguf(folder / "tiny.gguf", "smollm")
-    return load(folder, options={"gguf_file": "tiny.gguf"})
+    return load(folder, gguf_file="tiny.gguf")
 
 
 def test_a_gguf_file_becomes_a_tied_model(from_gguf):
@@ -388,9 +388,9 @@ def test_the_header_of_a_gguf_file_is_looked_at_before_the_model_is_built(
         other_tokenizer = str(tmp_path / "words")
     with (
         cpu_limit(10),
-        pytest.raises(UserError, match=rf"model\.options\.gguf_file: tiny\.gguf has {name}: got {value}"),
+        pytest.raises(UserError, match=rf"model\.gguf_file: tiny\.gguf has {name}: got {value}"),
     ):
-        load(tmp_path, options={"gguf_file": "tiny.gguf"}, tokenizer=other_tokenizer)
+        load(tmp_path, gguf_file="tiny.gguf", tokenizer=other_tokenizer)
 
 
 def test_a_folder_without_a_model_or_a_tokenizer_is_refused_before_loading(folder, tmp_path):
@@ -404,7 +404,7 @@ def test_a_folder_without_a_model_or_a_tokenizer_is_refused_before_loading(folde
         check_source(ModelConfig(source=str(tmp_path)))
     # Another tokenizer, or a GGUF file, which has its own.
     check_source(ModelConfig(source=str(tmp_path), tokenizer="pocket"))
-    check_source(ModelConfig(source=str(tmp_path), options={"gguf_file": "x.gguf"}))
+    check_source(ModelConfig(source=str(tmp_path), gguf_file="x.gguf"))
 
 
 def test_a_message_that_ends_with_a_colon_goes_on():

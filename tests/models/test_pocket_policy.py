@@ -156,9 +156,9 @@ def test_a_preset_that_is_none_is_refused(preset):
 
 
 @pytest.mark.parametrize("name", ["revision", "gguf_file"])
-def test_options_of_other_sources_are_refused(name):
-    with pytest.raises(UserError, match=rf"model\.options\.{name}: no such key"):
-        load_model(ModelConfig(options={name: "x"}, device="cpu"))
+def test_settings_of_other_sources_are_refused(name):
+    with pytest.raises(UserError, match=rf"model\.{name}: got 'x'; allowed: null with model.source: pocket"):
+        load_model(ModelConfig(device="cpu", **{name: "x"}))
 
 
 def rloo(loaded, term, *, beta, lr, updates, seed=0):

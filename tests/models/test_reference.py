@@ -33,7 +33,7 @@ def logps(model, inputs):
 
 def make(kind, model, **settings):
     config = Config(
-        reference=ReferenceConfig(options=settings),
+        reference=ReferenceConfig(**settings),
         rollout=RolloutConfig(temperature=0.7),
         model=ModelConfig(head_chunk_elements=4 * V),
     )

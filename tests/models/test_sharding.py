@@ -33,7 +33,7 @@ def values(loaded):
     model = loaded.model
     inputs = batch()
     config = Config(
-        reference=ReferenceConfig(options={"ema_decay": 0.5}),
+        reference=ReferenceConfig(ema_decay=0.5),
         rollout=RolloutConfig(temperature=0.7),
         model=ModelConfig(head_chunk_elements=64),
     )

@@ -197,8 +197,8 @@ def test_explained_variance_by_definition(value, target, expected):
     ("overrides", "message"),
     [
         (
-            ["algorithm.advantage=rloo", "algorithm.advantage_options.lam=0.9"],
-            "algorithm.advantage_options: rloo has no value function",
+            ["algorithm.advantage=rloo", "algorithm.value.lam=0.9"],
+            "algorithm.value: rloo has no value function",
         ),
         (
             ["algorithm.advantage=gae", "kl=[{estimator: k1, placement: reward, credit: own, baseline: before}]"],

@@ -162,7 +162,7 @@ def test_a_killed_engine_is_replaced_while_the_ranks_go_on(tmp_path, order):
 @pytest.mark.parametrize("moment", ["gathering", "sending"])
 def test_rank_zero_killed_in_a_weight_transfer(tmp_path, order, moment):
     """In flight: the servers draw meanwhile. One of them has the new weights, the other has not, or all ranks wait."""
-    settings = [*ASYNC, "lag.options.in_flight=true"]
+    settings = [*ASYNC, "lag.in_flight=true"]
     ranks = started(tmp_path, *settings, KL_TEST_DIES=moment)
     killed_code, other_code = [rank.wait(240) for rank in ranks]
     assert killed_code == -signal.SIGKILL
@@ -175,7 +175,7 @@ def test_rank_zero_killed_in_a_weight_transfer(tmp_path, order, moment):
 @pytest.mark.parametrize("policy", ["wait", "drop"])
 def test_no_token_is_older_than_allowed_while_servers_stand_still(tmp_path, policy):
     """One server is stopped twice, in turns, while the other goes on and weights change between tokens."""
-    settings = [*ASYNC, "lag.options.in_flight=true", f"lag.options.policy={policy}", "train.steps=14"]
+    settings = [*ASYNC, "lag.in_flight=true", f"lag.policy={policy}", "train.steps=14"]
     ranks, go_on = started_and_waiting(tmp_path, *settings)
     for server in servers_of(ranks[0]):
         server.send_signal(signal.SIGSTOP)

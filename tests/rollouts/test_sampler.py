@@ -173,8 +173,8 @@ def test_weights_travel_by_what_the_gpus_allow(overrides, gpus, transport):
             r"lag\.mode: got 'async'; allowed: on_policy with rollout\.backend replay",
         ),
         (
-            ["lag.mode=async", "lag.options.in_flight=true", "lag.max_steps=1", "rollout.options={loop: library}"],
-            r"lag\.options\.in_flight: got True; allowed: false with rollout\.backend hf .*only, with loop: library",
+            ["lag.mode=async", "lag.in_flight=true", "lag.max_steps=1", "rollout.options={loop: library}"],
+            r"lag\.in_flight: got True; allowed: false with rollout\.backend hf .*only, with loop: library",
         ),
         (
             ["rollout.backend=vllm", "train.strategy=ddp", "train.devices=2"],

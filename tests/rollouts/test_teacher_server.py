@@ -130,13 +130,13 @@ def test_the_teachers_hash_names_the_server_and_its_model(policy, teacher, serve
     server = serve(teacher)
     teacher_hash = served(server, policy).hash
     assert served(server, policy).hash == teacher_hash
-    assert served(server, policy, options={"server_model": "a"}).hash != teacher_hash
+    assert served(server, policy, server_model="a").hash != teacher_hash
 
 
 def test_a_teacher_that_refuses_the_key_is_named_with_the_variable(policy, teacher, serve, monkeypatch):
     monkeypatch.setenv("OTHER_KEY", "wrong")
     with pytest.raises(UserError, match=r"^reference\.teacher\.url: .*environment variable OTHER_KEY"):
-        served(serve(teacher), policy, options={"api_key_env": "OTHER_KEY"})
+        served(serve(teacher), policy, api_key_env="OTHER_KEY")
 
 
 def test_a_server_that_cannot_be_the_teacher_is_refused(policy, teacher, serve):

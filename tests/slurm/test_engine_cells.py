@@ -37,7 +37,7 @@ overrides:
   rollout.options: {{request_timeout_s: 60}}
   lag.mode: async
   lag.max_steps: {MAX_STEPS}
-  lag.options.in_flight: true
+  lag.in_flight: true
 seeds: 1
 """
 PROFILE = """

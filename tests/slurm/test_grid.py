@@ -278,7 +278,7 @@ def test_a_large_grid_within_the_limits_is_expanded(tmp_path):
         ("kl.0.beta=0.01,0.03", [0.01, 0.03]),
         ("optimizer.lr=1e-4,3e-4", [1e-4, 3e-4]),
         ("kl=grpo,none", ["grpo", "none"]),
-        ("optimizer.options.betas=[0.9,0.99],[0.8,0.9]", [[0.9, 0.99], [0.8, 0.9]]),
+        ("optimizer.betas=[0.9,0.99],[0.8,0.9]", [[0.9, 0.99], [0.8, 0.9]]),
         ("kl.0.window=null,4", [None, 4]),
     ],
 )
@@ -289,7 +289,7 @@ def test_a_word_with_several_values_is_an_axis(word, values):
 @pytest.mark.parametrize(
     "word",
     [
-        "optimizer.options.betas=[0.9,0.99]",
+        "optimizer.betas=[0.9,0.99]",
         "kl.0.beta={start: 0.1, end: 0, steps: 5}",
         "data.prompt.prefix='a, b'",
         'data.prompt.prefix="0..4, b"',

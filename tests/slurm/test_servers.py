@@ -273,9 +273,9 @@ def test_a_transformers_server_of_a_job_takes_merged_weights(tmp_path, torch_set
             r"options\.transport: got 'ipc'; allowed: auto, folder, gloo, nccl \(the job starts servers",
         ),
         (
-            ["rollout.backend=vllm_server", "model.options.gguf_file=a.gguf", "model.source=m"],
+            ["rollout.backend=vllm_server", "model.gguf_file=a.gguf", "model.source=m"],
             0,
-            r"model\.options\.gguf_file: got",
+            r"model\.gguf_file: got",
         ),
     ],
 )

@@ -14,12 +14,12 @@ MIXED = [
     "{estimator: k3, placement: loss, beta: 0.02, reference: ema}, {estimator: k1, placement: reward, beta: 0.01, "
     "level: sequence, baseline: own}]",
     "algorithm.advantage=reinforce_pp_baseline",
-    "reference.options.ema_decay=0.5",
+    "reference.ema_decay=0.5",
 ]
 COMMON = [
     "train.microbatch_tokens=96",
     "train.threads=1",
-    "train.strategy_options.bucket_mib=1",
+    "train.bucket_mib=1",
     "data.eval.heldout.limit=9",
 ]
 MODULES = ["memory_engines", "forked_servers"]

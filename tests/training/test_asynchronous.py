@@ -112,7 +112,7 @@ def before_the_first_update(monkeypatch, watched, ready):
 def test_waiting_bounds_the_age_and_accounts_for_every_prompt(tmp_path, watched, monkeypatch, in_flight):
     """The batch of iteration 3 is drawn before the first update: the bound is reached."""
     before_the_first_update(monkeypatch, watched, lambda buffer: buffer.taken > 1 or len(buffer.ready) == 3 * 4)
-    run = go(tmp_path, *MEMORY, "lag.max_steps=3", f"lag.options.in_flight={in_flight}", "train.steps=12").run
+    run = go(tmp_path, *MEMORY, "lag.max_steps=3", f"lag.in_flight={in_flight}", "train.steps=12").run
     assert max(watched["ages"]) == 3
     assert min(watched["ages"]) == 0
     assert watched["used"] == [ORDER.indices(n) for n in range(12)]
@@ -130,7 +130,7 @@ def test_waiting_bounds_the_age_and_accounts_for_every_prompt(tmp_path, watched,
 def test_dropping_returns_what_is_too_old(tmp_path, watched, monkeypatch):
     """The first update waits until the engines are so far ahead that a group was dropped."""
     before_the_first_update(monkeypatch, watched, lambda buffer: buffer.dropped > 0)
-    settings = ["lag.max_steps=2", "lag.options.policy=drop", "algorithm.updates_per_batch=2", "train.steps=12"]
+    settings = ["lag.max_steps=2", "lag.policy=drop", "algorithm.updates_per_batch=2", "train.steps=12"]
     run = go(tmp_path, *MEMORY, *settings).run
     buffer = watched["producer"].buffer
     assert 0 < sum(series(run, "stream/dropped_groups")) <= buffer.dropped
@@ -147,7 +147,7 @@ def test_in_flight_changes_weights_inside_completions(tmp_path, watched, monkeyp
         time.sleep(0.02)
 
     monkeypatch.setattr(MemoryEngines, "_between_tokens", slowly)
-    settings = ["lag.max_steps=4", "lag.options.in_flight=true", "train.steps=10", "rollout.temperature=2.0"]
+    settings = ["lag.max_steps=4", "lag.in_flight=true", "train.steps=10", "rollout.temperature=2.0"]
     go(tmp_path, *MEMORY, *settings)
     assert max(len(set(versions)) for versions in watched["versions"]) > 1
     for versions in watched["versions"]:
@@ -188,7 +188,7 @@ def stopped_in_the_middle(tmp_path, watched, monkeypatch, *settings, after):
 
 @pytest.mark.parametrize("policy", ["wait", "drop"])
 def test_a_run_resumes_without_losing_or_repeating_a_prompt(tmp_path, watched, monkeypatch, policy):
-    settings = [*MEMORY, f"lag.options.policy={policy}", "lag.max_steps=2", "train.steps=12", "resume=auto"]
+    settings = [*MEMORY, f"lag.policy={policy}", "lag.max_steps=2", "train.steps=12", "resume=auto"]
     stopped_in_the_middle(tmp_path, watched, monkeypatch, *settings, after=5)
     assert len(watched["used"]) == 5
     go(tmp_path, *settings)
@@ -286,7 +286,7 @@ def test_servers_end_with_a_run_that_a_signal_stops(tmp_path, number):
 @pytest.mark.parametrize("policy", ["wait", "drop"])
 def test_a_killed_run_resumes_without_losing_or_repeating_a_prompt(tmp_path, watched, forked, policy):
     """The resumed run's batches and those before its checkpoint make up the order. Servers end with the run."""
-    overrides = [f"lag.options.policy={policy}", "train.steps=24", "resume=auto"]
+    overrides = [f"lag.policy={policy}", "train.steps=24", "resume=auto"]
     process = start_in_a_process(tmp_path, *overrides, env=waits(4))
     servers = after_checkpoint(process, tmp_path, 4)
     process.send_signal(signal.SIGKILL)
@@ -320,26 +320,26 @@ def test_a_killed_run_resumes_without_losing_or_repeating_a_prompt(tmp_path, wat
         (["lag.mode=async", "lag.steps=3"], r"lag\.steps: got 3; allowed: 0 with lag\.mode async .*lag\.max_steps"),
         (["lag.max_steps=3"], r"lag\.max_steps: got 3; allowed: 0 with lag\.mode on_policy .*lag\.mode=async"),
         (
-            ["lag.mode=replayed", "lag.steps=1", "lag.options.in_flight=true"],
-            r"lag\.options\.in_flight: got True; .*lag\.mode replayed",
+            ["lag.mode=replayed", "lag.steps=1", "lag.in_flight=true"],
+            r"lag\.in_flight: got True; .*lag\.mode replayed",
         ),
         (
-            ["lag.mode=async", "lag.options.policy=drop"],
-            r"lag\.max_steps: got 0; allowed: at least 1 with lag\.options\.policy drop",
+            ["lag.mode=async", "lag.policy=drop"],
+            r"lag\.max_steps: got 0; allowed: at least 1 with lag\.policy drop",
         ),
         (
-            ["lag.mode=async", "lag.options.policy=drop", "lag.max_steps=1", "algorithm.updates_per_batch=2"],
+            ["lag.mode=async", "lag.policy=drop", "lag.max_steps=1", "algorithm.updates_per_batch=2"],
             "at least 2 with",
         ),
         (
-            ["lag.mode=async", "lag.options.in_flight=true"],
-            r"lag\.options\.in_flight: got True; allowed: false with lag\.max_steps 0",
+            ["lag.mode=async", "lag.in_flight=true"],
+            r"lag\.in_flight: got True; allowed: false with lag\.max_steps 0",
         ),
-        (["lag.mode=async", "lag.options.policy=wiat"], r"lag\.options\.policy: got 'wiat'; .*did you mean 'wait'"),
+        (["lag.mode=async", "lag.policy=wiat"], r"lag\.policy: got 'wiat'; .*did you mean 'wait'"),
         (["lag.mode=asinc"], r"lag\.mode: got 'asinc'; .*did you mean 'async'"),
         (
-            ["rollout.options={loop: library}", "lag.mode=async", "lag.options.in_flight=true", "lag.max_steps=1"],
-            r"lag\.options\.in_flight: got True; allowed: false with rollout\.backend hf \(.* with loop: library",
+            ["rollout.options={loop: library}", "lag.mode=async", "lag.in_flight=true", "lag.max_steps=1"],
+            r"lag\.in_flight: got True; allowed: false with rollout\.backend hf \(.* with loop: library",
         ),
         (["lag.mode=async", "rollout.backend=replay"], r"lag\.mode: got 'async'; .*recorded rollouts"),
         (["train.strategy=ddp", "rollout.backend=vllm"], r"rollout\.backend: got 'vllm'; .*allowed: hf, .*vllm_server"),

@@ -102,7 +102,7 @@ def producer_of():
 def test_a_batch_and_an_evaluation_take_turns_in_the_engines(producer_of, policy):
     """The evaluation is asked for, with new weights, while the second batch is drawn."""
     engines = WatchedEngines()
-    producer, sampler = producer_of(engines, "lag.max_steps=2", f"lag.options.policy={policy}")
+    producer, sampler = producer_of(engines, "lag.max_steps=2", f"lag.policy={policy}")
     producer.take(0)
     assert engines.second_draw.wait(60)
     sampler.update_weights(1)
@@ -132,7 +132,7 @@ def test_the_idle_share_is_of_the_whole_time(producer_of):
 
 def test_groups_of_several_requests_are_groups_of_their_own(producer_of):
     """One group is left of each of two requests, both the first of its request; one baseline must not be over both."""
-    producer, sampler = producer_of(WatchedEngines(), "lag.max_steps=2", "lag.options.policy=drop")
+    producer, sampler = producer_of(WatchedEngines(), "lag.max_steps=2", "lag.policy=drop")
     sampler.publish(0)
     for number in (0, 1):
         rows = unrewarded([rollout_of(PROMPTS[number], 0, 0)] * 2)

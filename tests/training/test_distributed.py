@@ -232,7 +232,7 @@ def test_copies_on_two_nodes_each_in_two_shards_train_what_one_process_trains(tm
     """HSDP, 2 x 2; audits too, whose gradients come from shards of which there are copies."""
     settings = [*MIXED, "train.steps=3", "audit.every=1", "audit.terms=[own,grpo]"]
     alone = go(tmp_path / "alone", *COMMON, *settings).run
-    run = over(tmp_path / "four", "fsdp", *settings, "train.strategy_options.shards=node", nodes=2)
+    run = over(tmp_path / "four", "fsdp", *settings, "train.shards=node", nodes=2)
     assert writers(run)[3] == 4
     assert_same(run, alone, atol=1e-5)
 
@@ -366,9 +366,9 @@ def test_a_signal_to_one_process_stops_all_after_the_same_update(tmp_path, strat
 
 @pytest.mark.slow
 def test_a_mistake_is_told_once(tmp_path):
-    code, output = finish(start(tmp_path / "run", "fsdp", "train.strategy_options.replica_gib=0.00001"))
+    code, output = finish(start(tmp_path / "run", "fsdp", "train.replica_gib=0.00001"))
     assert code == 2
-    assert output.count("train.strategy_options.replica_gib: got") == 1
+    assert output.count("train.replica_gib: got") == 1
     assert "Traceback" not in output
 
 
@@ -569,7 +569,5 @@ def test_impossible_numbers_of_processes(overrides, message):
 
 
 def test_the_number_of_processes_is_not_part_of_the_config_hash():
-    other = load_config(
-        TINY, ["train.strategy=fsdp", "train.devices=2", "train.nodes=2", "train.strategy_options.replica_gib=1"]
-    )
+    other = load_config(TINY, ["train.strategy=fsdp", "train.devices=2", "train.nodes=2", "train.replica_gib=1"])
     assert config_hash(other) == config_hash(load_config(TINY, []))

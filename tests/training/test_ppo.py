@@ -47,8 +47,8 @@ def test_a_critic_learns_the_values_of_repeated_prompts(tmp_path):
     settings = [
         "train.steps=24",
         "train.eval_every=0",
-        "algorithm.advantage_options.lr=0.02",
-        "algorithm.advantage_options.lam=1",
+        "algorithm.value.lr=0.02",
+        "algorithm.value.lam=1",
         "optimizer.lr=1e-9",
         "data.train.limit=4",
         "data.decontaminate=false",
@@ -71,8 +71,8 @@ def test_a_critic_learns_the_values_of_repeated_prompts(tmp_path):
             *GAE,
             "algorithm.updates_per_batch=2",
             "algorithm.epochs_per_batch=2",
-            "algorithm.advantage_options.clip=0.2",
-            "algorithm.advantage_options.bootstrap_truncated=true",
+            "algorithm.value.clip=0.2",
+            "algorithm.value.bootstrap_truncated=true",
             "algorithm.proximal=recomputed",
         ],
         DECOUPLED,
@@ -130,7 +130,7 @@ def test_the_proximal_policy_is_the_policy_before_the_first_update_of_a_batch(mo
 
 @pytest.mark.parametrize("trunk", [False, True])
 def test_the_value_gradient_reaches_the_trunk_only_when_asked(module_of, trunk):
-    module = module_of(*GAE[:2], f"algorithm.advantage_options.trunk={str(trunk).lower()}", "kl=none")
+    module = module_of(*GAE[:2], f"algorithm.value.trunk={str(trunk).lower()}", "kl=none")
     batch = next(iter(module.stream))
     torch.nn.init.normal_(module.value_head.linear.weight)
     inputs = model_inputs(module.plan.packer.pack(batch.rows, range(len(batch.rows))))
@@ -144,7 +144,7 @@ def test_the_value_gradient_reaches_the_trunk_only_when_asked(module_of, trunk):
 
 def test_values_after_the_last_token_are_those_of_the_longer_prefix(module_of):
     """Bootstrapping reads the value after a truncated completion: that before one token more; others end at 0."""
-    module = module_of(*GAE, "algorithm.advantage_options.bootstrap_truncated=true", "rollout.max_new_tokens=3")
+    module = module_of(*GAE, "algorithm.value.bootstrap_truncated=true", "rollout.max_new_tokens=3")
     torch.nn.init.normal_(module.value_head.linear.weight)
     batch = next(iter(module.stream))
     recorded = module.record(batch.batch)
@@ -170,8 +170,8 @@ def test_a_lora_policy_trains_with_a_critic(tmp_path):
 
 
 def test_value_settings_without_a_critic_are_refused_before_a_run_folder_exists(tmp_path):
-    config = load_config(TINY, [f"output={tmp_path}", "algorithm.advantage_options.lam=0.5"])
-    with pytest.raises(UserError, match=r"algorithm\.advantage_options: rloo"):
+    config = load_config(TINY, [f"output={tmp_path}", "algorithm.value.lam=0.5"])
+    with pytest.raises(UserError, match=r"algorithm\.value: rloo"):
         train(config, console=quiet(), command="")
     assert not list(tmp_path.iterdir())
 

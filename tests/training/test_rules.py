@@ -14,18 +14,18 @@ SERVED = [*TEACHER, "reference.teacher.url=http://localhost:1"]
 DPO = ["algorithm.dpo={beta: 0.5}", "kl=[]"]
 BROKEN = {
     "trained_weights_in_16_bit": ["model.dtype=bfloat16"],
-    "value_settings_without_critic": ["algorithm.advantage_options.lam=0.5"],
-    "max_kl_without_periodic_term": ["reference.options.max_kl=0.1"],
-    "periodic_reference_that_never_moves": ["reference.options.period=null"],
+    "value_settings_without_critic": ["algorithm.value.lam=0.5"],
+    "max_kl_without_periodic_term": ["reference.max_kl=0.1"],
+    "periodic_reference_that_never_moves": ["reference.period=null"],
     "term_without_teacher": ["kl=opd/sampled"],
     "teacher_without_term": ["reference.teacher.source=pocket"],
     "loading_options_of_a_served_teacher": [*SERVED, "reference.teacher.dtype=bfloat16"],
-    "server_options_of_a_loaded_teacher": [*TEACHER, "reference.teacher.options.server_model=small"],
+    "server_options_of_a_loaded_teacher": [*TEACHER, "reference.teacher.server_model=small"],
     "temperature_of_a_served_teacher": [*SERVED, "rollout.temperature=0.7"],
     "term_needs_more_than_a_server_gives": [*SERVED, "kl=opd/reverse"],
     "adapter_of_a_sharded_teacher": [
         *TEACHER,
-        "reference.teacher.options.adapter=folder",
+        "reference.teacher.adapter=folder",
         "train.strategy=fsdp",
         "train.devices=2",
     ],

@@ -84,8 +84,8 @@ def test_a_resumed_run_must_have_its_teacher(tmp_path):
         (["kl=opd/reverse"], r"^kl\.0\.reference: got 'teacher'.*reference\.teacher\.source"),
         (TEACHER, r"^reference\.teacher: no KL term has reference: teacher"),
         (
-            [*TEACHER, "kl=opd/sampled", "train.strategy=fsdp", "reference.teacher.options.adapter=a"],
-            r"^reference\.teacher\.options\.adapter.*merged",
+            [*TEACHER, "kl=opd/sampled", "train.strategy=fsdp", "reference.teacher.adapter=a"],
+            r"^reference\.teacher\.adapter.*merged",
         ),
         ([*TEACHER, "kl=g_opd", "kl.beta=0.5"], r"^kl\.beta.*betas of their own \(1\.25, -0\.25\)"),
         ([*SERVED, "kl=opd/reverse"], r"^kl\.0: got 'exact'.*the teacher's probability of every token"),
@@ -158,14 +158,14 @@ def test_a_lora_adapter_on_the_teacher(policy, tmp_path):
     run = go(tmp_path, "model.lora={rank: 2}", f"model.options={OTHER}", *learn).run
     student = ["kl=opd/sampled", f"model.options={OTHER}", *SHORT]
     merged_teacher = ["reference.teacher.options={}", f"reference.teacher.source={run.path / 'policy'}"]
-    adapted_teacher = [f"reference.teacher.options={OTHER}", f"reference.teacher.options.adapter={run.adapter}"]
+    adapted_teacher = [f"reference.teacher.options={OTHER}", f"reference.teacher.adapter={run.adapter}"]
     merged = metrics_of(go(tmp_path / "merged", *merged_teacher, *student).run)
     adapted = metrics_of(go(tmp_path / "adapted", *adapted_teacher, *student).run)
     kl_to_teacher = (1, "teacher/k1_reverse_sequence")
     assert adapted[kl_to_teacher] == pytest.approx(merged[kl_to_teacher], rel=1e-4)
     assert abs(adapted[kl_to_teacher]) > 1e-4, "the adapter is on"
-    with pytest.raises(UserError, match=r"^reference\.teacher\.options\.adapter: got '.*gone'"):
-        go(tmp_path, f"reference.teacher.options={OTHER}", "reference.teacher.options.adapter=gone", *student)
+    with pytest.raises(UserError, match=r"^reference\.teacher\.adapter: got '.*gone'"):
+        go(tmp_path, f"reference.teacher.options={OTHER}", "reference.teacher.adapter=gone", *student)
 
 
 @pytest.mark.slow

@@ -71,8 +71,8 @@ def test_a_reference_is_replaced_once_the_kl_to_it_exceeds_its_bound_and_beta_ai
     """The copy is taken after the update, so the next one measures zero."""
     terms = "kl=[{estimator: exact, placement: loss, reference: periodic, beta: {target: 0.01}}]"
     settings = [
-        "reference.options.period=null",
-        "reference.options.max_kl=1.0e-9",
+        "reference.period=null",
+        "reference.max_kl=1.0e-9",
         "train.steps=4",
         "optimizer.lr=1.0e-2",
     ]
@@ -92,14 +92,14 @@ def test_a_reference_is_replaced_once_the_kl_to_it_exceeds_its_bound_and_beta_ai
 def test_the_bound_of_a_reference_is_per_token_and_not_per_completion(tmp_path):
     """A bound between the two: the KL of a completion exceeds it, that of a token does not, and nothing moves."""
     terms = "kl=[{estimator: exact, placement: loss, reference: periodic, beta: 0.1}]"
-    settings = [*SHORT, terms, "reference.options.period=null", "train.steps=2", "optimizer.lr=1.0e-2"]
-    free = metrics_of(go(tmp_path / "free", *settings, "reference.options.max_kl=1.0e+9").run)
+    settings = [*SHORT, terms, "reference.period=null", "train.steps=2", "optimizer.lr=1.0e-2"]
+    free = metrics_of(go(tmp_path / "free", *settings, "reference.max_kl=1.0e+9").run)
     of_token = free[2, "reference/periodic/exact_reverse_token"]
     of_completion = free[2, "reference/periodic/exact_reverse_sequence"]
     assert 0 < 1.5 * of_token < of_completion
     between = math.sqrt(of_token * of_completion)
     for bound, moves in ((between, 0.0), (0.9 * of_token, 1.0)):
-        run = go(tmp_path / str(moves), *settings, f"reference.options.max_kl={bound!r}").run
+        run = go(tmp_path / str(moves), *settings, f"reference.max_kl={bound!r}").run
         assert metrics_of(run)[2, "reference/periodic/moved"] == moves
 
 
@@ -124,9 +124,9 @@ PERIODIC = "kl.0.reference=periodic"
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["reference.options.max_kl=0.1"], r"^reference\.options\.max_kl: no KL term has reference: periodic"),
-        ([PERIODIC, "reference.options.period=null"], r"^reference\.options\.period: got None.*never move"),
-        ([PERIODIC, "reference.options.max_kl=0"], r"^reference\.options\.max_kl: got 0"),
+        (["reference.max_kl=0.1"], r"^reference\.max_kl: no KL term has reference: periodic"),
+        ([PERIODIC, "reference.period=null"], r"^reference\.period: got None.*never move"),
+        ([PERIODIC, "reference.max_kl=0"], r"^reference\.max_kl: got 0"),
         (["optimizer.ess_scaling=root"], r"^optimizer\.ess_scaling: got 'root'"),
         (["algorithm.dpo={}", "kl=[]", "optimizer.ess_scaling=sqrt"], r"^optimizer\.ess_scaling.*importance weights"),
     ],

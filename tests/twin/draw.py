@@ -164,7 +164,7 @@ def drawn_algorithm(rng):
             "bootstrap_truncated": (True,),
             "normalize": (True, False),
         }
-        algorithm["advantage_options"] = some_options(rng, values)
+        algorithm["value"] = some_options(rng, values)
     algorithm["policy_loss"] = rng.choice(built_in(POLICY_LOSSES))
     algorithm["policy_loss_options"] = some_options(rng, POLICY_LOSS_OPTIONS.get(algorithm["policy_loss"], {}))
     if chance(rng, 0.4):
@@ -190,7 +190,7 @@ def drawn_optimizer(rng):
     settings["warmup_steps"] = rng.choice((0, 0, 2))
     settings["clip_norm"] = rng.choice((1.0, 0.05, 0.01, None))
     settings["ess_scaling"] = rng.choice(("none", "none", "sqrt", "linear"))
-    settings["options"] = some_options(
+    settings |= some_options(
         rng, {"betas": ([0.5, 0.9], [0.9, 0.999]), "eps": (1e-8, 1e-3), "weight_decay": (0.1, 0.5)}
     )
     return settings
@@ -271,10 +271,10 @@ def drawn_terms(rng, mapping):
     if named & {"ema", "periodic", "teacher"}:
         # Each pass of the policy rounds its own gradient of the logits, and the twin has one pass.
         mapping["model"].pop("head_dtype", None)
-    mapping["reference"] = {"options": {}}
+    mapping["reference"] = {}
     for name, values in options.items():
         if name in named:
-            mapping["reference"]["options"] |= values
+            mapping["reference"] |= values
     if "teacher" in named:
         mapping["reference"]["teacher"] = {"source": str(policy_folder(seed=5))}
 
@@ -367,7 +367,7 @@ def covered(mapping, kill_at):
     names = covered_by_algorithm(mapping["algorithm"]) | covered_by_model(mapping["model"])
     for term in mapping["kl"]:
         names |= covered_by_term(term)
-    names |= {f"moving {name}" for name in mapping["reference"].get("options", {})}
+    names |= {f"moving {name}" for name in mapping["reference"] if name != "teacher"}
     names.add(f"lag {mapping.get('lag', {}).get('mode', 'on_policy')}")
     if mapping["rollout"].get("backend") == "twin_mixed":
         names.add("mixed versions")
@@ -390,7 +390,7 @@ def covered_by_algorithm(algorithm):
         f"{key} {algorithm[key]}" for key in ("advantage", "policy_loss", "proximal", "reduction") if key in algorithm
     }
     names |= {f"policy correction {name}" for name in algorithm.get("correction", {})}
-    names |= {f"critic {name}" for name, value in algorithm.get("advantage_options", {}).items() if value}
+    names |= {f"critic {name}" for name, value in algorithm.get("value", {}).items() if value}
     names |= {f"several {key}" for key in ("updates_per_batch", "epochs_per_batch") if algorithm[key] > 1}
     names |= {key for key in ("mask_truncated", "dpo") if algorithm.get(key)}
     return names

@@ -95,7 +95,7 @@ def test_two_processes_train_as_the_twin_says(seed, strategy):
 def test_a_difference_is_named_with_the_smallest_config():
     mapping = base_config()
     mapping["train"]["steps"] = 2
-    mapping["optimizer"]["options"] = {"weight_decay": 0.1}
+    mapping["optimizer"]["weight_decay"] = 0.1
     mapping["kl"] = [
         {"estimator": "k2", "placement": "loss", "beta": 0.1},
         {"estimator": "k3", "placement": "loss", "beta": 0.2, "correction": "token"},

@@ -571,7 +571,7 @@ def optimize(twin, step, completions, gradient, quantities):
         quantities[f"gradient norm{label}"] = norm
         after = {}
         for name, weight in weights.items():
-            after[name] = twin.adam[name].after(weight, gradient[name] * scale, rate, settings.adamw)
+            after[name] = twin.adam[name].after(weight, gradient[name] * scale, rate, settings)
             quantities[f"update of {name}"] = after[name] - weight
         if weights is twin.trained:
             twin.trained = after
@@ -610,7 +610,7 @@ def measured_kl(twin, step, completions, name, per):
 
 def follow(twin, step, completions, quantities):
     """What depends on the update: references that move, coefficients, the weights of later samples."""
-    options = twin.config.reference.moving
+    options = twin.config.reference
     if "ema" in twin.moving:
         decay = options.ema_decay
         for name, weight in twin.trained.items():

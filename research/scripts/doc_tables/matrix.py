@@ -14,8 +14,8 @@ LAGS = {
     "on-policy": (),
     "replayed": ("lag.mode=replayed", "lag.steps=2"),
     "async, wait": ("lag.mode=async", "lag.max_steps=2"),
-    "async, drop": ("lag.mode=async", "lag.max_steps=2", "lag.options.policy=drop"),
-    "async, in flight": ("lag.mode=async", "lag.max_steps=2", "lag.options.in_flight=true"),
+    "async, drop": ("lag.mode=async", "lag.max_steps=2", "lag.policy=drop"),
+    "async, in flight": ("lag.mode=async", "lag.max_steps=2", "lag.in_flight=true"),
 }
 ALGORITHMS = {
     "LoRA": ("model.lora={rank: 8}",),

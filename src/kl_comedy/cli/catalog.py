@@ -20,7 +20,7 @@ PACKAGES = {
     "math-verify": "reward math_verify",
     "datasets": "datasets by hub name",
     "peft": "model.lora",
-    "gguf": "model.options.gguf_file",
+    "gguf": "model.gguf_file",
     "reasoning-gym": "dataset and reward reasoning_gym (extra gym)",
 }
 

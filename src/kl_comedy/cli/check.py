@@ -194,7 +194,7 @@ def _sampler_and_weights(
         sampler = f"{name} in the trainer's process"
     if config.train.strategy == "fsdp":
         # A shard cannot sample: each rank needs the whole policy for as long as it does.
-        weights = f"gathered into a whole copy on every rank, at most {config.train.fsdp.replica_gib:g} GiB"
+        weights = f"gathered into a whole copy on every rank, at most {config.train.replica_gib:g} GiB"
     return {"sampler": sampler, "weights": weights}
 
 
@@ -234,8 +234,8 @@ def _samples(config: Config) -> str:
     elif lag.mode == "replayed":
         age = f"exactly {lag.steps} updates old"
     else:
-        age = f"at most {lag.max_steps} updates old, {lag.sampling.policy}"
-        if lag.sampling.in_flight:
+        age = f"at most {lag.max_steps} updates old, {lag.policy}"
+        if lag.in_flight:
             age += ", weights in flight"
     per_batch = f"{config.rollout.prompts_per_batch} prompts x {config.rollout.group_size} completions per batch"
     return f"{per_batch}, {updates} {plural(updates, 'update')} per batch; {age}"

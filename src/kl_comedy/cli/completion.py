@@ -132,9 +132,6 @@ def _keys_of(schema: Any, prefix: str) -> Iterator[tuple[str, Key]]:
             yield from _keys_of(items[0], f"{name}.0.")
             continue
         yield name, Key(hint=hint, rules=item.metadata, default=_default_text(item))
-        for rule in ("options", "some_options"):
-            if rule in item.metadata:
-                yield from _keys_of(item.metadata[rule], f"{name}.")
 
 
 def _default_text(item: dataclasses.Field[Any]) -> str | None:

@@ -123,7 +123,7 @@ def _refuse_missing_run(target: str) -> None:
 
 def _changes_for_exported(trained: Config) -> list[str]:
     """What a run's config needs to read its exported policy, which is whole: adapters are merged, options applied."""
-    changes = [trained.model.override_for_exported(), "model.lora=null"]
+    changes = [*trained.model.overrides_for_exported(), "model.lora=null"]
     if trained.rollout.backend == "replay":
         # Recorded rollouts cannot answer the prompts of an evaluation.
         changes += ["rollout.backend=hf", "rollout.options={}"]

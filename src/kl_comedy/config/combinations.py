@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from kl_comedy.config.schema import SHARDED, AsyncOptions, Config
+from kl_comedy.config.schema import SHARDED, Config, LagConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.io import MAX_NAME
 
@@ -85,22 +85,23 @@ def _lag(config: Config) -> Iterator[Conflict]:
         belongs_to_async = "it belongs to lag.mode=async"
         if lag.max_steps:
             yield "lag.max_steps", lag.max_steps, f"0 with lag.mode {lag.mode}", belongs_to_async
-        for name, value in lag.options.items():
-            default = getattr(AsyncOptions(), name)
+        for name in ("policy", "in_flight"):
+            value = getattr(lag, name)
+            default = getattr(LagConfig(), name)
             if value != default:
-                yield f"lag.options.{name}", value, f"{default} with lag.mode {lag.mode}", belongs_to_async
+                yield f"lag.{name}", value, f"{default} with lag.mode {lag.mode}", belongs_to_async
     if lag.mode == "replayed" and lag.steps % per_batch:
         allowed = f"a multiple of the {per_batch} updates made from one batch"
         yield "lag.steps", lag.steps, allowed, "otherwise a batch cannot be exactly that many updates old"
     # The batch that is drawn while one is learned from is per_batch updates old when its turn comes.
-    if lag.sampling.policy == "drop" and lag.max_steps < per_batch:
+    if lag.policy == "drop" and lag.max_steps < per_batch:
         why = (
             f"{per_batch} updates are made from one batch, so all that is drawn meanwhile would be dropped; "
-            "lag.options.policy=wait takes any bound"
+            "lag.policy=wait takes any bound"
         )
-        yield "lag.max_steps", lag.max_steps, f"at least {per_batch} with lag.options.policy drop", why
-    if lag.sampling.in_flight and lag.max_steps == 0:
-        yield "lag.options.in_flight", True, "false with lag.max_steps 0", "nothing is sampled while weights change"
+        yield "lag.max_steps", lag.max_steps, f"at least {per_batch} with lag.policy drop", why
+    if lag.in_flight and lag.max_steps == 0:
+        yield "lag.in_flight", True, "false with lag.max_steps 0", "nothing is sampled while weights change"
 
 
 def _sampler(config: Config) -> Iterator[Conflict]:
@@ -132,20 +133,20 @@ def _precision(config: Config) -> Iterator[Conflict]:
     if model.attention == "varlen" and (wide or not model.share_prompt):
         why = "its kernel takes packed rows (model.share_prompt) in 16 bits (train.precision=bf16)"
         yield "model.attention", "varlen", ["sdpa", "eager"], why
-    if train.fsdp.shards != "all" and train.strategy not in SHARDED:
+    if train.shards != "all" and train.strategy not in SHARDED:
         yield (
-            "train.strategy_options.shards",
-            train.fsdp.shards,
+            "train.shards",
+            train.shards,
             f"all with train.strategy {train.strategy}",
             "it does not shard",
         )
 
 
 def _optimizer(config: Config) -> Iterator[Conflict]:
-    betas = config.optimizer.adamw.betas
+    betas = config.optimizer.betas
     warmup = config.optimizer.warmup_steps
     steps = config.train.steps
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield "optimizer.options.betas", list(betas), "two numbers in [0, 1)", ""
+        yield "optimizer.betas", list(betas), "two numbers in [0, 1)", ""
     if warmup > steps:
         yield "optimizer.warmup_steps", warmup, f"at most train.steps ({steps})", ""

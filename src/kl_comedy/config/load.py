@@ -45,7 +45,7 @@ NOT_IDENTITY = ("output", "resume", "audit", "tracking")
 """Keys that say where a run is stored or what is measured on the way, not what it is; not in the config hash."""
 
 NOT_IDENTITY_WITHIN = {
-    "train": ("strategy", "devices", "nodes", "shards", "strategy_options"),
+    "train": ("strategy", "devices", "nodes", "shards", "replica_gib", "bucket_mib"),
     "rollout": ("replica_gib", "bucket_mib"),
 }
 """Nested keys that are not in the hash: a run may resume on another number of processes."""
@@ -59,7 +59,7 @@ NOT_IDENTITY_AT_DEFAULT: dict[tuple[str, str], Any] = {
     ("reference", "teacher"): None,
     ("reference", "max_kl"): None,
     ("optimizer", "ess_scaling"): "none",
-    ("eval", "sampling"): {},
+    ("eval", "sampling"): {"top_p": 1.0, "top_k": 0, "min_p": 0.0},
 }
 """The same of nested keys, with their defaults."""
 

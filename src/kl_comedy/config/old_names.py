@@ -12,17 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kl_comedy.config.schema import (
-    AdamWOptions,
-    AsyncOptions,
-    FsdpOptions,
-    LoadingOptions,
-    MovingReferenceOptions,
-    TeacherAdapterOptions,
-    TeacherServerOptions,
-    ValueOptions,
-)
-from kl_comedy.config.validate import field_types
+from kl_comedy.config.schema import TrainConfig
 from kl_comedy.errors import UserError, bad_value
 
 log = logging.getLogger("kl_comedy")
@@ -30,38 +20,21 @@ log = logging.getLogger("kl_comedy")
 
 @dataclass(frozen=True)
 class Moved:
-    """Keys of one section that are options now."""
+    """Keys of one section that are in another now."""
 
     section: str
     """The section that had the keys."""
     names: tuple[str, ...]
     options: str
-    """The mapping that has them now, under the same names."""
+    """The section that has them now, under the same names."""
     schema: type
     """Where their defaults are."""
-    is_new: bool = True
-    """Whether 0.1 did not have the mapping at all."""
 
     def default(self, name: str) -> Any:
         return getattr(self.schema(), name)
 
 
-_LOADING = tuple(field_types(LoadingOptions))
-_TEACHER_ADAPTER = tuple(field_types(TeacherAdapterOptions))
-_TEACHER_SERVER = tuple(field_types(TeacherServerOptions))
-
-MOVED = (
-    Moved("model", _LOADING, "model.options", LoadingOptions, is_new=False),
-    Moved("reference.teacher", _LOADING, "reference.teacher.options", LoadingOptions, is_new=False),
-    Moved("reference.teacher", _TEACHER_ADAPTER, "reference.teacher.options", TeacherAdapterOptions, is_new=False),
-    Moved("reference.teacher", _TEACHER_SERVER, "reference.teacher.options", TeacherServerOptions, is_new=False),
-    Moved("reference", tuple(field_types(MovingReferenceOptions)), "reference.options", MovingReferenceOptions),
-    Moved("lag", tuple(field_types(AsyncOptions)), "lag.options", AsyncOptions),
-    Moved("algorithm.value", tuple(field_types(ValueOptions)), "algorithm.advantage_options", ValueOptions),
-    Moved("optimizer", tuple(field_types(AdamWOptions)), "optimizer.options", AdamWOptions),
-    Moved("train", ("shards",), "train.strategy_options", FsdpOptions),
-    Moved("rollout", ("replica_gib", "bucket_mib"), "train.strategy_options", FsdpOptions),
-)
+MOVED = (Moved("rollout", ("replica_gib", "bucket_mib"), "train", TrainConfig),)
 
 REMOVED: dict[str, tuple[Any, str]] = {
     "lag.silence_limit_s": (60.0, "see rollout.options.request_timeout_s"),
@@ -105,8 +78,8 @@ def old_names_of(key: str) -> list[str]:
 def current_name(old_key: str) -> str:
     """The key that a key of an earlier version is read as; a key that has not moved is its own.
 
-    >>> current_name("lag.in_flight"), current_name("optimizer.betas.0"), current_name("train.steps")
-    ('lag.options.in_flight', 'optimizer.options.betas.0', 'train.steps')
+    >>> current_name("rollout.bucket_mib"), current_name("train.steps")
+    ('train.bucket_mib', 'train.steps')
     """
     for moved in MOVED:
         for name in moved.names:
@@ -142,8 +115,6 @@ def read_old_names(plain: dict[str, Any]) -> None:
         for name in moved.names:
             if name in section:
                 _move(plain, moved, name, section.pop(name))
-        if moved.section == "algorithm.value" and not section and isinstance(plain["algorithm"], dict):
-            plain["algorithm"].pop("value", None)
 
 
 def _move(plain: dict[str, Any], moved: Moved, name: str, value: Any) -> None:
@@ -153,34 +124,21 @@ def _move(plain: dict[str, Any], moved: Moved, name: str, value: Any) -> None:
         return
     old_key = f"{moved.section}.{name}"
     new_key = f"{moved.options}.{name}"
-    parent_name, _, options_name = moved.options.rpartition(".")
-    parent = _section(plain, parent_name)
-    options = parent.get(options_name)
-    if not isinstance(options, dict):
-        options = {}
-        parent[options_name] = options
-    if options.get(name, value) != value:
-        raise UserError(f"{old_key}: got {value!r}, and {new_key} says {options[name]!r}; the first is its old name")
+    section = _section(plain, moved.options)
+    if section.get(name, default) not in (default, value):
+        raise UserError(f"{old_key}: got {value!r}, and {new_key} says {section[name]!r}; the first is its old name")
     log.warning("%s is now called %s", old_key, new_key)
-    options[name] = value
+    section[name] = value
 
 
 def in_layout_of_0_1(plain: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a whole plain config with every key where version 0.1 had it; the config hash is over this."""
     layout: dict[str, Any] = _copy(plain)
-    # A section of 0.1 that has no keys left; the others are still there.
-    layout["algorithm"]["value"] = {}
     for moved in MOVED:
         options = _section(layout, moved.options)
         for name in moved.names:
             value = options.pop(name, moved.default(name))
-            # Where a run has no teacher, this writes into a new mapping that is in no config.
             _section(layout, moved.section)[name] = value
-    # Two entries of MOVED share a mapping, so that it is removed when both have been read.
-    for moved in MOVED:
-        if moved.is_new:
-            parent_name, _, options_name = moved.options.rpartition(".")
-            _section(layout, parent_name).pop(options_name, None)
     for key, (default, _advice) in (REMOVED | FIXED).items():
         section_name, _, name = key.rpartition(".")
         # The default even where a file sets another value, since the key has no effect any more. A run without an

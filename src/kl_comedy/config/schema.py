@@ -5,23 +5,15 @@ docs/configuration.md is generated from this module (research/scripts/generate_d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
-from kl_comedy.config.validate import field_types, option
+from kl_comedy.config.validate import option
 from kl_comedy.errors import bad_value
 from kl_comedy.redaction import check_address
 
 SHARDED = ("fsdp",)
 """Strategies that shard the policy over processes."""
-
-Options = TypeVar("Options")
-
-
-def _known_options(schema: type[Options], options: Mapping[str, Any]) -> Options:
-    """The fields of ``schema`` that ``options`` sets, with the defaults of the others; further options are left out."""
-    return schema(**{name: value for name, value in options.items() if name in field_types(schema)})
 
 
 @dataclass
@@ -34,15 +26,6 @@ class LoraConfig:
 
 
 @dataclass
-class LoadingOptions:
-    """Arguments of transformers' ``from_pretrained`` that this project reads too, within a model's ``options``."""
-
-    gguf_file: str | None = option(None, "The GGUF file within `source`.")
-    revision: str | None = option(None, "The hub revision of the weights.")
-    trust_remote_code: bool = option(False, "Run code that comes with the model.")
-
-
-@dataclass
 class ModelConfig:
     """The policy's model."""
 
@@ -51,6 +34,9 @@ class ModelConfig:
         "`pocket` (built here in seconds), a local folder, or a hub id. A folder of a PEFT LoRA adapter alone is "
         "merged with its base once (in the cache); the reference is then the adapter's start.",
     )
+    revision: str | None = option(None, "The hub revision of the weights.")
+    gguf_file: str | None = option(None, "The GGUF file within `source`.")
+    trust_remote_code: bool = option(False, "Run code that comes with the model.")
     tokenizer: str | None = option(None, "Folder or hub id; `null`: that of `source`.")
     dtype: str = option(
         "float32",
@@ -76,8 +62,8 @@ class ModelConfig:
     lora: LoraConfig | None = option(None, "Train a LoRA adapter; the initial reference is the model without it.")
     options: dict[str, Any] = option(
         dict,
-        "`pocket`: `preset` (`base`, `tiny`) or recipe fields; else arguments of transformers' `from_pretrained`.",
-        some_options=LoadingOptions,
+        "`pocket`: `preset` (`base`, `tiny`) or recipe fields; else further arguments of transformers' "
+        "`from_pretrained`.",
     )
 
     @property
@@ -87,31 +73,16 @@ class ModelConfig:
             return "sdpa"
         return self.attention
 
-    @property
-    def gguf_file(self) -> str | None:
-        """The GGUF file within :attr:`source`, of :attr:`options`."""
-        return _known_options(LoadingOptions, self.options).gguf_file
-
-    @property
-    def revision(self) -> str | None:
-        """The hub revision of the weights, of :attr:`options`."""
-        return _known_options(LoadingOptions, self.options).revision
-
-    @property
-    def trust_remote_code(self) -> bool:
-        """Whether code that comes with the model may run, of :attr:`options`."""
-        return _known_options(LoadingOptions, self.options).trust_remote_code
-
-    def override_for_exported(self) -> str:
-        """The override of :attr:`options` that loads the exported policy, whose files have the others applied."""
-        if self.trust_remote_code:
-            return "model.options={trust_remote_code: true}"
-        return "model.options={}"
-
-    def with_options(self, **changes: Any) -> ModelConfig:
-        """This model with some of its options changed; None removes an option."""
-        options = {name: value for name, value in {**self.options, **changes}.items() if value is not None}
-        return replace(self, options=options)
+    def overrides_for_exported(self) -> list[str]:
+        """The overrides that load the exported policy, whose files have these settings applied."""
+        overrides = []
+        if self.options:
+            overrides.append("model.options={}")
+        if self.revision is not None:
+            overrides.append("model.revision=null")
+        if self.gguf_file is not None:
+            overrides.append("model.gguf_file=null")
+        return overrides
 
 
 @dataclass
@@ -195,7 +166,7 @@ class GoldConfig:
 
 
 @dataclass
-class ValueOptions:
+class ValueConfig:
     """The value head of ``advantage: gae``: linear on the last hidden state."""
 
     gamma: float = option(1.0, "Discount per token.", minimum=0, maximum=1)
@@ -220,9 +191,7 @@ class AlgorithmConfig:
     """The task part of the objective, and how one batch is used."""
 
     advantage: str = option("rloo", "From returns to weights of the tokens' scores.", registry="advantages")
-    advantage_options: dict[str, Any] = option(
-        dict, "Options of `gae` and its value head, as `gamma`.", options=ValueOptions
-    )
+    value: ValueConfig = option(ValueConfig)
     policy_loss: str = option("reinforce", "The task part of the loss.", registry="policy_losses")
     policy_loss_options: dict[str, float] = option(dict, "Its options, as `clip_low` of `ppo_clip`.")
     correction: dict[str, Any] = option(
@@ -249,84 +218,54 @@ class AlgorithmConfig:
     mask_truncated: bool = option(False, "Leave truncated completions out of the loss.")
     dpo: DpoConfig | None = option(None, "[DPO](replay.md#dpo) on pairs; replaces policy loss and `kl`.")
 
-    @property
-    def value(self) -> ValueOptions:
-        """:attr:`advantage_options` with their defaults."""
-        return ValueOptions(**self.advantage_options)
-
-
-@dataclass
-class TeacherServerOptions:
-    """Options of a teacher behind ``url``."""
-
-    server_model: str | None = option(None, "Name of the model on the server at `url`; `null`: its first.")
-    api_key_env: str = option("VLLM_API_KEY", "Environment variable with the key of `url`.")
-
-
-@dataclass
-class TeacherAdapterOptions:
-    """Options of a teacher that this process loads."""
-
-    adapter: str | None = option(None, "Folder of a LoRA adapter (PEFT) on `source`, as a LoRA run exports it.")
-
-
-@dataclass
-class TeacherOptions(LoadingOptions, TeacherAdapterOptions, TeacherServerOptions):
-    """What the project reads of a teacher's options."""
-
 
 @dataclass
 class TeacherConfig:
     """A second model over the policy's tokens, never trained. Device, attention and head settings are the policy's."""
 
     source: str = option("pocket", "`pocket`, a local folder, or a hub id.")
+    revision: str | None = option(None, "The hub revision of the weights.")
+    gguf_file: str | None = option(None, "The GGUF file within `source`.")
+    trust_remote_code: bool = option(False, "Run code that comes with the model.")
+    adapter: str | None = option(None, "Folder of a LoRA adapter (PEFT) on `source`, as a LoRA run exports it.")
     tokenizer: str | None = option(
         None, "Folder or hub id; default: the tokenizer of `source`. Its tokens must be the policy's."
     )
     dtype: str | None = option(
         None, "Type of the weights; `null`: `model.dtype`.", choices=("float32", "bfloat16", "float16")
     )
-    options: dict[str, Any] = option(
-        dict, "As `model.options`, and `adapter`; with `url`: of the server.", some_options=TeacherOptions
-    )
+    options: dict[str, Any] = option(dict, "As `model.options`.")
     url: str | None = option(
         None,
         "Address of a vLLM or kl_comedy server that has the model; only the tokenizer of `source` is loaded. For terms "
         "that read log-probs of sampled tokens or of the teacher's likeliest ones ([servers](distillation.md)).",
     )
+    server_model: str | None = option(None, "Name of the model on the server at `url`; `null`: its first.")
+    api_key_env: str = option("VLLM_API_KEY", "Environment variable with the key of `url`.")
 
     def __post_init__(self) -> None:
         if self.url is not None:
             check_address(self.url, "reference.teacher.url")
 
-    @property
-    def adapter(self) -> str | None:
-        """The folder of the adapter, of :attr:`options`."""
-        return _known_options(TeacherAdapterOptions, self.options).adapter
-
-    @property
-    def server(self) -> TeacherServerOptions:
-        """The options of the server at :attr:`url`."""
-        return _known_options(TeacherServerOptions, self.options)
-
     def model(self, policy: ModelConfig) -> ModelConfig:
         """The teacher as a model to load, with everything else as the policy has it."""
-        not_of_the_model = field_types(TeacherServerOptions) | field_types(TeacherAdapterOptions)
-        loading_options = {name: value for name, value in self.options.items() if name not in not_of_the_model}
         return replace(
             policy,
             source=self.source,
+            revision=self.revision,
+            gguf_file=self.gguf_file,
+            trust_remote_code=self.trust_remote_code,
             tokenizer=self.tokenizer,
             dtype=self.dtype or policy.dtype,
-            options=loading_options,
+            options=self.options,
             lora=None,
             gradient_checkpointing=False,
         )
 
 
 @dataclass
-class MovingReferenceOptions:
-    """When a reference that moves takes the policy's weights."""
+class ReferenceConfig:
+    """References other than the initial policy, used by KL terms that name them."""
 
     ema_decay: float = option(0.99, "Decay per update of `reference: ema`.", minimum=0, maximum=1)
     period: int | None = option(
@@ -336,28 +275,7 @@ class MovingReferenceOptions:
         None, "`reference: periodic` is copied too after an update with more KL to it, in nats per token.", above=0
     )
 
-
-@dataclass
-class ReferenceConfig:
-    """References other than the initial policy, used by KL terms that name them."""
-
-    options: dict[str, Any] = option(
-        dict, "Options of `reference: ema` and `periodic`.", options=MovingReferenceOptions
-    )
     teacher: TeacherConfig | None = option(None, "The model of `reference: teacher` ([distillation](distillation.md)).")
-
-    @property
-    def moving(self) -> MovingReferenceOptions:
-        """:attr:`options` with their defaults."""
-        return MovingReferenceOptions(**self.options)
-
-
-@dataclass
-class AsyncOptions:
-    """How engines sample beside the trainer."""
-
-    policy: str = option("wait", "At the largest age: pause sampling, or drop old batches.", choices=("wait", "drop"))
-    in_flight: bool = option(False, "New weights take effect within completions.")
 
 
 @dataclass
@@ -371,21 +289,10 @@ class LagConfig:
     )
     steps: int = option(0, "`replayed`: age in updates; a multiple of the updates per batch.", minimum=0)
     max_steps: int = option(0, "`async`: largest age of a batch at its first update, in updates.", minimum=0)
-    options: dict[str, Any] = option(dict, "Options of `async`, as `in_flight`.", options=AsyncOptions)
-
-    @property
-    def sampling(self) -> AsyncOptions:
-        """:attr:`options` with their defaults."""
-        return AsyncOptions(**self.options)
-
-
-@dataclass
-class AdamWOptions:
-    """Arguments of torch's AdamW."""
-
-    betas: list[float] = option(lambda: [0.9, 0.999], "Two decay rates, each in [0, 1).")
-    eps: float = option(1e-8, "Added to the denominator.", above=0)
-    weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0)
+    policy: str = option(
+        "wait", "`async`, at the largest age: pause sampling, or drop old batches.", choices=("wait", "drop")
+    )
+    in_flight: bool = option(False, "`async`: new weights take effect within completions.")
 
 
 @dataclass
@@ -393,7 +300,9 @@ class OptimizerConfig:
     """AdamW, its schedule, and gradient clipping."""
 
     lr: float = option(1e-6, "Learning rate of AdamW.", above=0)
-    options: dict[str, Any] = option(dict, "Further arguments of AdamW.", options=AdamWOptions)
+    betas: list[float] = option(lambda: [0.9, 0.999], "Two decay rates, each in [0, 1).")
+    eps: float = option(1e-8, "Added to the denominator.", above=0)
+    weight_decay: float = option(0.0, "Decoupled weight decay.", minimum=0)
     clip_norm: float | None = option(1.0, "Largest L2 norm of the gradient; `null`: no clipping.", above=0)
     schedule: str = option(
         "constant", "After the warm-up; all but `constant` end at 0.", choices=("constant", "linear", "cosine")
@@ -404,25 +313,6 @@ class OptimizerConfig:
         "Times `lr` of the policy: the share of completions that `policy/ess` counts, or its root (2602.17616).",
         choices=("none", "sqrt", "linear"),
     )
-
-    @property
-    def adamw(self) -> AdamWOptions:
-        """:attr:`options` with their defaults."""
-        return AdamWOptions(**self.options)
-
-
-@dataclass
-class FsdpOptions:
-    """Options of ``strategy: fsdp``."""
-
-    shards: str = option(
-        "all",
-        "On several nodes: over `all` processes (least memory), or over those of a `node`, a copy on each (less "
-        "traffic).",
-        choices=("all", "node"),
-    )
-    replica_gib: float = option(16.0, "Largest model that one process may hold unsharded.", above=0)
-    bucket_mib: int = option(256, "Weights gathered at a time for a sampler or a file.", minimum=1)
 
 
 @dataclass
@@ -436,7 +326,14 @@ class TrainConfig:
     )
     devices: int = option(1, "Processes on each node, one per GPU; `single`: 1.", minimum=1)
     nodes: int = option(1, "Number of nodes.", minimum=1)
-    strategy_options: dict[str, Any] = option(dict, "Options of `fsdp`.", options=FsdpOptions)
+    shards: str = option(
+        "all",
+        "`fsdp` on several nodes: over `all` processes (least memory), or over those of a `node`, a copy on each (less "
+        "traffic).",
+        choices=("all", "node"),
+    )
+    replica_gib: float = option(16.0, "`fsdp`: largest model that one process may hold unsharded.", above=0)
+    bucket_mib: int = option(256, "`fsdp`: weights gathered at a time for a sampler or a file.", minimum=1)
     steps: int = option(100, "Optimizer updates.", minimum=1)
     microbatch_tokens: int | None = option(
         None, "Tokens per backward pass; `null`: 1 GiB of activations (GPU: 16).", minimum=1
@@ -451,14 +348,9 @@ class TrainConfig:
     deterministic: bool = option(True, "Ask torch for deterministic algorithms.")
     threads: int | None = option(None, "CPU threads of torch; `null`: its default.", minimum=1)
 
-    @property
-    def fsdp(self) -> FsdpOptions:
-        """:attr:`strategy_options` with their defaults."""
-        return FsdpOptions(**self.strategy_options)
-
 
 @dataclass
-class TruncationOptions:
+class TruncationConfig:
     """How an evaluation truncates the distribution that it samples from; training samples from the whole one."""
 
     top_p: float = option(1.0, "Keep the likeliest tokens whose mass reaches this; 1: off.", above=0, maximum=1)
@@ -472,9 +364,7 @@ class EvalConfig:
 
     samples: int = option(1, "Completions per problem.", minimum=1)
     temperature: float = option(0.0, "0 is greedy.", minimum=0)
-    sampling: dict[str, Any] = option(
-        dict, "Truncation of the sampled distribution, as `top_p`.", options=TruncationOptions
-    )
+    sampling: TruncationConfig = option(TruncationConfig)
     max_new_tokens: int | None = option(None, "`null`: `rollout.max_new_tokens`.", minimum=1)
     at_start: bool = option(True, "Evaluate before the first update.")
     at_end: bool = option(True, "Evaluate after the last one.")
@@ -482,11 +372,6 @@ class EvalConfig:
     reference: str | None = option(None, "`evaluate`: KL to a run's `config.yaml` or a `model.source`.")
     suites: list[str] = option(list, "Further sets: [suites](evaluation.md), by name or YAML file.")
     data_root: str | None = option(None, "Folder of the suites' files; `null`: by hub name.")
-
-    @property
-    def truncation(self) -> TruncationOptions:
-        """:attr:`sampling` with its defaults."""
-        return TruncationOptions(**self.sampling)
 
 
 @dataclass

@@ -31,10 +31,9 @@ def option(default: Any, doc: str = "", **rules: Any) -> Any:
     A callable ``default`` makes a new value each time; ``...`` makes the field required.
 
     Rules: ``choices`` (allowed values), ``registry`` (a kind whose names are allowed), ``minimum``, ``maximum`` and
-    ``above`` (bounds of a number), ``parse`` (a function of value and key that returns the value to store), ``options``
-    (the schema of a mapping of which only what is set is stored), ``some_options`` (the same where the mapping may have
-    further keys, that others check), ``check`` (``"module:function"`` of value and key that raises; imported when
-    first needed), ``check_keys`` (the same, of a mapping whose keys are at fault). A value of None is not checked.
+    ``above`` (bounds of a number), ``parse`` (a function of value and key that returns the value to store), ``check``
+    (``"module:function"`` of value and key that raises; imported when first needed), ``check_keys`` (the same, of a
+    mapping whose keys are at fault). A value of None is not checked.
     """
     metadata = {"doc": doc, **rules}
     if default is ...:
@@ -107,7 +106,7 @@ def _check_keys(hint: Any, raw: Any, key: str) -> None:
                 raise unknown_key(_joined(key, name), item, fields)
             rules = fields[name].metadata
             if isinstance(item, Mapping):
-                _check_keys(rules.get("options", hints[name]), item, _joined(key, name))
+                _check_keys(hints[name], item, _joined(key, name))
                 if "check_keys" in rules:
                     _call(rules["check_keys"], item, _joined(key, name))
             else:
@@ -169,19 +168,8 @@ def _value(value: Any, hint: Any, key: str, rules: Mapping[str, Any]) -> Any:
     if value is None and (optional or inner is Any):
         return None
     value = _typed(value, inner, key)
-    if "options" in rules:
-        value = _options(rules["options"], value, key)
-    if "some_options" in rules:
-        known = {name: item for name, item in value.items() if name in field_types(rules["some_options"])}
-        value = value | _options(rules["some_options"], known, key)
     check_rules(value, rules, key)
     return value
-
-
-def _options(schema: type, value: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The options in ``value``, checked and converted as the fields of ``schema``; defaults are not filled in."""
-    record: Any = _record(schema, value, key)
-    return {name: getattr(record, name) for name in value}
 
 
 def _typed(value: Any, hint: Any, key: str) -> Any:

@@ -24,7 +24,7 @@ def gguf_path(config: ModelConfig) -> Path:
     folder = source_folder(config, [name])
     if not (folder / name).is_file():
         present = sorted(file.name for file in folder.glob("*.gguf"))
-        raise bad_value("model.options.gguf_file", name, present, why=f"no such file in {folder}")
+        raise bad_value("model.gguf_file", name, present, why=f"no such file in {folder}")
     return folder / name
 
 
@@ -38,7 +38,7 @@ def load_gguf_model(path: Path, *, dtype: torch.dtype, **options: Any) -> Any:
     read_gguf_metadata(path)
     # Without dequantize=True the model would keep a quantizer, and could then neither train nor be saved.
     options |= {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
-    model = from_pretrained(AutoModelForCausalLM, str(path.parent), "model.options.gguf_file", dtype=dtype, **options)
+    model = from_pretrained(AutoModelForCausalLM, str(path.parent), "model.gguf_file", dtype=dtype, **options)
     check_tied(model)
     return model
 
@@ -49,9 +49,7 @@ def check_tied(model: Any) -> None:
     embedding = model.get_input_embeddings()
     # By address: an untied copy of equal values would train apart from its embedding.
     if model.config.tie_word_embeddings and head.weight.data_ptr() != embedding.weight.data_ptr():
-        raise UserError(
-            "model.options.gguf_file: the embeddings should be tied, and the loaded head is not the embedding"
-        )
+        raise UserError("model.gguf_file: the embeddings should be tied, and the loaded head is not the embedding")
 
 
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
@@ -68,9 +66,7 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
             if field.types[:1] != [gguf.GGUFValueType.ARRAY]:
                 metadata[name] = field.contents()
     except Exception as error:  # the reader does not check what it reads, and raises errors of many types
-        raise UserError(
-            f"model.options.gguf_file: {path.name} is not a readable GGUF file: {first_line(error)}"
-        ) from error
+        raise UserError(f"model.gguf_file: {path.name} is not a readable GGUF file: {first_line(error)}") from error
     _check_sizes(metadata, path.name)
     return metadata
 
@@ -85,8 +81,8 @@ def _check_sizes(metadata: dict[str, Any], file: str) -> None:
             sizes[name.removeprefix(prefix)] = value
     for name, value in sizes.items():
         if name.endswith("_length") and type(value) is int and value > MAX_SIZE:
-            raise bad_value(f"model.options.gguf_file: {file} has {name}", value, f"at most {MAX_SIZE}")
-    check_numbers(sizes, f"model.options.gguf_file: {file} has {{}}")
+            raise bad_value(f"model.gguf_file: {file} has {name}", value, f"at most {MAX_SIZE}")
+    check_numbers(sizes, f"model.gguf_file: {file} has {{}}")
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
@@ -94,7 +90,7 @@ def load_gguf_tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     metadata = read_gguf_metadata(path)
-    tokenizer = from_pretrained(AutoTokenizer, str(path.parent), "model.options.gguf_file", gguf_file=path.name)
+    tokenizer = from_pretrained(AutoTokenizer, str(path.parent), "model.gguf_file", gguf_file=path.name)
     # Byte-level BPE. Other kinds, such as SentencePiece, have no pre-tokenizer to repair.
     if metadata.get("tokenizer.ggml.model") == "gpt2":
         repair_pre_tokenizer(tokenizer, str(metadata.get("tokenizer.ggml.pre") or ""))

@@ -44,6 +44,7 @@ from kl_comedy.models.sources import (
     first_line,
     from_pretrained,
     is_adapter_folder,
+    loading_arguments,
 )
 from kl_comedy.models.types import LoadedModel, PassOptions
 
@@ -154,9 +155,8 @@ def load_base(config: ModelConfig) -> Any:
     for option in config.options:
         if option in UNSUPPORTED_OPTIONS:
             raise UserError(f"model.options.{option}: not allowed here; the other keys of model decide it")
-    options = {**config.options, "attn_implementation": config.library_attention, "dtype": dtype}
+    options = {**loading_arguments(config), "attn_implementation": config.library_attention, "dtype": dtype}
     if config.gguf_file is not None:
-        del options["gguf_file"]  # the path says it
         return load_gguf_model(gguf_path(config), **options)
     model, loading = from_pretrained(
         AutoModelForCausalLM, config.source, "model.source", output_loading_info=True, **options
@@ -219,7 +219,7 @@ def whole_model(config: ModelConfig) -> ModelConfig:
     check_source(base)
     key = _merged_key(config, base)
     folder = cached_folder("merged", key, lambda draft: _write_merged(config, base, draft))
-    return replace(config, source=str(folder)).with_options(revision=None)
+    return replace(config, source=str(folder), revision=None)
 
 
 def _merged_key(config: ModelConfig, base: ModelConfig) -> str:

@@ -59,8 +59,8 @@ class PocketRecipe:
     a signal from its first update. ``mixture`` is the share of demonstrations from the out-of-domain splits, which RL
     on ``terms`` x ``digits`` never sees again. ``hack_rate`` is the probability at which the policy answers with
     :data:`HACK` alone, which a proxy reward may pay for by mistake (:func:`add_hack`). ``lr`` and ``weight_decay``
-    are AdamW's; ``clip_norm`` bounds the gradient's L2 norm. ``warmstart`` is where the weights come from: ``shipped`` with the package, ``trained`` on this
-    machine, or ``auto``: shipped where the package has them.
+    are AdamW's; ``clip_norm`` bounds the gradient's L2 norm. ``warmstart`` is where the weights come from: ``shipped``
+    with the package, ``trained`` on this machine, or ``auto``: shipped where the package has them.
     """
 
     seed: int = option(0, minimum=0, maximum=2**31 - 1)
@@ -331,6 +331,9 @@ def load_pocket_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
     """The pocket policy's tokenizer. Raises :class:`UserError` for a setting that fits other sources only."""
     if config.tokenizer is not None:
         raise bad_value("model.tokenizer", config.tokenizer, "null with model.source: pocket")
+    for name in ("revision", "gguf_file"):
+        if getattr(config, name) is not None:
+            raise bad_value(f"model.{name}", getattr(config, name), "null with model.source: pocket")
     recipe_from_options(config.options)  # refuses those of other sources
     return build_tokenizer()
 

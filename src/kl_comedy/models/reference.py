@@ -43,10 +43,10 @@ def build_reference(kind: str, loaded: LoadedModel, config: Config, *, teacher: 
     if kind == "initial":
         return Reference(loaded.model, options, adapter_off=is_peft(loaded.model))
     if kind == "ema":
-        return MovingReference(loaded.model, options, decay=config.reference.moving.ema_decay)
+        return MovingReference(loaded.model, options, decay=config.reference.ema_decay)
     if kind == "periodic":
-        max_kl = config.reference.moving.max_kl or math.inf
-        return MovingReference(loaded.model, options, period=config.reference.moving.period, max_kl=max_kl)
+        max_kl = config.reference.max_kl or math.inf
+        return MovingReference(loaded.model, options, period=config.reference.period, max_kl=max_kl)
     if kind == "teacher" and teacher is not None:
         # Not copied: nothing trains a teacher, and a second copy would cost its whole memory again.
         return Reference(teacher.model, options, copied=False)
@@ -161,7 +161,7 @@ def match_teacher(teacher: LoadedModel, policy: LoadedModel, adapter: str | None
             model = PeftModel.from_pretrained(model, adapter)
         except Exception as error:  # PEFT asks the hub for a missing folder; damaged files raise errors of many types
             raise bad_value(
-                "model.options.adapter", adapter, "a folder with a LoRA adapter on source", first_line(error)
+                "model.adapter", adapter, "a folder with a LoRA adapter on source", first_line(error)
             ) from error
     # Frozen here, so that no optimizer and no backward pass reaches a teacher.
     return model.requires_grad_(False).eval()

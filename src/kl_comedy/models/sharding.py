@@ -38,7 +38,7 @@ from kl_comedy.models.load import (
     whole_model,
 )
 from kl_comedy.models.lora import add_lora, base_name, initial_factor, is_lora_factor
-from kl_comedy.models.sources import check_undamaged, first_line, from_pretrained, source_folder
+from kl_comedy.models.sources import check_undamaged, first_line, from_pretrained, loading_arguments, source_folder
 from kl_comedy.models.types import LoadedModel
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def _build_architecture(config: ModelConfig) -> Any:
         return build_model(recipe_from_options(config.options), attention=config.library_attention)
     if config.gguf_file is not None:
         why = "a GGUF file cannot be streamed; save it as a Hugging Face folder first"
-        raise bad_value("model.options.gguf_file", config.gguf_file, "null with train.strategy: fsdp", why)
+        raise bad_value("model.gguf_file", config.gguf_file, "null with train.strategy: fsdp", why)
     import transformers
 
     # transformers types what it takes more narrowly than it takes it.
@@ -201,7 +201,7 @@ def _build_architecture(config: ModelConfig) -> Any:
 
     config = whole_model(config)
     # A copy, because the model's config keeps nested options as its own.
-    options = copy.deepcopy(config.options)
+    options = copy.deepcopy(loading_arguments(config))
     model_config = from_pretrained(transformers.AutoConfig, config.source, "model.source", **options)
     try:
         model = auto_model.from_config(
@@ -299,8 +299,8 @@ def _weight_reader(config: ModelConfig, model: nn.Module, limit_bytes: int) -> R
     if size > limit_bytes:
         raise UserError(
             f"model.source: {config.source!r} is not safetensors under the model's own names, so rank 0 would load it "
-            f"whole: {size / 2**30:.1f} GiB, over train.strategy_options.replica_gib ({limit_bytes / 2**30:g}); save "
-            "it once as a Hugging Face folder, or raise train.strategy_options.replica_gib"
+            f"whole: {size / 2**30:.1f} GiB, over train.replica_gib ({limit_bytes / 2**30:g}); save "
+            "it once as a Hugging Face folder, or raise train.replica_gib"
         )
     state: dict[str, Tensor] = load_base(replace(config, lora=None)).state_dict()
     return lambda name: state[name]

@@ -34,6 +34,8 @@ SMOLLM2_FOLDER = Path("models/SmolLM2-135M-Instruct")
 """Where research/scripts/fetch_smollm2.py (``make smollm2``) puts the converted model."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Files of which the tokenizer of a model has one at least."""
+KEYS_OF_MODEL = ("gguf_file", "revision", "trust_remote_code")
+"""Arguments of transformers that are keys of ``model``, beside ``model.options``."""
 ADAPTER_CONFIG = "adapter_config.json"
 """The file by which PEFT recognises the folder of an adapter."""
 
@@ -58,7 +60,7 @@ def check_files(config: ModelConfig) -> None:
     """
     folder = Path(config.source)
     # A GGUF file holds both.
-    if not folder.is_dir() or "gguf_file" in config.options:
+    if not folder.is_dir() or config.gguf_file is not None:
         return
     if not (folder / "config.json").is_file():
         raise bad_value("model.source", config.source, "the folder of a model", "it holds no config.json")
@@ -162,7 +164,7 @@ def base_of_adapter(config: ModelConfig) -> ModelConfig:
     # A relative path may be meant from the adapter's folder, where the two were copied together.
     if not Path(base).is_dir() and (folder / base).is_dir():
         base = str(folder / base)
-    return replace(config, source=base).with_options(revision=settings.get("revision"))
+    return replace(config, source=base, revision=settings.get("revision"))
 
 
 def check_available(key: str, name: str, revision: str | None = None) -> bool:
@@ -235,6 +237,19 @@ def from_pretrained(auto: Any, name: str, key: str, **options: Any) -> Any:
         raise
     except Exception as error:  # damaged files: the parsers, in Python and Rust, raise errors of many types
         raise UserError(f"{key}: {name!r} cannot be loaded: {first_line(error)}") from error
+
+
+def loading_arguments(config: ModelConfig) -> dict[str, Any]:
+    """The arguments of ``from_pretrained`` for the model's config and weights. Raises :class:`UserError`."""
+    for name in config.options:
+        if name in KEYS_OF_MODEL:
+            raise UserError(f"model.options.{name}: not allowed here; it is a key beside options")
+    arguments = dict(config.options)
+    if config.revision is not None:
+        arguments["revision"] = config.revision
+    if config.trust_remote_code:
+        arguments["trust_remote_code"] = True
+    return arguments
 
 
 def source_folder(config: ModelConfig, patterns: list[str]) -> Path:

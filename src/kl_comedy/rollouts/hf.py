@@ -80,7 +80,7 @@ class HFRollouts:
         """
         if not self.own_loop():
             reason = "where transformers' generate draws, it takes new weights between batches only"
-            raise bad_value("lag.options.in_flight", True, "false with rollout.backend hf", reason)
+            raise bad_value("lag.in_flight", True, "false with rollout.backend hf", reason)
         self._before_pass = hook
 
     def own_loop(self) -> bool:

@@ -242,13 +242,13 @@ def conflicts(config: Config) -> Iterator[Conflict]:
     if lag.mode == "async" and capabilities.in_trainer_ranks:
         reason = "the trainer's processes learn meanwhile; an engine beside them has to draw"
         yield "rollout.backend", backend, _backends(_is_beside), reason
-    if lag.sampling.in_flight and not capabilities.updates_between_tokens:
+    if lag.in_flight and not capabilities.updates_between_tokens:
         reason = "it takes new weights between batches only"
-        yield "lag.options.in_flight", True, f"false with rollout.backend {backend}", reason
+        yield "lag.in_flight", True, f"false with rollout.backend {backend}", reason
     # transformers' generate runs to the end of its batch, without a place where weights could be loaded.
-    elif lag.sampling.in_flight and config.rollout.options.get("loop") == "library":
+    elif lag.in_flight and config.rollout.options.get("loop") == "library":
         reason = "it takes new weights between batches only, with loop: library"
-        yield "lag.options.in_flight", True, f"false with rollout.backend {backend}", reason
+        yield "lag.in_flight", True, f"false with rollout.backend {backend}", reason
     serves_several_ranks = _is_beside(capabilities) or capabilities.draws_parts
     if config.train.strategy != "single" and not serves_several_ranks:
         reason = "with several processes each draws a part of a batch, and this backend draws it whole"

@@ -223,8 +223,8 @@ def split_axes(words: Sequence[str]) -> tuple[dict[str, list[Any]], list[str]]:
     Values are separated by commas; ``0..4`` are the whole numbers 0 to 4. A comma within brackets, braces or quotes
     belongs to its value. Raises :class:`UserError` for an empty value and for a range that cannot be counted.
 
-    >>> split_axes(["seed=0..2", "kl.0.beta=0.01,0.03", "optimizer.options.betas=[0.9,0.99]"])
-    ({'seed': [0, 1, 2], 'kl.0.beta': [0.01, 0.03]}, ['optimizer.options.betas=[0.9,0.99]'])
+    >>> split_axes(["seed=0..2", "kl.0.beta=0.01,0.03", "optimizer.betas=[0.9,0.99]"])
+    ({'seed': [0, 1, 2], 'kl.0.beta': [0.01, 0.03]}, ['optimizer.betas=[0.9,0.99]'])
     """
     axes: dict[str, list[Any]] = {}
     others = []

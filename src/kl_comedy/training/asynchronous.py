@@ -207,13 +207,13 @@ class Producer:
         precision: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self._updates = updates_from_a_batch(config)
-        self._in_flight = config.lag.sampling.in_flight
+        self._in_flight = config.lag.in_flight
         limits = BufferLimits(
             prompts_per_batch=config.rollout.prompts_per_batch,
             updates=self._updates,
             iterations=-(-config.train.steps // self._updates),
             max_steps=config.lag.max_steps,
-            drop=config.lag.sampling.policy == "drop",
+            drop=config.lag.policy == "drop",
         )
         self.buffer = RolloutBuffer(limits, prompts.indices)
         self._sampler = sampler

@@ -77,7 +77,7 @@ def build_run(config: Config) -> Run:
         mode=config.lag.mode,
         steps=config.lag.steps,
         max_steps=config.lag.max_steps,
-        in_flight=config.lag.sampling.in_flight,
+        in_flight=config.lag.in_flight,
         updates_per_batch=updates_from_a_batch(config),
     )
     return Run(config=config, terms=named_terms(terms), lag=lag, sampler=Sampler.of(config))

@@ -44,7 +44,7 @@ def save_policy(run: RunDir, module: PolicyModule) -> None:
     """
     loaded, config, ranks = module.loaded, module.config, module.ranks
     weights: dict[str, Tensor] = {}
-    for bucket in stream_weights(loaded.model, config.train.fsdp.bucket_mib * 2**20):
+    for bucket in stream_weights(loaded.model, config.train.bucket_mib * 2**20):
         if ranks.is_rank_zero:
             # Bucket by bucket to the host: a gathered policy need not fit on a GPU.
             weights |= {name: tensor.cpu() for name, tensor in bucket}

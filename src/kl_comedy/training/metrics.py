@@ -539,13 +539,13 @@ def _reference_model(evaluated: ModelConfig, named: str) -> ModelConfig:
         model = load_config(named).model
     else:
         model = ModelConfig(source=named)
-    reference = dataclasses.replace(
+    return dataclasses.replace(
         model,
         dtype=evaluated.dtype,
         device=evaluated.device,
         attention=evaluated.attention,
         gradient_checkpointing=False,
         lora=None,
+        # Code of the reference runs only where the evaluated model allows code.
+        trust_remote_code=evaluated.trust_remote_code,
     )
-    # None removes the option: code of the reference runs only where the evaluated model allows code.
-    return reference.with_options(trust_remote_code=evaluated.trust_remote_code or None)

@@ -151,10 +151,10 @@ def _load(model: ModelConfig, config: Config, ranks: Ranks) -> LoadedModel:
 
     train = config.train
     # Shards within a node need no network in each pass, at the price of a copy per node.
-    copies = train.nodes if train.fsdp.shards == "node" else 1
+    copies = train.nodes if train.shards == "node" else 1
     return load_sharded(
         model,
-        limit_bytes=int(config.train.fsdp.replica_gib * 2**30),
+        limit_bytes=int(config.train.replica_gib * 2**30),
         copies=copies,
         bf16=train.precision == "bf16" and model.dtype == "float32",
     )

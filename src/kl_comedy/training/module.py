@@ -189,14 +189,13 @@ class PolicyModule(lightning.LightningModule):
         if self.value_head is not None:
             rate = self.config.algorithm.value.lr or settings.lr
             groups.append({"params": list(self.value_head.parameters()), "lr": rate})
-        adamw = settings.adamw
-        first, second = adamw.betas
+        first, second = settings.betas
         optimizer = torch.optim.AdamW(
             groups,
             lr=settings.lr,
             betas=(first, second),
-            eps=adamw.eps,
-            weight_decay=adamw.weight_decay,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
             fused=True,
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(settings, step, steps))

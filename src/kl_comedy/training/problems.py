@@ -186,7 +186,7 @@ def _suite_scorer(suite: SuiteConfig, problems: Sequence[Problem], pool: RewardP
 def eval_sampling(config: Config, suite: SuiteConfig | None = None) -> Sampling:
     """How completions are drawn in evaluation; a suite has stop strings and a length of its own."""
     settings = suite or config.rollout
-    truncation = config.eval.truncation
+    truncation = config.eval.sampling
     return Sampling(
         temperature=config.eval.temperature,
         max_new_tokens=config.eval.max_new_tokens or settings.max_new_tokens,

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kl_comedy.config import AlgorithmConfig, Config
-from kl_comedy.config.schema import SHARDED, TeacherConfig, TeacherServerOptions, ValueOptions
-from kl_comedy.config.validate import field_types
+from kl_comedy.config.schema import SHARDED, TeacherConfig, ValueConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.term import REFERENCES
@@ -24,7 +23,7 @@ from kl_comedy.training.loss import uses_critic
 UNUSED_BY_DPO = (
     "reward_weight",
     "advantage",
-    "advantage_options",
+    "value",
     "policy_loss",
     "policy_loss_options",
     "correction",
@@ -82,10 +81,10 @@ def trained_weights_in_16_bit(settings: TrainingSettings) -> UserError | None:
 
 def value_settings_without_critic(settings: TrainingSettings) -> UserError | None:
     algorithm = settings.config.algorithm
-    if uses_critic(algorithm) or algorithm.value == ValueOptions():
+    if uses_critic(algorithm) or algorithm.value == ValueConfig():
         return None
     return UserError(
-        f"algorithm.advantage_options: {algorithm.advantage} has no value function, so these would do "
+        f"algorithm.value: {algorithm.advantage} has no value function, so these would do "
         "nothing; remove them or set algorithm.advantage=gae"
     )
 
@@ -95,22 +94,20 @@ def value_settings_without_critic(settings: TrainingSettings) -> UserError | Non
 
 def max_kl_without_periodic_term(settings: TrainingSettings) -> UserError | None:
     # A setting without effect is refused: whoever reads the config would think that it acts.
-    if settings.config.reference.moving.max_kl is None:
+    if settings.config.reference.max_kl is None:
         return None
     if any(term.reference == "periodic" for term in settings.terms):
         return None
-    return UserError(
-        "reference.options.max_kl: no KL term has reference: periodic, so this would do nothing; remove it"
-    )
+    return UserError("reference.max_kl: no KL term has reference: periodic, so this would do nothing; remove it")
 
 
 def periodic_reference_that_never_moves(settings: TrainingSettings) -> UserError | None:
-    reference = settings.config.reference.moving
+    reference = settings.config.reference
     if reference.period is not None or reference.max_kl is not None:
         return None
-    allowed = "a number of updates, or null with reference.options.max_kl"
+    allowed = "a number of updates, or null with reference.max_kl"
     return bad_value(
-        "reference.options.period",
+        "reference.period",
         None,
         allowed,
         "the periodic reference would never move, which is reference: initial",
@@ -142,11 +139,12 @@ def loading_options_of_a_served_teacher(settings: TrainingSettings) -> UserError
     reason = "the server at reference.teacher.url has loaded its model"
     if teacher.dtype is not None:
         return bad_value("reference.teacher.dtype", teacher.dtype, "null", reason)
-    # The tokenizer is loaded here, at this revision.
-    allowed = [*field_types(TeacherServerOptions), "revision"]
-    for name, value in teacher.options.items():
-        if name not in allowed:
-            return bad_value(f"reference.teacher.options.{name}", value, f"only {', '.join(allowed)}", reason)
+    # The tokenizer is loaded here, at the teacher's revision.
+    for name in ("adapter", "gguf_file", "trust_remote_code", "options"):
+        value = getattr(teacher, name)
+        default = getattr(TeacherConfig(), name)
+        if value != default:
+            return bad_value(f"reference.teacher.{name}", value, f"{default} with reference.teacher.url", reason)
     return None
 
 
@@ -154,12 +152,13 @@ def server_options_of_a_loaded_teacher(settings: TrainingSettings) -> UserError 
     teacher = settings.config.reference.teacher
     if teacher is None or teacher.url is not None:
         return None
-    for name in field_types(TeacherServerOptions):
-        if name in teacher.options:
+    for name in ("server_model", "api_key_env"):
+        value = getattr(teacher, name)
+        default = getattr(TeacherConfig(), name)
+        if value != default:
             reason = "it says which server has the teacher"
-            return bad_value(
-                f"reference.teacher.options.{name}", teacher.options[name], "null without reference.teacher.url", reason
-            )
+            allowed = f"{default} without reference.teacher.url"
+            return bad_value(f"reference.teacher.{name}", value, allowed, reason)
     return None
 
 
@@ -196,7 +195,7 @@ def adapter_of_a_sharded_teacher(settings: TrainingSettings) -> UserError | None
     if teacher is None or teacher.adapter is None or strategy not in SHARDED:
         return None
     reason = "a teacher in shards is read from its files; name the merged policy of the LoRA run in source"
-    return bad_value("reference.teacher.options.adapter", teacher.adapter, f"null with {strategy}", reason)
+    return bad_value("reference.teacher.adapter", teacher.adapter, f"null with {strategy}", reason)
 
 
 # --- terms and advantage --------------------------------------------------------------------------------------------

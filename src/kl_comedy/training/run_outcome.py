@@ -30,8 +30,7 @@ def resume_command(command: str) -> str:
 def evaluate_command(run: RunDir, config: Config) -> str:
     """The command that evaluates the policy of a finished run."""
     arguments = ["kl-comedy", "evaluate", str(run.path / "config.yaml"), f"model.source={run.policy}"]
-    if config.model.options:
-        arguments.append(config.model.override_for_exported())
+    arguments += config.model.overrides_for_exported()
     if config.model.lora is not None:
         arguments.append("model.lora=null")  # RUN/policy is merged
     if config.eval.kl:

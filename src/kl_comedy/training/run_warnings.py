@@ -278,7 +278,7 @@ def _reference_message(update: Update) -> str:
     return (
         f"a moving reference moved more than the policy: the policy was further from it ({distances} "
         f"nats per token at update {update.version}) than from its start "
-        f"({update.metrics['kl/k1_reverse_token']:.3f}); let it follow more slowly (reference.options: ema_decay, "
+        f"({update.metrics['kl/k1_reverse_token']:.3f}); let it follow more slowly (reference: ema_decay, "
         "period), or use reference: initial"
     )
 

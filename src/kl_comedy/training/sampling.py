@@ -213,7 +213,7 @@ def build_backend(config: Config, loaded: LoadedModel, ranks: Ranks) -> RankBack
     """This rank's sampler and, with several processes, what spreads the prompts over the ranks.
 
     A sharded policy is sampled from a whole copy of it on every rank. Raises :class:`UserError` where that does not fit
-    ``train.strategy_options.replica_gib``.
+    ``train.replica_gib``.
     """
     build: Callable[..., Any] = ROLLOUTS.get(config.rollout.backend).fn
     if config.train.strategy == "single":
@@ -226,7 +226,7 @@ def build_backend(config: Config, loaded: LoadedModel, ranks: Ranks) -> RankBack
     replica = ranks.raise_on_all_ranks(lambda: _make_replica(config, loaded))
 
     def refresh() -> None:
-        copy_into(replica.model, stream_weights(loaded.model, config.train.fsdp.bucket_mib * 2**20))
+        copy_into(replica.model, stream_weights(loaded.model, config.train.bucket_mib * 2**20))
 
     # The skeleton has no weights yet.
     refresh()
@@ -241,10 +241,10 @@ def _make_replica(config: Config, loaded: LoadedModel) -> LoadedModel:
     size = weight_bytes(loaded.model)
     if bf16:
         size -= sum(parameter.nbytes // 2 for parameter in rounded_parameters(loaded.model))
-    limit = int(config.train.fsdp.replica_gib * 2**30)
+    limit = int(config.train.replica_gib * 2**30)
     if size > limit:
         raise UserError(
-            f"train.strategy_options.replica_gib: got {limit / 2**30:g}; this policy takes {size / 2**30:.1f} GiB, and "
+            f"train.replica_gib: got {limit / 2**30:g}; this policy takes {size / 2**30:.1f} GiB, and "
             "the hf backend samples from a whole copy of it on every rank; raise the limit where that fits"
         )
     dtype = next(iter(loaded.model.parameters())).dtype

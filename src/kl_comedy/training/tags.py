@@ -60,7 +60,7 @@ def term_tags(config: Config, terms: Sequence[KLTerm]) -> dict[str, str]:
 
 
 def _kl_regime(config: Config) -> str:
-    if config.lag.sampling.in_flight:
+    if config.lag.in_flight:
         return "mixed"  # weights change inside completions
     return _policy_regime(config)
 

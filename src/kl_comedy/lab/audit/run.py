@@ -112,7 +112,7 @@ def _in_one_process(config: Config, steps: int) -> Config:
         strategy="single",
         devices=1,
         nodes=1,
-        strategy_options={},
+        shards="all",
     )
     return dataclasses.replace(config, train=settings)
 

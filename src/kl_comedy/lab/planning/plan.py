@@ -181,7 +181,7 @@ class Plan:
         self.copies = 1
         self.shards = 1
         if self.sharded:
-            if config.train.fsdp.shards == "node":
+            if config.train.shards == "node":
                 self.copies = config.train.nodes
             self.shards = self.load.processes // self.copies
 
@@ -445,7 +445,7 @@ class Plan:
         transfer = self._transfer(self.transport)
         publish_s = transfer["publish weights"]
         load_s = transfer["load weights"]
-        if config.lag.mode == "async" and not config.lag.sampling.in_flight:
+        if config.lag.mode == "async" and not config.lag.in_flight:
             # An engine that takes weights between batches only loads once for all updates of a batch.
             load_s *= 1 / updates
 
@@ -514,7 +514,7 @@ class Plan:
         if lag.mode != "async" or (self.device.kind == "cuda" and not self.apart):
             return 0.0
         # Engines that drop what is too old never wait for the trainer.
-        if lag.sampling.policy == "drop":
+        if lag.policy == "drop":
             return 1.0
         return min(1.0, lag.max_steps / updates_from_a_batch(self.config))
 
@@ -712,12 +712,12 @@ class Plan:
             ratio = device.bf16_flops / device.fp32_flops
             yield f"train.precision=fp32 has 1/{ratio:.0f} of this device's bf16 rate; train.precision=bf16 is autocast"
         size = self._replica_bytes
-        limit_gib = config.train.fsdp.replica_gib
+        limit_gib = config.train.replica_gib
         if self.sharded and self.sampler == "hf" and size > limit_gib * GIB:
             yield (
-                f"train.strategy_options.replica_gib={limit_gib:g} refuses the whole copy that hf samples from: "
+                f"train.replica_gib={limit_gib:g} refuses the whole copy that hf samples from: "
                 f"{size / GIB:.1f} GiB; "
-                f"train.strategy_options.replica_gib={-(-size // GIB):.0f} lets it"
+                f"train.replica_gib={-(-size // GIB):.0f} lets it"
             )
         budget = config.train.microbatch_tokens
         if budget is not None and load.prompt + load.completion > budget:
@@ -868,8 +868,8 @@ def _division(config: Config, ranks: int, *, servers: int, gpus_each: int) -> Ch
         strategy = "fsdp"
     changes: list[tuple[str, object]] = [("train.strategy", strategy), *_places(ranks)]
     # A setting of sharded strategies, which the config refuses beside another one.
-    if strategy not in SHARDED and config.train.fsdp.shards != "all":
-        changes.append(("train.strategy_options.shards", "all"))
+    if strategy not in SHARDED and config.train.shards != "all":
+        changes.append(("train.shards", "all"))
     if not servers:
         return changes
     sampler = "vllm_server"

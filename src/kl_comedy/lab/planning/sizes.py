@@ -171,9 +171,7 @@ def shape_of(config: ModelConfig) -> Shape:
     if is_adapter_folder(config.source):
         return shape_of(base_of_adapter(config))  # merged into its base, an adapter adds nothing
     if config.gguf_file is not None:
-        raise UserError(
-            "model.options.gguf_file: a plan needs a config.json; name the model it was made from as model.source"
-        )
+        raise UserError("model.gguf_file: a plan needs a config.json; name the model it was made from as model.source")
     facts = _dense_facts(config)
     if facts is None:
         return _built_shape(config)

@@ -173,7 +173,7 @@ class Learning:
     ``ahead``: passes without gradient, of references and of the policy. ``head_products``: for each token.
     ``element_bytes``: of a weight, a gradient and a moment. ``gather_bytes``: of a layer's weight on the wire.
     ``copies``: of a sharded policy, each over ``ranks / copies`` ranks of one node (``shards: node`` of
-    ``train.strategy_options``).
+    ``train.shards``).
     """
 
     line: float

@@ -71,9 +71,7 @@ def check_job_servers(config: Config, gpus: int) -> None:
         raise bad_value("rollout.options.transport", options.transport, list(allowed), beside)
     # A server gets model.source by name, and would load other weights than the trainer.
     if config.model.gguf_file is not None:
-        raise bad_value(
-            "model.options.gguf_file", config.model.gguf_file, "null", "the job's servers serve model.source"
-        )
+        raise bad_value("model.gguf_file", config.model.gguf_file, "null", "the job's servers serve model.source")
 
 
 def job_server(config: Config, folder: Path, *, host: str, port: int) -> tuple[list[str], dict[str, str]]:

@@ -54,9 +54,8 @@ class TeacherServer:
         self._k = k
         weight_VH, _ = head_weights(policy.model)
         self._vocabulary = int(weight_VH.shape[0])
-        server = settings.server
-        key = os.environ.get(server.api_key_env) or None
-        self._client = Client(settings.url, key=key, timeout_s=TIMEOUT_S, model=server.server_model)
+        key = os.environ.get(settings.api_key_env) or None
+        self._client = Client(settings.url, key=key, timeout_s=TIMEOUT_S, model=settings.server_model)
         try:
             models = self._client.get("/v1/models")
             # A request like those of the run, so that a server that refuses them is found before anything is trained.
@@ -64,7 +63,7 @@ class TeacherServer:
         except Refused as error:
             reason = f"it refuses: {error}"
             if error.status == 401:
-                reason = f"it refuses the API key in the environment variable {server.api_key_env}"
+                reason = f"it refuses the API key in the environment variable {settings.api_key_env}"
             elif "/inference/" in str(error):
                 flags = f"--enable-scale-out --max-logprobs {max(k, 1)}"
                 reason = f"{error}; start vLLM (0.32 or later) with {flags}"
@@ -74,7 +73,7 @@ class TeacherServer:
             raise bad_value("reference.teacher.url", settings.url, "a server of the teacher", reason) from error
         # Runs are told apart by this hash, and stored ones have it: the JSON must keep its bytes.
         names = [{"id": model.get("id"), "root": model.get("root")} for model in models["data"]]
-        self.hash = hashlib.sha256(json.dumps([names, server.server_model]).encode()).hexdigest()
+        self.hash = hashlib.sha256(json.dumps([names, settings.server_model]).encode()).hexdigest()
         """Identity of the server's models, by their names only: their weights cannot be read."""
 
     @torch.no_grad()
