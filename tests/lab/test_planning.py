@@ -865,3 +865,72 @@ def test_a_teacher_takes_the_bytes_of_its_own_dtype():
     config = config_of("kl=[{estimator: k3, placement: loss, beta: 0.1, reference: teacher}]", teacher)
     parameters = shape_of(config_of(source="Qwen/Qwen2.5-1.5B").model).parameters
     assert bytes_of(Plan(config, H100), "teacher") == 2 * parameters
+
+
+# Qwen2.5-0.5B as its makers publish it; what a part takes is added up from these numbers.
+LAYERS, HIDDEN, INNER, HEADS, KV_WIDTH, VOCABULARY = 24, 896, 4864, 14, 128, 151_936
+LAYER = 2 * HIDDEN * HIDDEN + HIDDEN + 2 * (HIDDEN * KV_WIDTH + KV_WIDTH) + 3 * HIDDEN * INNER + 2 * HIDDEN
+TABLE = VOCABULARY * HIDDEN
+ROOT = TABLE + HIDDEN
+"""The embedding, which is the head too, and the last norm."""
+HF = ["rollout.backend=hf", "rollout.prompts_per_batch=8", "rollout.group_size=4", "rollout.batch_sequences=16"]
+
+
+def test_what_sampling_takes_is_a_cache_and_the_scores_of_a_token():
+    plan = Plan(config_of(*HF), H100)
+    prompt = plan.load.prompt
+    # 16 completions at a time are those of 4 prompts; a cache of 512 tokens each, and of the prompt once for a group.
+    cached_tokens = 4 * prompt + 16 * 512
+    keys_and_values = 2 * LAYERS * KV_WIDTH
+    assert bytes_of(plan, "KV cache") == cached_tokens * keys_and_values * 4
+    # Scores, log-probs in float32 and in the sampler's dtype, probabilities in both: five of four bytes.
+    assert bytes_of(plan, "logits of a token") == 16 * VOCABULARY * 5 * 4
+
+
+def test_a_cache_that_a_completion_does_not_fill_has_its_next_capacity():
+    """It doubles: 513 tokens need room for 1024."""
+    plan = Plan(config_of(*HF, "rollout.max_new_tokens=513"), H100)
+    cached_tokens = 4 * plan.load.prompt + 16 * 1024
+    assert bytes_of(plan, "KV cache") == cached_tokens * 2 * LAYERS * KV_WIDTH * 4
+
+
+def test_the_head_of_a_tied_table_has_two_gradients_and_of_an_adapter_none():
+    """That of the head and that of the embedding are there before they are added."""
+    assert bytes_of(Plan(config_of(), H100), "head's gradient") == 2 * TABLE * 4
+    assert bytes_of(Plan(config_of("model.lora={rank: 8}"), H100), "head's gradient") == 0
+
+
+def test_what_ranks_exchange_is_two_buckets_or_two_layers():
+    ddp = Plan(config_of("train.strategy=ddp", "train.devices=4"), H100)
+    assert bytes_of(ddp, "gradient buckets") == 2 * 64 * 2**20
+    assert bytes_of(ddp, "gathered layers") == 0
+    assert bytes_of(Plan(config_of(), H100), "gradient buckets") == 0
+
+    shards = Plan(config_of("train.strategy=fsdp", "train.devices=4"), H100)
+    # This layer and the next with their weights, embedding and head; and the gradients of a layer and of the table.
+    expected = 2 * LAYER * 4 + ROOT * 4 + (LAYER + ROOT) * 4
+    assert bytes_of(shards, "gathered layers") == expected
+    assert bytes_of(shards, "gradient buckets") == 0
+
+
+def test_autocast_copies_the_weights_of_the_layers():
+    """FSDP gathers narrow weights, so that nothing is copied there."""
+    assert bytes_of(Plan(config_of("train.precision=bf16"), H100), "bf16 weights") == 2 * LAYERS * LAYER
+    assert bytes_of(Plan(config_of(), H100), "bf16 weights") == 0
+    shards = Plan(config_of("train.precision=bf16", "train.strategy=fsdp", "train.devices=4"), H100)
+    assert bytes_of(shards, "bf16 weights") == 0
+
+
+def test_passes_that_are_kept_have_the_references_hidden_states():
+    plan = Plan(config_of(*HF), H100)
+    # 32 completions of 512 tokens are an update: hidden states in float32, and 60 bytes of ids, masks and log-probs.
+    assert bytes_of(plan, "kept passes") == 32 * 512 * (HIDDEN * 4 + 60)
+
+
+@pytest.mark.parametrize("overrides", [[], HF, ["lag.mode=async"]], ids=["default", "hf", "async"])
+def test_each_phase_has_a_twentieth_for_the_allocator(overrides):
+    plan = Plan(config_of(*overrides), H100)
+    for phase in ("learning", "sampling"):
+        parts = [item.bytes for item in plan.components if item.phase == phase and item.name != "fragments"]
+        (spare,) = [item.bytes for item in plan.components if item.phase == phase and item.name == "fragments"] or [0]
+        assert spare == pytest.approx(sum(parts) / 20)

@@ -286,42 +286,57 @@ def _explain_peer(
     ``summary`` is what JSON has besides, of a file, and ``read_as`` the line that says as what it was read.
     """
     from kl_comedy.cli.first_answer import first_answer
-    from kl_comedy.lab.advice import what_to_use
+    from kl_comedy.lab.freshness import freshness_of
+    from kl_comedy.lab.peers import find_system
+
+    if format == "json":
+        print(json.dumps({**(summary or {}), **_peer_row(reading)}, indent=1))
+        return
+    remarks = (summary or {}).get("remarks", ())
+    print("\n".join(first_answer(reading, freshness_of(reading), remarks)))
+    if read_as:
+        print(f"\n{read_as}")
+        _print_list("Remarks", remarks)
+    for key in reading.sampling.unused:
+        print(f"{key}: an option of {find_system(reading.system).title} that this answer does not use")
+    if full:
+        _print_all(reading, summary)
+    else:
+        print(f"\n{REST}")
+
+
+def _peer_row(reading: Reading) -> dict[str, Any]:
+    """The whole answer as plain data."""
     from kl_comedy.lab.freshness import freshness_of
     from kl_comedy.lab.peers import advise, find_system, switched_on
 
-    freshness = freshness_of(reading)
-    # Many users ask about flags that turn the KL off by default: what they would get is shown too.
     acting = switched_on(reading)
     acting_plain = None
     if acting is not None:
         acting_plain = _plain(acting)
-    # Flags without a KL say nothing to advise against; what they would be switched on does.
+    return {
+        **_plain(reading),
+        "freshness": {**asdict(freshness_of(reading)), **asdict(reading.sampling)},
+        "switched_on": acting_plain,
+        "advice": [_advice_row(item) for item in advise(find_system(reading.system))],
+        "what_to_use": _what_to_use(reading, acting),
+    }
+
+
+def _what_to_use(reading: Reading, acting: Reading | None) -> list[str]:
+    """Flags without a KL say nothing to advise against; what they would be switched on does."""
+    from kl_comedy.lab.advice import what_to_use
+
     asked = acting or reading
-    if format == "table":
-        remarks = (summary or {}).get("remarks", ())
-        print("\n".join(first_answer(reading, freshness, remarks)))
-        if read_as:
-            print(f"\n{read_as}")
-            _print_list("Remarks", remarks)
-        for key in reading.sampling.unused:
-            print(f"{key}: an option of {find_system(reading.system).title} that this answer does not use")
-        if not full:
-            print(f"\n{REST}")
-            return
-    advice = advise(find_system(reading.system))
-    lines = what_to_use(asked.terms or (), asked.holds_in)
-    if format == "json":
-        plain = {
-            **(summary or {}),
-            **_plain(reading),
-            "freshness": {**asdict(freshness), **asdict(reading.sampling)},
-            "switched_on": acting_plain,
-            "advice": [_advice_row(item) for item in advice],
-            "what_to_use": lines,
-        }
-        print(json.dumps(plain, indent=1))
-        return
+    return what_to_use(asked.terms or (), asked.holds_in)
+
+
+def _print_all(reading: Reading, summary: Mapping[str, Any] | None) -> None:
+    """Print what is behind the first answer: all rows, notes, our config, and what else can be set."""
+    from kl_comedy.lab.peers import advise, find_system, switched_on
+
+    # Many users ask about flags that turn the KL off by default: what they would get is shown too.
+    acting = switched_on(reading)
     print(f"\n{one_line(reading.text)}  ({reading.system} {reading.version})")
     if summary is not None:
         print(f"KL is on: {summary['placement']}")
@@ -336,9 +351,9 @@ def _explain_peer(
         print(f"\nSwitched on, as {one_line(acting.text)}:")
         # Notes that were printed above are not repeated.
         _show(acting, known=(*reading.notes, *reading.no_ops))
-    _print_list("\nWhat to use", lines)
+    _print_list("\nWhat to use", _what_to_use(reading, acting))
     print("\nIf you want")
-    for item in advice:
+    for item in advise(find_system(reading.system)):
         _print_advice(item)
     print("\nTargets and recipes: docs/decision.md; this system: docs/peers.md")
 
