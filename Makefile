@@ -71,8 +71,8 @@ twin: setup
 	PYTHONPATH=.:$$PYTHONPATH TQDM_DISABLE=1 OMP_NUM_THREADS=1 $(BIN)/python -m tests.twin run --count $(COUNT) --seed $(SEED)
 
 lint: setup
-	$(BIN)/ruff check --no-cache .
-	$(BIN)/ruff format --no-cache --check .
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 # The hashes of install/requirements.txt against the files of the index (Linux, x86-64, Python 3.11), which pip may download.

@@ -1,7 +1,8 @@
 """Draws quickstart.svg, smollm2_chain_sum.svg and smollm2_gsm8k.svg from curves.csv and runs.csv.
 
-curves.csv was read from the first figures of these runs, whose store is lost (research/scripts/curves_of_figures.py):
-the only run of a SmolLM2, and the mean of the three seeds of the quickstart, of which runs.csv has the final values.
+curves.csv was read from the first figures of these runs, whose store is lost, to a thousandth of an axis (the figures
+of commits d0bd75f, the quickstart, and 785208a): the only run of a SmolLM2, and the mean of the three seeds of the
+quickstart, of which runs.csv has the final values.
 """
 
 from pathlib import Path

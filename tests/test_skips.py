@@ -28,7 +28,9 @@ def notes_of(folder, workers):
     return notes
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "xdist"])
+@pytest.mark.parametrize(
+    "workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)], ids=["one process", "xdist"]
+)
 def test_a_skip_that_is_not_on_the_list_fails_and_one_on_the_list_does_not(tmp_path, workers, capsys):
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "test_gpu.py").write_text(ALLOWED_SKIP)

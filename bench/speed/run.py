@@ -97,21 +97,21 @@ def rotated(names: list[str], by: int) -> list[str]:
     return names[start:] + names[:start]
 
 
-def run_repetition(job: dict[str, Any], *, threads: int, timeout: float, checkout: Path = ROOT) -> dict[str, Any] | str:
-    """Run one child process with the package and the bench of a checkout.
+def run_repetition(job: dict[str, Any], *, threads: int, timeout: float) -> dict[str, Any] | str:
+    """Run one child process.
 
     Returns its result, or the reason of its failure in one line.
     """
-    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(checkout / "src")}
+    environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT / "src")}
     # Before the child adds to it: what else ran on the machine.
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="speed_") as folder:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(job))
-        command = [sys.executable, str(checkout / "bench" / "speed" / "child.py"), str(path)]
+        command = [sys.executable, str(HERE / "child.py"), str(path)]
         try:
             completed = subprocess.run(
-                command, env=environment, cwd=checkout, timeout=timeout, capture_output=True, text=True, check=False
+                command, env=environment, cwd=ROOT, timeout=timeout, capture_output=True, text=True, check=False
             )
         except subprocess.TimeoutExpired:
             return f"timed out after {timeout:.0f} s"

@@ -1,13 +1,12 @@
 """Score ``kl-comedy explain FILE`` on the drawn public launch files that a person labelled.
 
-python research/scripts/score_launch_files.py --sources DIR --out results/launch_files/NAME.json
-python research/scripts/score_launch_files.py --page
+python research/scripts/score_launch_files.py --sources DIR
 
-DIR holds the drawn files: clones of their repositories, bare or with a work tree, at any depth, or the files
-themselves under any name. A file is the drawn one if the sha256 of its bytes is the label's. Each is read alone, in an
-empty folder under its own name, as a user reads a file that someone sent: no base config lies beside it. The reader is
-the installed ``kl_comedy``; another version of it is scored with PYTHONPATH. ``--page`` writes
-the tables of results/launch_files/README.md from all stored scores.
+reads every labelled file (tests/lab/drawn_launch_files*.jsonl), and writes results/launch_files/score.json and the
+tables of the README beside it. DIR holds the drawn files: clones of their repositories, bare or with a work tree, at
+any depth, or the files themselves under any name. A file is the drawn one if the sha256 of its bytes is the label's.
+Each is read alone, in an empty folder under its own name, as a user reads a file that someone sent: no base config lies
+beside it. The reader is the installed ``kl_comedy``; another version of it is scored with PYTHONPATH.
 
 The rules, written before any file was read:
 
@@ -59,8 +58,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 from table_comments import with_unchecked_comments
 
 ROOT = Path(__file__).resolve().parents[2]
-LABELS = ROOT / "tests" / "lab" / "drawn_launch_files.jsonl"
+LABELS = ROOT / "tests" / "lab"
 RESULTS = ROOT / "results" / "launch_files"
+SCORE = RESULTS / "score.json"
+DRAWS = {
+    "drawn_launch_files.jsonl": "first draw",
+    "drawn_launch_files_2.jsonl": "second draw",
+    "drawn_launch_files_3.jsonl": "third draw, its first 60 files",
+    "drawn_launch_files_4.jsonl": "third draw, the other files",
+    "drawn_launch_files_5.jsonl": "other users' repositories",
+    "drawn_launch_files_6.jsonl": "fourth draw",
+}
+"""What the page calls the labelled files, by the file of their labels."""
 
 MARK_START = "<!-- generated: scores -->"
 MARK_END = "<!-- end: scores -->"
@@ -529,25 +538,24 @@ def counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Counter[str]]:
     return groups
 
 
-def tables(scores: Sequence[Mapping[str, Any]]) -> str:
-    """The counts of all stored scores, and every file that is not right of those that are shown in full."""
+def tables(rows_of_draws: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """The counts of each draw, and every file of it that is not right; by what the page calls the draw."""
     lines = [
-        "| score | files | right | of these without an answer | right in a remark | refused | wrong | of |",
+        "| draw | files | right | of these without an answer | right in a remark | refused | wrong | of |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for stored in scores:
-        for group, outcomes in counts(stored["rows"]).items():
+    for draw, rows in rows_of_draws.items():
+        for group, outcomes in counts(rows).items():
             total = sum(outcomes[outcome] for outcome in OUTCOMES)
             if total == 0:
                 continue
             cells = [f"{outcomes[outcome]} ({outcomes[outcome] / total:.0%})" for outcome in OUTCOMES]
             cells.insert(1, str(outcomes[UNANSWERED]))
-            lines.append(f"| {stored['title']} | {group} | {' | '.join(cells)} | {total} |")
-    for stored in scores:
-        if stored.get("in_full"):
-            lines += ["", f"## {stored['title']}", "", *_confusion(stored["rows"])]
-            for outcome in ("wrong", "refused", "right in a remark"):
-                lines += ["", f"### {outcome.capitalize()}", "", *_listed(stored["rows"], outcome)]
+            lines.append(f"| {draw} | {group} | {' | '.join(cells)} | {total} |")
+    for draw, rows in rows_of_draws.items():
+        lines += ["", f"## {draw.capitalize()}", "", *_confusion(rows)]
+        for outcome in ("wrong", "refused", "right in a remark"):
+            lines += ["", f"### {draw.capitalize()}: {outcome}", "", *_listed(rows, outcome)]
     return "\n".join(lines)
 
 
@@ -588,27 +596,24 @@ def _listed(rows: Sequence[Mapping[str, Any]], outcome: str) -> list[str]:
     return lines or ["None."]
 
 
+def read_labels() -> dict[str, list[dict[str, Any]]]:
+    """The labels of all draws, by what the page calls the draw."""
+    labels = {}
+    for name, draw in DRAWS.items():
+        labels[draw] = [json.loads(line) for line in (LABELS / name).read_text().splitlines()]
+    return labels
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sources", type=Path, help="the folder that holds the drawn files or their clones")
-    parser.add_argument("--labels", type=Path, default=LABELS, help="the labels, one line of JSON per file")
-    parser.add_argument("--out", type=Path, help="the JSON file of the verdicts")
-    parser.add_argument("--title", default="", help="what the page calls this score")
-    parser.add_argument("--in-full", action="store_true", help="the page lists every file that is not right")
-    parser.add_argument("--page", action="store_true", help="write the page from the stored scores")
+    parser.add_argument("--sources", type=Path, required=True, help="the folder of the drawn files or their clones")
     options = parser.parse_args()
-    if options.sources is not None:
-        labels = [json.loads(line) for line in options.labels.read_text().splitlines()]
-        rows = score(find_sources(options.sources, labels), labels)
-        if options.out is not None:
-            stored = {"title": options.title or options.out.stem, "in_full": options.in_full, "rows": rows}
-            options.out.write_text(json.dumps(stored, indent=1) + "\n")
-        for group, outcomes in counts(rows).items():
-            print(group, dict(outcomes))
-    if options.page:
-        scores = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-        readme = RESULTS / "README.md"
-        readme.write_text(with_tables(readme.read_text(), with_unchecked_comments(tables(scores))))
+    labels = read_labels()
+    sources = find_sources(options.sources, [label for draw in labels.values() for label in draw])
+    rows = {draw: score(sources, labels_of_draw) for draw, labels_of_draw in labels.items()}
+    SCORE.write_text(json.dumps(rows, indent=1) + "\n")
+    readme = RESULTS / "README.md"
+    readme.write_text(with_tables(readme.read_text(), with_unchecked_comments(tables(rows))))
 
 
 if __name__ == "__main__":

@@ -139,12 +139,6 @@ def speed_one_thread() -> str:
     return page(read_json("speed/one_thread/speed.json"))
 
 
-def speed_before_after() -> str:
-    from speed.before_after import page
-
-    return page(read_json("speed/before_after.json"))
-
-
 def audit_cost() -> str:
     from audit_cost import page
 
@@ -347,7 +341,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "speed": speed,
     "speed_redesign": speed_redesign,
     "speed_one_thread": speed_one_thread,
-    "speed_before_after": speed_before_after,
     "audit_cost": audit_cost,
     "answer_times": answer_times,
     "growth": growth,

@@ -242,6 +242,26 @@ def baselines(
 
 
 @app.command()
+def centring(
+    out: Out = Path("results/evidence"),
+    tables: Annotated[int, typer.Option(min=1, help="Random policies")] = 48,
+) -> None:
+    """Predict by lag what a stale KL cost does, less c times its mean, from training without noise.
+
+    A few minutes on one core.
+
+    Example: `python -m research.studies centring --out results/evidence`
+    """
+    from research.studies.centring import LAGS, STEPS, Tables, study, write
+
+    file = out / "centring_prediction.json"
+    with progress_bar("optimizers and lags", len(STEPS) * len(LAGS)) as advance:
+        outcome = study(Tables.random(tables), done=advance)
+    write(outcome, file, command=f"python -m research.studies centring --tables {tables}")
+    message(f"{file}")
+
+
+@app.command()
 def predictor(
     sources: Annotated[list[str], typer.Argument(help="Finished runs: a store, an export, the CSV of the first lags")],
     out: Out = Path("results/predictor"),

@@ -7,10 +7,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
-from speed import before_after, setup
+from speed import setup
 from speed.phase_timer import PHASES
 from speed.report import format_number, main_table, page, range_over_trl, ratio_table
-from speed.run import run_repetition
 from speed.setup import PEERS, pins
 from speed.summary import fastest, figures, ratios, spread, summarize, unequal_work
 from speed.variants import VARIANTS
@@ -192,26 +191,3 @@ def test_every_setting_of_ours_is_a_config(task, name, tmp_path):
     config = load_config(None, overrides(task, VARIANTS[name], model=tmp_path, updates=2, seed=0, output=tmp_path))
     assert config.rollout.max_new_tokens == TASKS[task].max_new_tokens
     assert config.rollout.group_size == 8
-
-
-def test_the_newer_commit_is_divided_by_the_older():
-    older = [{**row, "variant": before_after.label(OURS, "aaa")} for row in RUNS if row["variant"] == TRL]
-    newer = [{**row, "variant": before_after.label(OURS, "bbb")} for row in RUNS if row["variant"] == OURS]
-    results = {"older": "aaa", "newer": "bbb", "variants": [OURS], "repetitions": older + newer}
-    last_row = before_after.ratio_table(results).splitlines()[-1]
-    # 11 over 33 seconds, and 2 over 8 GiB.
-    time = "0.333 (0.250 to 0.400)"
-    assert last_row == f"| {OURS} | {time} | {time} | 3.00 (2.50 to 4.00) | 0.250 (0.250 to 0.250) |"
-
-
-def test_a_repetition_uses_the_package_and_the_bench_of_its_checkout(tmp_path):
-    child = tmp_path / "bench" / "speed" / "child.py"
-    child.parent.mkdir(parents=True)
-    child.write_text(
-        "import json, os, pathlib, sys\n"
-        "result = {'path': os.environ['PYTHONPATH'], 'folder': os.getcwd()}\n"
-        "pathlib.Path(sys.argv[1]).with_suffix('.result').write_text(json.dumps(result))\n"
-    )
-    result = run_repetition({"model": "m"}, threads=1, timeout=60, checkout=tmp_path)
-    assert result["path"] == str(tmp_path / "src")
-    assert result["folder"] == str(tmp_path)

@@ -248,14 +248,6 @@ def test_every_registered_estimator_is_certified_by_its_name(certify, name):
     assert "checked (seed 0)" in out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", built_in(ESTIMATORS))
-def test_every_meaningful_combination_of_every_estimator_is_certified(certify, name):
-    code, out, err = certify("--estimator", name, "--regime", "on_policy", "--seed", "0")
-    assert code == 0, err
-    assert out.splitlines()[2].startswith(name)
-
-
 @pytest.mark.parametrize("name", built_in(CORRECTIONS))
 def test_every_registered_correction_is_certified_by_its_name(certify, name):
     term = f"{{estimator: k1, placement: reward, correction: {name}}}"
@@ -458,13 +450,12 @@ def test_the_matrix_has_every_combination_of_the_registered_parts(certify, monke
 
 @pytest.mark.slow
 def test_the_claims_of_the_whole_matrix_hold(certify):
+    """In the regime with the most claims; of all regimes the pages of the estimators tell."""
     rows = rows_of(certify, "--matrix", "--regime", "off_policy")
     assert len(rows) > 300
+    assert {row["terms"][0]["estimator"] for row in rows} >= set(built_in(ESTIMATORS))
     for row in rows:
         assert row["kept"], row["terms"]
-    code, out, err = certify("--matrix")
-    assert code == 0, err
-    assert "top_k on 12 distributions of 40 tokens" in " ".join(out.split()), err
 
 
 def test_policy_terms_are_certified_against_the_reward_gradient(certify):

@@ -300,11 +300,12 @@ def plot(kl_comedy, study, tmp_path):
     [
         (["curves"], ["no KL", "mean of 3 seeds, single runs", "held-out reward"], "geometric"),
         (["curves", "--log", EVAL], ["geometric mean", "log axis"], "smooth"),
+        (["path"], ["no KL", "single seeds thin", "square-root axis", "held-out exact KL(π‖ref)"], "beta"),
         (["frontier"], ["beta 0.05", "some runs collapsed", "held-out exact KL(π‖ref)", "nats"], "relative bias"),
         (["plane"], ["relative bias", "some runs collapsed"], "n=9"),
         (["heatmap"], ["1 of 3", "mean of 3 seeds", "k3 in loss", "beta"], "n=9"),
     ],
-    ids=["curves", "curves on a log axis", "frontier", "plane", "heatmap"],
+    ids=["curves", "curves on a log axis", "path", "frontier", "plane", "heatmap"],
 )
 def test_a_picture_is_labelled_in_words(plot, kind, drawn, absent):
     svg = plot("a.svg", "--group", "kl.family", "--kind", *kind).decode()

@@ -37,7 +37,6 @@ ALGORITHMS = {
     "k1 to a teacher in reward": [*TEACHER, "kl=opd/sampled"],
 }
 SAMPLERS = {
-    "hf": [],
     "hf, replayed": ["lag.mode=replayed", "lag.steps=1"],
     "hf_server": ["rollout.backend=hf_server"],
     "hf_server, replayed": ["rollout.backend=hf_server", "lag.mode=replayed", "lag.steps=1"],
@@ -47,13 +46,19 @@ SAMPLERS = {
     "value head, async in memory": [*ALGORITHMS["value head"], "lag.mode=async", "rollout.backend=memory"],
     "two servers, bf16": ["rollout.backend=hf_server", "rollout.options={servers: 2}", "train.precision=bf16"],
 }
-"""Samples are equal in one process and in two."""
+"""Samples are equal in one process and in two. "full" is ``hf`` on-policy."""
 FREE = {
     "async, one step off": ["lag.mode=async", "lag.max_steps=1"],
     "async, drop": ["lag.mode=async", "lag.max_steps=2", "lag.policy=drop"],
     "async, in flight": ["lag.mode=async", "lag.max_steps=2", "lag.in_flight=true"],
 }
 """Samples depend on who is faster."""
+WITH_DDP = ("full", "lora", "value head", "audit")
+SAMPLERS_WITH_DDP = ("hf, replayed", "hf_server, gloo", "async, wait", "value head, async in memory")
+"""What trains with ``ddp`` too. The others have nothing that depends on the strategy but the reading of shards, which
+is tested with ``fsdp``; tests/twin draws configs for both."""
+NOT_WITH_FSDP = ("value head, async in memory",)
+"""The engines of the test copy a whole policy."""
 
 
 @pytest.fixture(scope="module")
@@ -73,22 +78,26 @@ def check(tmp_path, single, strategy, settings):
     return run
 
 
-def cells(names, fast):
-    """Both strategies of each name; all are slow but ``fast``."""
-    parameters = []
-    for cell in itertools.product(["ddp", "fsdp"], names):
-        if cell in fast:
-            parameters.append(pytest.param(*cell))
-        else:
-            parameters.append(pytest.param(*cell, marks=pytest.mark.slow))
+def cells(names, with_ddp):
+    """Strategy and name; all are slow but the cell that ``fsdp`` cannot have."""
+    parameters = [pytest.param("ddp", name, marks=slow_with_fsdp(name)) for name in with_ddp]
+    for name in names:
+        if name not in NOT_WITH_FSDP:
+            parameters.append(pytest.param("fsdp", name, marks=pytest.mark.slow))
     return parameters
+
+
+def slow_with_fsdp(name):
+    if name in NOT_WITH_FSDP:
+        return ()
+    return pytest.mark.slow
 
 
 def audit_metrics(run):
     return {key: value for key, value in metrics_of(run).items() if key[1].startswith("audit/")}
 
 
-@pytest.mark.parametrize(("strategy", "algorithm"), cells(ALGORITHMS, []))
+@pytest.mark.parametrize(("strategy", "algorithm"), cells(ALGORITHMS, WITH_DDP))
 def test_algorithms(tmp_path, single, strategy, algorithm):
     settings = ALGORITHMS[algorithm]
     run = check(tmp_path, single, strategy, settings)
@@ -97,18 +106,15 @@ def test_algorithms(tmp_path, single, strategy, algorithm):
     assert bool(audited) == algorithm.startswith("audit")
 
 
-@pytest.mark.parametrize(("strategy", "sampler"), cells(SAMPLERS, [("ddp", "value head, async in memory")]))
+@pytest.mark.parametrize(("strategy", "sampler"), cells(SAMPLERS, SAMPLERS_WITH_DDP))
 def test_samplers(tmp_path, single, strategy, sampler):
-    if (strategy, sampler) == ("fsdp", "value head, async in memory"):
-        pytest.skip("the engines of the test copy a whole policy")
     run = check(tmp_path, single, strategy, SAMPLERS[sampler])
     if not sampler.startswith("hf"):
         assert not list(run.path.glob("sampler/weights-*")), "weights of engines are removed"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("judged", ["recorded", "again"])
+@pytest.mark.parametrize(("strategy", "judged"), [("ddp", "again"), ("fsdp", "recorded")])
 def test_replay(tmp_path, single, strategy, judged):
     """Rank 0 reads a recording of one process; evaluation samples on all ranks."""
     recorded = single(("train.record_rollouts=jsonl",))
@@ -117,8 +123,7 @@ def test_replay(tmp_path, single, strategy, judged):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("sampler", FREE)
+@pytest.mark.parametrize(("strategy", "sampler"), [("ddp", "async, in flight"), *(("fsdp", name) for name in FREE)])
 def test_the_age_of_samples_is_bounded_over_processes(tmp_path, strategy, sampler):
     run = over(tmp_path, strategy, *TWO, *FREE[sampler], "train.steps=6")
     ages = {step: value for (step, name), value in metrics_of(run).items() if name == "policy/staleness_max"}

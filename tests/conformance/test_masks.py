@@ -12,12 +12,12 @@ from kl_comedy.errors import UserError
 from multi_turn_losses import RIGHT, WRONG
 
 ON = {"claims": "token_reverse", "regimes": ("on_policy",)}
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))]
+SEEDS = [0, pytest.param(1, marks=pytest.mark.slow)]
 MISDIAGNOSED = (122, 219)
 """Draws of which the checker once said that completions are mixed."""
 DRAWS = [
     pytest.param(seed, marks=() if seed in (0, 1, *MISDIAGNOSED) else pytest.mark.slow)
-    for seed in (*range(60), *MISDIAGNOSED)
+    for seed in (*range(30), *MISDIAGNOSED)
 ]
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from commands import Command
 from kl_comedy.kl import KLTerm, kl_surrogate
+from kl_comedy.rewards import score
+from training_runs import TINY
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -68,6 +70,15 @@ def test_mini_begins_at_the_reference_and_leaves_it_where_there_is_a_reward(mini
     first, last = kls_of_mini(mini, mini_start)
     assert abs(first) < 1e-6
     assert last > 1e-5
+
+
+def test_a_reward_model_is_fitted_and_scores(tmp_path):
+    arguments = [TINY, "train.threads=1", "--samples", 100, "--epochs", 2, "--out", tmp_path / "proxy"]
+    output = Command(EXAMPLES / "fit_reward_model.py", *arguments, cwd=tmp_path).finish()
+    samples = [int(number) for number in re.findall(r": (\d+) samples", output)]
+    assert samples == [80, 20]
+    rewards = score("model", completions=["1+2=3", "1+2=4"], answers=["3", "3"], folder=str(tmp_path / "proxy"))
+    assert rewards[0].value != rewards[1].value
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ from kl_comedy.kl.oracle.part_claims import check_parts
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 from paper_plugins import FALSE, HONEST
 
-SEEDS = range(3)
-FURTHER_SEEDS = range(3, 5)
+SEEDS = range(2)
 
 
 @pytest.fixture(autouse=True)
@@ -76,16 +75,6 @@ def test_an_honest_plugin_passes(name, seed):
 def test_a_false_plugin_is_found(name, seed):
     register(FALSE[name])
     assert false_parts(FALSE[name], seed) != []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*HONEST, *FALSE])
-def test_the_verdict_is_the_same_at_every_seed(name):
-    plugin = {**HONEST, **FALSE}[name]
-    register(plugin)
-    for seed in FURTHER_SEEDS:
-        found_false = false_parts(plugin, seed) != []
-        assert found_false == (name in FALSE), f"seed {seed}"
 
 
 @pytest.mark.slow

@@ -44,7 +44,11 @@ def test_the_row_of_flags(text, updates, lag, regime):
     ("text", "sentence"),
     [
         ("trl:num_iterations=4", "4 updates per batch (num_iterations 4): the off-policy row holds."),
-        ("trl:", "Not set here; TRL's default is 1 update per batch (num_iterations 1): the on-policy row holds."),
+        (
+            "trl:",
+            "Not set here; the default of TRL 1.16.0 is 1 update per batch (num_iterations 1): the on-policy row "
+            "holds.",
+        ),
         (
             "trl:generation_batch_size=512",
             "The number of updates per batch depends on the number of GPUs (generation_batch_size 512 / "
@@ -66,6 +70,50 @@ def test_a_file_a_pasted_text_and_flags_have_one_answer(tmp_path):
     assert of_file == freshness_of(read_launch_text(script.read_text()).reading())
     assert of_file == freshness_of(read("verl:use_kl_loss=true,train_batch_size=512"))
     assert of_file.updates == 2
+
+
+OLD_RLOO = 'from trl import RLOOConfig\nRLOOConfig(output_dir="o", rloo_k=4)'
+RLOO = "trl rloo --model_name_or_path m"
+OPENRLHF = "python -m openrlhf.cli.train_ppo_ray --init_kl_coef 0.01"
+
+
+@pytest.mark.parametrize(
+    ("text", "updates", "release"),
+    [
+        (OLD_RLOO, 4, "TRL before 0.22.0"),
+        (f"pip install trl==0.21.0\n{RLOO}", 4, "TRL before 0.22.0"),
+        (f"pip install 'trl<0.22'\n{RLOO}", 4, "TRL before 0.22.0"),
+        (f"pip install trl==0.22.0\n{RLOO}", 1, "TRL 1.16.0"),
+        (RLOO, 1, "TRL 1.16.0"),
+        ("pip install trl==0.17.0\ntrl grpo --beta 0.04", 1, "TRL 1.16.0"),
+        (f"pip install openrlhf==0.3.5\n{OPENRLHF}", 4, "OpenRLHF before 0.3.6"),
+        (f"pip install openrlhf==0.3.6\n{OPENRLHF}", 8, "OpenRLHF 0.11.2"),
+        (OPENRLHF, 8, "OpenRLHF 0.11.2"),
+    ],
+)
+def test_the_default_is_that_of_the_release_of_the_file(text, updates, release):
+    """By the defaults in the systems' git tags: num_ppo_epochs 4 x num_mini_batches 1, and 512 / 128 samples."""
+    answer = freshness_of(read_launch_text(text).reading())
+    assert answer.updates == updates
+    assert answer.regime == ("on_policy" if updates == 1 else "off_policy")
+    assert f"the default of {release} is" in answer.sentence
+
+
+def test_what_a_file_gives_is_taken_whatever_its_release():
+    reading = read_launch_text(f"pip install trl==0.21.0\n{RLOO} --num_ppo_epochs 1").reading()
+    assert (freshness_of(reading).updates, "default" in freshness_of(reading).sentence) == (1, False)
+    reading = read_launch_text(f"pip install openrlhf==0.3.5\n{OPENRLHF} --rollout_batch_size 128").reading()
+    assert freshness_of(reading).updates == 1
+
+
+def test_the_sentence_says_why_a_release_was_taken_or_what_another_one_does():
+    assert (
+        "such a release: rloo_k is an option up to 0.24." in freshness_of(read_launch_text(OLD_RLOO).reading()).sentence
+    )
+    open_sentence = freshness_of(read("trl:trainer=rloo")).sentence
+    assert open_sentence.endswith("RLOO of TRL before 0.22.0 makes 4 updates per batch by default (num_ppo_epochs).")
+    told = freshness_of(read_launch_text(f"pip install trl==1.0.0\n{RLOO}").reading()).sentence
+    assert "before" not in told
 
 
 def test_a_variable_is_named():

@@ -147,6 +147,13 @@ READ = [
     ),
     Case("rlinf_embodied.yaml", "rlinf", "none"),
     Case("prime_rl.toml", "prime-rl", "sampler, in the loss (k2, ratio none, beta 0.002)", ("since prime-rl 0.5.0",)),
+    Case(
+        "swift_unknown_kind_with_rewards.sh",
+        "ms-swift",
+        "loss (k3, ratio none, beta 0.02)",
+        ("rlhf_type: '$RLHF_TYPE' is no literal: the file never sets this variable, which says which kind",),
+    ),
+    Case("openrlhf_message.py", "openrlhf", "reward (k1, ratio token, beta 0.01)"),
     Case("easyr1_launch.sh", "easyr1", "loss (k3, ratio none, beta 0.02)", ("examples/config.yaml is not read",)),
 ]
 
@@ -172,6 +179,7 @@ REFUSED = {
     "open_instruct_job.yaml": "it is supervised fine-tuning",
     "open_instruct_dpo.yaml": "it is preference training",
     "open_instruct_sft.yaml": "it is supervised fine-tuning",
+    "open_instruct_olmo_sft.sh": "it is supervised fine-tuning",
     "oat_sft.sh": "it is supervised fine-tuning",
     "skyrl_sft.sh": "it is supervised fine-tuning",
     "prime_rl_sft.toml": "it is supervised fine-tuning",
@@ -202,16 +210,26 @@ CONFIG_NOT_READ = {
     "trl_kwargs_unknown.py": "GRPOConfig(**options)",
     "open_r1_launch.sh": "the config recipes/small/grpo/config_demo.yaml",
     "verl_config_name.sh": "the config my_ppo",
+    # Forks change the values of the config that EasyR1 brings, and keep its name.
+    "easyr1_own_config.sh": "the config examples/config.yaml",
 }
 
 STARTS_NOTHING = {
     "trl_trainer_module.py": "it defines classes and functions and starts nothing",
     "verl_worker_module.py": "it defines classes and functions and starts nothing",
+    "verl_idle_trainer.py": "it makes RayPPOTrainer and never starts it",
     "openrlhf_unknown_command.sh": r"openrlhf\.cli\.\$X, which it starts, is named by a variable",
 }
 """Files whose run is another program, or one that a variable of the caller names."""
 
-SETTINGS_ELSEWHERE = ("rllm_hydra.py", "areal_command_line.py", "roll_compose.py")
+OWN_LOSSES = {
+    "slime_custom_loss.sh": "loss_type=custom_loss: the loss is a function of the author's own",
+    "miles_custom_loss.sh": "loss_type=custom_loss: the loss is a function of the author's own",
+    "skyrl_own_loss.sh": "use_words_loss=true is no flag of SkyRL: it puts a loss of the author's own",
+}
+"""A loss of the author's own decides what the KL is, and the file does not have it."""
+
+SETTINGS_ELSEWHERE = ("rllm_hydra.py", "areal_command_line.py", "roll_compose.py", "slime_entry.py")
 """Programs of a known system that take every setting from a config of their caller."""
 
 
@@ -274,6 +292,78 @@ def test_a_file_that_starts_nothing_has_no_answer_unless_the_system_is_named(fil
     assert read_launch_file(CASES / file, system=system).given == {}
 
 
+@pytest.mark.parametrize("file", OWN_LOSSES)
+def test_where_a_loss_of_the_author_decides_the_answer_is_the_reason(file):
+    with pytest.raises(UserError, match=OWN_LOSSES[file]):
+        read_launch_file(CASES / file).reading()
+
+
+def test_a_part_of_the_systems_loss_that_is_switched_on_is_no_loss_of_the_author(tmp_path):
+    script = tmp_path / "run.sh"
+    text = (CASES / "skyrl_own_loss.sh").read_text()
+    for part in ("use_entropy_loss=true", "use_words_loss=false"):
+        script.write_text(text.replace("use_words_loss=true", part))
+        assert read_launch_file(script).given["use_kl_loss"] is False
+
+
+def test_a_key_that_says_which_kind_of_run_it_is_cannot_be_a_variable(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text('swift rlhf --rlhf_type "$RLHF_TYPE" --model small-base --beta 0.1\n')
+    with pytest.raises(UserError, match=r"rlhf_type is '\$RLHF_TYPE', a variable that the file never sets"):
+        read_launch_file(script)
+    assert read_launch_file(script, system="ms-swift").given == {"beta": 0.1}
+
+
+def test_a_negative_coefficient_is_refused_with_what_it_would_do(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text("torchrun src/open_r1/grpo.py --output_dir out --beta -0.01 --max_completion_length 512\n")
+    with pytest.raises(UserError, match=r"beta: got '-0\.01'.*pays for leaving the reference"):
+        read_launch_file(script)
+
+
+@pytest.mark.parametrize(
+    ("key", "is_of_a_divergence"),
+    [
+        ("jsd_alpha", True),
+        ("opsd_weight", True),
+        ("words_beta", True),
+        ("distill_coef", True),
+        ("reg_loss_scale", True),
+        ("ema_beta", False),
+        ("adamw_beta", False),
+        ("distill_folder", False),
+        ("words_scale", False),
+    ],
+)
+def test_keys_of_other_divergences_are_named_as_not_read(key, is_of_a_divergence, tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=True algorithm.{key}=0.5\n"
+    )
+    remarks = read_launch_file(script).remarks
+    assert any(f"algorithm.{key}=0.5 is not a flag of verl" in remark for remark in remarks) is is_of_a_divergence
+
+
+@pytest.mark.parametrize(
+    ("last_line", "is_started"),
+    [
+        ("    trainer.fit()", True),
+        ("    submit(trainer)", True),
+        ("    submit(trainer.fit)", True),
+        ("    trainer.validate()", False),
+    ],
+)
+def test_a_trainer_that_is_passed_on_may_be_started_out_of_sight(last_line, is_started, tmp_path):
+    program = tmp_path / "run.py"
+    text = (CASES / "verl_idle_trainer.py").read_text()
+    program.write_text(text.replace("    trainer.world_size = 8", last_line))
+    if is_started:
+        assert read_launch_file(program).system.name == "verl"
+    else:
+        with pytest.raises(UserError, match="never starts it"):
+            read_launch_file(program)
+
+
 def test_recipes_that_train_by_preferences_or_from_a_teacher_are_refused(tmp_path):
     for recipe, reason in (("spin", "by preferences"), ("gkd", "distillation from a teacher")):
         script = tmp_path / f"{recipe}.sh"
@@ -320,7 +410,7 @@ def test_a_config_of_the_system_itself_has_its_defaults(tmp_path):
 
 def test_every_file_of_the_cases_has_an_answer_here():
     answered = {case.file for case in READ} | {*REFUSED, *NOT_RECOGNISED, *SETTINGS_ELSEWHERE, *CONFIG_NOT_READ}
-    answered |= set(STARTS_NOTHING)
+    answered |= {*STARTS_NOTHING, *OWN_LOSSES}
     assert {path.name for path in CASES.iterdir()} == answered
 
 

@@ -290,3 +290,11 @@ def test_json_of_another_shape_is_no_notebook(tmp_path, text):
     path.write_text(text)
     with pytest.raises(UserError, match="is not a notebook"):
         parse(path)
+
+
+def test_words_of_the_shell_are_no_programs(tmp_path):
+    script = tmp_path / "run.sh"
+    script.write_text('export A="$B"\nlocal c=1\neval "swift rlhf --beta 0.1"\nswift export --to words\n')
+    words = parse(script).words
+    assert words.count("export") == 1, "that of `swift export`"
+    assert not {"local", "eval"} & set(words)

@@ -240,9 +240,9 @@ def test_every_reading_is_consistent(name):
         try:
             reading = read(text)
         except UserError as error:
-            # Two flags that exclude each other, one that needs another, and a recipe that is no RL: the only reasons to
-            # refuse a choice.
-            assert re.search(r"both|needs beta|(SPIN|GKD) recipe", str(error)), text
+            # Two flags that exclude each other, one that needs another, a recipe that is no RL, and a loss that is SFT
+            # or the user's own: the only reasons to refuse a choice.
+            assert re.search(r"both|needs beta|(SPIN|GKD) recipe|loss_type=(custom|sft)_loss", str(error)), text
         else:
             check_reading(reading, text)
 

@@ -39,6 +39,7 @@ def contrast(**changes):
     return Contrast(name="test", export="evidence", **{**fields, **changes})
 
 
+@pytest.mark.slow
 def test_the_stored_measurements_are_those_of_the_exports():
     assert text_of(measure(read_advice())) == MEASURED.read_text(), (
         "run python research/scripts/generate_docs.py --advice"

@@ -1,12 +1,17 @@
 """The score of explain on the drawn launch files: each rule of the script's docstring, on labels of our own."""
 
 import hashlib
+import json
 import subprocess
 
 import pytest
 from research.scripts.score_launch_files import (
+    DRAWS,
+    LABELS,
     MARK_END,
     MARK_START,
+    RESULTS,
+    SCORE,
     UNANSWERED,
     Answer,
     _term_row,
@@ -15,11 +20,13 @@ from research.scripts.score_launch_files import (
     fields_left_open,
     find_sources,
     names_in,
+    read_labels,
     row_of,
     tables,
     verdict,
     with_tables,
 )
+from research.scripts.table_comments import with_unchecked_comments
 
 from kl_comedy.kl import KLTerm
 
@@ -269,13 +276,24 @@ def test_the_counts_are_those_of_the_rows():
 
 
 def test_the_tables_have_the_shares_and_every_file_that_is_not_right():
-    lines = tables([{"title": "drawn", "rows": ROWS, "in_full": True}]).splitlines()
+    lines = tables({"drawn": ROWS}).splitlines()
     assert "| drawn | rl | 3 (75%) | 1 | 0 (0%) | 0 (0%) | 1 (25%) | 4 |" in lines
     assert "| verl | 3 | none 1, trl 1 |" in lines
     assert "- a/b `run.sh` (rl, verl): beta: 1, not 2" in lines
     assert len([line for line in lines if line.startswith("- a/b")]) == 2
     assert "None." in lines
-    assert "## drawn" not in tables([{"title": "drawn", "rows": ROWS}])
+
+
+def test_the_stored_score_is_of_every_labelled_file_and_the_page_is_its_tables():
+    rows = json.loads(SCORE.read_text())
+    labels = read_labels()
+    assert {path.name for path in LABELS.glob("drawn_launch_files*.jsonl")} == set(DRAWS)
+    assert {draw: [row["sha256"] for row in scored] for draw, scored in rows.items()} == {
+        draw: [label["sha256"] for label in labels_of_draw] for draw, labels_of_draw in labels.items()
+    }
+    assert [path.name for path in RESULTS.glob("*.json")] == [SCORE.name], "one score"
+    page = (RESULTS / "README.md").read_text()
+    assert with_tables(page, with_unchecked_comments(tables(rows))) == page
 
 
 def test_only_what_stands_between_the_marks_is_replaced():

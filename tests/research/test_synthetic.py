@@ -333,15 +333,13 @@ def final_figures(name, sampler="policy"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["exact KL to go (rb/full)", "k1 in reward, total", "k3 in both"])
-def test_unbiased_forms_reach_the_optimum(name):
-    assert float(final_figures(name)["to_optimum"].max()) < 1e-6
+def test_an_unbiased_form_reaches_the_optimum():
+    assert float(final_figures("exact KL to go (rb/full)")["to_optimum"].max()) < 1e-6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["k2 in loss", "k3 in loss", "k3 in reward", "k3 in both, half of beta each"])
-def test_biased_forms_do_not_reach_the_optimum(name):
-    assert float(final_figures(name)["to_optimum"].min()) > 1e-4
+def test_a_biased_form_does_not_reach_the_optimum():
+    assert float(final_figures("k3 in loss")["to_optimum"].min()) > 1e-4
 
 
 @pytest.mark.slow

@@ -67,6 +67,30 @@ def test_exact_answer_refuses_a_gold_with_nothing_to_compare() -> None:
     assert verdict("exact_answer", "anything", "?!") == (0.0, "refused")
 
 
+@given(st.lists(st.integers(0, 10**6), min_size=1, max_size=30), st.sampled_from(["+", ";", "=", " ", ", ", " of "]))
+def test_any_number_pays_a_list_for_each_of_its_numbers_and_for_no_other(values: list[int], separator: str) -> None:
+    completion = separator.join(map(str, values))
+    for value in values:
+        assert verdict("any_number", completion, str(value)) == (1.0, "ok")
+        assert verdict("any_number", completion, str(-value)) == (1.0, "ok"), "signs do not count"
+    absent = max(values) + 1
+    assert verdict("any_number", completion, str(absent)) == (0.0, "ok")
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("1,234 apples", "1234", (1.0, "ok")),
+        ("2.50", "5/2", (1.0, "ok")),
+        ("no digit", "7", (0.0, "unparseable")),
+        ("7", "Paris", (0.0, "refused")),
+        ("9" * 1_000_000, "7", (0.0, "ok")),
+    ],
+)
+def test_any_number_reads_numbers_of_any_form(completion: str, answer: str, expected: tuple[float, str]) -> None:
+    assert verdict("any_number", completion, answer) == expected
+
+
 def test_the_last_answer_tag_counts_and_must_be_closed() -> None:
     assert answer_tag("<answer>1</answer> no, <answer> 2 </answer> is it") == "2"
 

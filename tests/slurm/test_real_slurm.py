@@ -1,4 +1,4 @@
-"""A sweep on a real SLURM: an array of eight cells, two at a time, and one in FSDP2 shards over two nodes.
+"""A sweep on a real SLURM: an array of four cells, two at a time, and one in FSDP2 shards over two nodes.
 
 One is killed, two are signalled, one fails; after ``resubmit`` all end in the same bits as undisturbed.
 """
@@ -24,10 +24,10 @@ base: base.yaml
 overrides: {{train.steps: {STEPS}, train.threads: 1, train.eval_every: 0}}
 grid:
   kl.0.estimator: [k1, k3]
-  kl.0.beta: [0.01, 0.1]
+  kl.0.beta: [0.1]
   optimizer.lr: [1.0e-3, 3.0e-4]
   data.train.options: {{easy: {{digits: 1}}}}
-exclude: [{{kl.0.estimator: k3, kl.0.beta: 0.1, optimizer.lr: 3.0e-4}}]
+exclude: [{{kl.0.estimator: k3, optimizer.lr: 3.0e-4}}]
 rows:
   late:
     tracking.uri: "sqlite:///store.db"
@@ -58,11 +58,11 @@ shapes:
 KILLED = 0
 SIGNALLED = 1
 PLAIN = 2
-LATE = 7
+LATE = 3
 """Its data is not there at first."""
-SHARDS = 8
+SHARDS = 4
 """On two nodes; signalled too."""
-CELLS = 9
+CELLS = 5
 
 
 @pytest.fixture(scope="module")

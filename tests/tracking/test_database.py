@@ -196,7 +196,9 @@ def store_of_kind(kind, folder, monkeypatch):
             yield f"postgresql+psycopg2://{place}"
         return
     backend = {"server over sqlite": f"sqlite:///{folder}/mlflow.db", "server over files": f"file://{folder}/mlruns"}
-    with mlflow_server(backend[kind], folder, "--artifacts-destination", str(folder / "artifacts")) as address:
+    with mlflow_server(
+        backend[kind], folder, "--workers", "1", "--artifacts-destination", str(folder / "artifacts")
+    ) as address:
         yield address
 
 

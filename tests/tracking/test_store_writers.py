@@ -18,7 +18,7 @@ from kl_comedy.tracking.upload import sync
 from mlflow_servers import empty_postgres, mlflow_server
 
 WRITERS = 20
-STEPS = 40
+STEPS = 15
 METRICS = 5
 
 

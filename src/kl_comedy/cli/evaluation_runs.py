@@ -92,7 +92,7 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
         if run.policy.is_dir() and not is_checkpoint:
             # The exported policy, where a run has one: no checkpoint has to be gathered.
             source = run.policy
-            step = trained.train.steps
+            step = (run.summary() or {}).get("steps", trained.train.steps)
         else:
             source = Path(folder) / "policy"
             which = "newest"
@@ -370,7 +370,7 @@ def evaluate_run(
     if config.data.eval:
         rows += evaluate_sets(config, console)
     if suites:
-        step = config.train.steps
+        step = summary.get("steps", config.train.steps)
         target = Target(config=config, label=f"{run.name}-{step}", run=run.name, step=step)
         root = None if config.eval.data_root is None else Path(config.eval.data_root)
         request = EvaluationRequest(suites=suites, out=records, root=root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from kl_comedy.lab.peers import (
     Value,
     advise,
     find_system,
+    flag_key,
     format_value,
     read,
     switched_on,
@@ -44,7 +46,7 @@ SAMPLES_OF_REGIME = {"on_policy": "fresh", "off_policy": "stale", "mixed": "stal
 
 def first_answer(reading: Reading, freshness: FreshnessAnswer, remarks: Sequence[str] = ()) -> list[str]:
     """The lines for the flags of another system."""
-    lines = textwrap.wrap(freshness.sentence, WIDTH)
+    lines = textwrap.wrap(freshness.sentence, WIDTH, break_on_hyphens=False)
     acting = None
     if reading.terms == ():
         acting = switched_on(reading)
@@ -65,7 +67,7 @@ def first_answer(reading: Reading, freshness: FreshnessAnswer, remarks: Sequence
         lines += _line("Trap", trap)
     if asked.terms:
         for samples in dict.fromkeys(SAMPLES_OF_REGIME[regime] for regime in regimes):
-            lines += _what_to_set(asked, samples)
+            lines += _what_to_set(reading, asked, samples)
     return lines
 
 
@@ -75,7 +77,7 @@ def recipe_answer(terms: Sequence[KLTerm], certificates: Sequence[Certificate]) 
         "A recipe does not say how old its samples are: the on-policy row holds with one update per batch, the "
         "off-policy row with several, or with asynchronous sampling."
     )
-    lines = textwrap.wrap(sentence, WIDTH)
+    lines = textwrap.wrap(sentence, WIDTH, break_on_hyphens=False)
     lines += _line("It is", terms_in_words(terms))
     by_regime = {certificate.regime: certificate for certificate in certificates}
     for regime in ("on_policy", "off_policy"):
@@ -111,11 +113,22 @@ def _set_by(reading: Reading) -> str:
 
 
 def _short(reading: Reading, name: str) -> str:
-    """The last part of a flag's path, which a reader knows."""
-    for flag in SYSTEMS[reading.system].flags:
-        if flag.name == name:
-            return flag.where.rpartition(".")[2]
-    return name
+    """The end of a flag's path: as short as a reader knows it, and long enough to name no other flag.
+
+    ``algo.kl.estimator`` is ``kl.estimator`` beside ``algo.advantage.estimator``, and ``adv_estimator.name`` is no
+    ``name``.
+    """
+    system = SYSTEMS[reading.system]
+    flags = (*system.flags, *system.freshness.options)
+    (flag,) = [flag for flag in system.flags if flag.name == name]
+    parts = flag.where.split(".")
+    tails = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
+    unique = [tail for tail in tails if [other for other in flags if other.matches(flag_key(tail))] == [flag]]
+    for tail in unique:
+        words = re.split(r"[._]", flag_key(tail))
+        if set(name.split("_")) <= set(words):
+            return tail
+    return unique[0] if unique else flag.where
 
 
 def terms_in_words(terms: Sequence[KLTerm]) -> str:
@@ -247,13 +260,19 @@ def _never(terms: Sequence[KLTerm], samples: str) -> str:
     if rule is None:
         return ""
     showed = evidence_in_words(rule, advice(), measured(), samples)
-    return f"never on {samples} samples. {rule.why[samples]} It {showed}."
+    # The line says already on which samples.
+    why = rule.why[samples].removeprefix(f"On {samples} samples ")
+    return f"never on {samples} samples: {why[:1].lower()}{why[1:]} It {showed}."
 
 
 # --- what to set ------------------------------------------------------------------------------------------------------
-def _what_to_set(reading: Reading, samples: str) -> list[str]:
-    """The advice for samples of this age, in flags of the reader's system."""
-    situation = advice().situation_for(reading.terms or (), samples)
+def _what_to_set(reading: Reading, asked: Reading, samples: str) -> list[str]:
+    """The advice for samples of this age, in flags of the reader's system.
+
+    ``asked`` are the flags with the KL switched on. What is to be set is what differs from ``reading``, which is what
+    the reader has.
+    """
+    situation = advice().situation_for(asked.terms or (), samples)
     if situation is None or situation.reference != "initial":
         return []
     if situation.samples == "stale" and not situation.candidates:
@@ -265,9 +284,9 @@ def _what_to_set(reading: Reading, samples: str) -> list[str]:
 
 def _fresh(reading: Reading) -> list[str]:
     """On fresh samples: the reverse KL of completions is the advice; per prefix it is a flag's work in most systems."""
-    certificate = reading.certificates(["on_policy"]).get("on_policy")
     target = None
-    if certificate is not None:
+    if reading.terms and "on_policy" in reading.holds_in:
+        certificate = reading.certificates(["on_policy"])["on_policy"]
         target = certificate.target or certificate.near_target
     goals = {item.goal.name: item for item in advise(find_system(reading.system))}
     if target == "sequence_reverse":

@@ -194,12 +194,12 @@ class PlotOptions(Query):
 
     metric: Annotated[list[str], typer.Option(help="Metrics, comma-separated; a row of panels each; * matches any.")]
     out: Annotated[Path, output_option("File to write: .svg, .pdf or .png.")]
-    kind: Annotated[str, choice_option("--kind", "curves", "frontier", "plane", "heatmap")] = "curves"
+    kind: Annotated[str, choice_option("--kind", "curves", "path", "frontier", "plane", "heatmap")] = "curves"
     kl: Kl = None
     log: Annotated[
         list[str] | None, typer.Option(help="Curves: metrics on a logarithmic axis; only values above 0 are drawn.")
     ] = None
-    smooth: Annotated[int, typer.Option(min=1, help="Curves: draw the mean of a run's last N points.")] = 1
+    smooth: Annotated[int, typer.Option(min=1, help="Curves and path: draw the mean of a run's last N points.")] = 1
     panels: Annotated[
         list[str] | None,
         typer.Option(help="A panel for each value of these keys; none: no panels. Default: by kind."),
@@ -212,7 +212,7 @@ class PlotOptions(Query):
         nothing = f"nothing with --kind {self.kind}"
         if self.log:
             raise bad_value("--log", ",".join(self.log), nothing, "only curves have such an axis")
-        if self.smooth > 1:
+        if self.smooth > 1 and self.kind != "path":
             raise bad_value("--smooth", str(self.smooth), nothing, "--of mean:K is the value of a run")
 
 
@@ -220,19 +220,19 @@ class PlotOptions(Query):
 def plot(wanted: PlotOptions) -> None:
     """Plot metrics over seeds with 95% intervals.
 
-    curves: mean line and band over updates; more than eight lines are spread over panels. frontier: final metric
-    against final KL, one line per KL family. plane: bias and variance of each family's certificate beside what its runs
-    reached. heatmap: KL family x beta. Runs without KL stand in the panels of every family and beta. Axes and legends
-    are in words, widths are a paper's column (3.4 in) or page (7 in); on logarithmic axes means are geometric and
-    intervals are of the logarithms.
+    curves: mean line and band over updates; more than eight lines are spread over panels. path: the mean line against
+    the KL at the same updates. frontier: final metric against final KL, one line per KL family. plane: bias and
+    variance of each family's certificate beside what its runs reached. heatmap: KL family x beta. Runs without KL stand
+    in the panels of every family and beta. Axes and legends are in words, widths are a paper's column (3.4 in) or page
+    (7 in); on logarithmic axes means are geometric and intervals are of the logarithms.
     """
     from kl_comedy.tracking.figures import check_suffix, save_figure
 
     # Both before runs are read and curves fetched, which takes seconds.
     check_suffix(wanted.out)
     wanted.check()
-    if wanted.kind == "curves":
-        figure = _curves(wanted)
+    if wanted.kind in ("curves", "path"):
+        figure = _over_training(wanted)
     elif wanted.kind == "heatmap":
         figure = _heatmap(wanted)
     else:
@@ -241,8 +241,8 @@ def plot(wanted: PlotOptions) -> None:
     typer.echo(one_line(str(wanted.out)))
 
 
-def _curves(wanted: PlotOptions) -> Any:
-    """Matplotlib's figure of metrics over updates."""
+def _over_training(wanted: PlotOptions) -> Any:
+    """Matplotlib's figure of metrics over updates, or against the KL at the same updates."""
     from kl_comedy.tracking import plots
     from kl_comedy.tracking.runs import history, short, sort_by_groups
     from kl_comedy.tracking.selection import without_second_name
@@ -269,6 +269,10 @@ def _curves(wanted: PlotOptions) -> Any:
 
     frame = sort_by_groups(chosen.frame, [*panels, *lines])
     points = {name: history(wanted.uri, frame["run_id"], name) for name in names}
+    if wanted.kind == "path":
+        kl = short(required_kl(frame, wanted.kl))
+        kl_points = history(wanted.uri, frame["run_id"], kl)
+        return plots.plot_paths(points, kl, kl_points, frame, lines, panels=panels, smooth=wanted.smooth)
     return plots.plot_curves(points, frame, lines, panels=panels, log=logarithmic, smooth=wanted.smooth)
 
 

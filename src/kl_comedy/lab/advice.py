@@ -393,7 +393,8 @@ def _strange_sides(table: AdviceTable) -> list[str]:
 
 
 def _without_bounds(terms: Sequence[KLTerm]) -> list[KLTerm]:
-    return [replace(term, input_clamp=None, output_clamp=None, cap=None) for term in terms]
+    # The mode of a cap goes with the cap: `clip` alone is no term.
+    return [replace(term, input_clamp=None, output_clamp=None, cap=None, cap_mode="truncate") for term in terms]
 
 
 def _labels(terms: Sequence[KLTerm]) -> list[str]:

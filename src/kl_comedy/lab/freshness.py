@@ -22,12 +22,14 @@ from kl_comedy.lab.peers import (
     Sampling,
     System,
     Value,
+    VersionChange,
     conditions_hold,
     flag_of_key,
     format_value,
 )
 
 if TYPE_CHECKING:
+    from kl_comedy.lab.launch_releases import Release
     from kl_comedy.lab.launch_settings import Setting
 
 
@@ -67,6 +69,21 @@ class _Computation:
         self.values = {name: option.default for name, option in self.options.items()}
         self.values.update(sampling.given)
         self.flags = {**flags, **self.values}
+        # Options with a default of their own in the file's release: a case may ask for them as for given ones.
+        self.defaults_before: dict[str, Value] = {}
+        self.change = self._change()
+        if self.change is not None and self.change.key in sampling.without:
+            self.defaults_before = dict(self.change.before)
+            self.values.update(self.defaults_before)
+            self.flags.update(self.defaults_before)
+
+    def _change(self) -> VersionChange | None:
+        """The change between releases on which the answer depends: what it is about is left to a default."""
+        for change in self.system.freshness.versions:
+            is_left_open = not any(self._is_given(name) for name in (change.flag, *change.before))
+            if is_left_open and conditions_hold(change.when, self.flags):
+                return change
+        return None
 
     def answer(self) -> FreshnessAnswer:
         batch = self._case(self.system.freshness.updates)
@@ -89,13 +106,31 @@ class _Computation:
             row = ROWS[regime]
         used = self._used(batch, lag_case)
         if regime is not None and not any(self._is_given(name) for name in used):
-            facts = f"not set here; {self.system.title}'s default is {facts}"
-        return FreshnessAnswer(updates=updates, lag=lag, regime=regime, sentence=_sentence(f"{facts}: {row}"))
+            facts = f"not set here; the default of {self._release()} is {facts}"
+        sentence = _sentence(f"{facts}: {row}")
+        return FreshnessAnswer(updates=updates, lag=lag, regime=regime, sentence=f"{sentence}{self._other_release()}")
+
+    def _release(self) -> str:
+        """Whose defaults were taken."""
+        if self.change is not None and self.defaults_before:
+            return f"{self.system.title} before {self.change.since}"
+        return f"{self.system.title} {self.system.version}"
+
+    def _other_release(self) -> str:
+        """Why an earlier release was taken, or what earlier ones do; empty where nothing changed."""
+        change = self.change
+        if change is None or change.key in self.sampling.having:
+            return ""
+        if self.defaults_before:
+            return f" The file is for such a release: {self.sampling.without[change.key]}."
+        if change.only_if_told:
+            return ""
+        return f" {_sentence(change.says)}"
 
     def _case(self, cases: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         """The first case that holds; empty where none does."""
         for case in cases:
-            is_given = all(self._is_given(name) for name in case.get("given", ()))
+            is_given = all(self._is_given(name) or name in self.defaults_before for name in case.get("given", ()))
             if is_given and conditions_hold(case.get("when", {}), self.flags):
                 return case
         return {}
@@ -207,7 +242,7 @@ def _sentence(text: str) -> str:
 
 
 # --- options of files -------------------------------------------------------------------------------------------------
-def sampling_of(system: System, settings: Sequence[Setting], told: Sequence[str] = ()) -> Sampling:
+def sampling_of(system: System, settings: Sequence[Setting], release: Release, told: Sequence[str] = ()) -> Sampling:
     """What the settings of a file give of the system's options; ``told`` are switches that it gives otherwise."""
     given: dict[str, Value] = dict.fromkeys(told, True)
     unknown: dict[str, str] = {}
@@ -219,7 +254,16 @@ def sampling_of(system: System, settings: Sequence[Setting], told: Sequence[str]
         else:
             given[option.name] = value
             unknown.pop(option.name, None)
-    return Sampling(given=given, unknown=unknown)
+    without: dict[str, str] = {}
+    having = []
+    for change in system.freshness.versions:
+        # An option that some later release dropped is told by no number: it is old enough where the change says so.
+        is_old = change.before_if_old and release.first is None
+        if release.last is not None and (release.is_before(change) or is_old):
+            without[change.key] = release.last.text
+        elif release.has(change):
+            having.append(change.key)
+    return Sampling(given=given, unknown=unknown, without=without, having=tuple(having))
 
 
 def _of_samples(system: System, settings: Sequence[Setting]) -> Iterator[tuple[Flag, Setting]]:

@@ -43,8 +43,12 @@ ENOUGH_HINTS = 2
 """Marks that several systems share, each on its own a coincidence."""
 CLEARLY_MORE = 2
 """How many times the marks of any other a system must have to be chosen: a path may name a second system."""
-KL_KEY = re.compile(r"(.*_)?kl(_.*)?|(.*_)?reg(ularizer|_coef|_weight)|beta", re.IGNORECASE)
-"""The last part of keys that an author gives to a KL of his own."""
+KL_KEY = re.compile(
+    r"(.*_)?(kl|jsd|opsd|sdpo)(_.*)?|(.*_)?reg(ularizer|_coef|_weight|_loss_scale)|(?!(ema|adam\w*)_)(.*_)?beta|"
+    r"(.*_)?distill(ation)?_(coef|weight|beta|alpha|loss\w*)",
+    re.IGNORECASE,
+)
+"""The last part of keys that an author gives to a KL, or to another divergence of a loss of his own."""
 SWEEP = re.compile(r"(choice\()?\s*(?P<first>[\d.eE+-]+)\s*(,\s*[\d.eE+-]+\s*)+\)?")
 VARIABLE = re.compile(r"\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\}")
 SHELL_SUFFIXES = (".sh", ".bash", ".slurm", ".sbatch")
@@ -60,6 +64,10 @@ TRAINER = re.compile(r"(.*_)?(main|train|trainer|ppo|grpo|rloo|rl|dapo)(_.*)?")
 """Names of programs that train: scripts that prepare data or convert checkpoints have others."""
 MAX_NAMED = 3
 """Keys and programs that one message names."""
+OWN_LOSS = re.compile(
+    r"use_(?!kl_|value_|vf_|critic_|entropy_|token_|decoupled_|aux_|moe_|router_|liger_|fused_)(\w+)_loss"
+)
+"""Switches of a loss of the author's own, and not of a part or a kernel of the system's."""
 CUSTOM = "custom"
 """The value of a flag with ``custom`` in its choices that names something registered elsewhere."""
 
@@ -116,6 +124,7 @@ def launch_of(parsed: Parsed, *, system: str | None, overrides: Sequence[str]) -
     else:
         remarks += _started_remarks(chosen, parsed)
     remarks += _foreign_key_remarks(chosen, parsed)
+    remarks += _kind_remarks(chosen, parsed)
     # Last: what the remarks above say of a file that sets no flag is not about values of an earlier release.
     remarks += values.take_release()
     told = [name for name, marks in chosen.freshness.told_by.items() if any(True for _ in _found(marks, parsed))]
@@ -124,7 +133,7 @@ def launch_of(parsed: Parsed, *, system: str | None, overrides: Sequence[str]) -
         given=values.given,
         remarks=tuple(dict.fromkeys(remarks)),
         defaults_before=values.defaults_before,
-        sampling=sampling_of(chosen, _in_scope(chosen, parsed.settings), told),
+        sampling=sampling_of(chosen, _in_scope(chosen, parsed.settings), values.release(), told),
     )
 
 
@@ -150,11 +159,23 @@ def _refuse_settings_elsewhere(values: _Values) -> None:
             "cannot tell from this file: it takes all settings from a config that its caller names, which is not "
             f"read; explain that config (--system {system.name} gives the defaults)"
         )
+    for setting in _in_scope(system, parsed.settings):
+        if _is_own_loss(system, setting):
+            raise UserError(
+                f"cannot tell from this file: {_written(setting)} is no flag of {system.title}: it puts a loss of the "
+                f"author's own beside or in place of the policy loss, which is not read (--system {system.name} reads "
+                "the flags all the same)"
+            )
     if parsed.is_imported and not values.given:
         raise UserError(
             "cannot tell from this file: it defines classes and functions and starts nothing; its settings come from "
             f"the program that imports it, which is not read; explain that program (--system {system.name} gives the "
             "defaults)"
+        )
+    if parsed.idle_trainer and not parsed.is_imported:
+        raise UserError(
+            f"cannot tell from this file: it makes {parsed.idle_trainer} and never starts it, so that nothing is "
+            f"trained here (--system {system.name} reads its settings all the same)"
         )
     if values.named:
         return
@@ -171,6 +192,13 @@ def _refuse_settings_elsewhere(values: _Values) -> None:
                 f"cannot tell from this file: it sets no flag of the KL, and {unread.what}, which may hold them, is "
                 f"not read; explain that config (--system {system.name} gives the defaults)"
             )
+
+
+def _is_own_loss(system: System, setting: Setting) -> bool:
+    """Whether a setting switches a loss on that is none of the system's: ``use_rgsd_loss=true``."""
+    last_part = setting.key.rpartition(".")[2]
+    is_on = setting.text is None or SWITCH.get(setting.text.strip("\"'").lower()) is True
+    return is_on and OWN_LOSS.fullmatch(last_part) is not None and _flag_of(system, setting.key) is None
 
 
 # --- the values of the flags --------------------------------------------------------------------------------------
@@ -270,14 +298,18 @@ class _Values:
                 f"{acting} is taken (or give {name}=...)"
             )
 
-    def take_release(self) -> list[str]:
-        """Give the flags that a file leaves to a default the values of the release for which it is; the remarks."""
+    def release(self) -> Release:
+        """The release for which the file is, as far as it says."""
         keys = []
         for setting in _in_scope(self.system, self.parsed.settings):
             keys.append(f"+{setting.key}" if setting.is_added else setting.key)
         # Classes that a release dropped tell it as well as options do.
         keys += self.parsed.imports
-        release = release_of(self.system, keys, self.parsed.words)
+        return release_of(self.system, keys, self.parsed.words)
+
+    def take_release(self) -> list[str]:
+        """Give the flags that a file leaves to a default the values of the release for which it is; the remarks."""
+        release = self.release()
         remarks = []
         # In order: a later change may be about a flag that an earlier one gives.
         for change in self.system.versions:
@@ -444,6 +476,25 @@ def _kl_keys(settings: Iterable[Setting]) -> list[str]:
     return list(dict.fromkeys(written))[:MAX_NAMED]
 
 
+def _kind_remarks(system: System, parsed: Parsed) -> Iterator[str]:
+    """A key that says which kind of run it is, and is set to a variable that the file never sets."""
+    for setting in _unknown_kinds(system, parsed):
+        by = next(_found(system.rl_runs, parsed), "--system")
+        yield (
+            f"{setting.key}: {shown(setting.text)} is no literal: the file never sets this variable, which says which "
+            f"kind of run it is; RL is taken, by {by}"
+        )
+
+
+def _unknown_kinds(system: System, parsed: Parsed) -> list[Setting]:
+    """The settings of keys that say which kind of run it is (``rlhf_type`` of ms-swift), with unknown values."""
+    return [
+        setting
+        for setting in parsed.settings
+        if setting.key.rpartition(".")[2] in system.rl_runs.values and not setting.literal
+    ]
+
+
 def _bears_on(unread: Unread, classes: Sequence[re.Pattern[str]]) -> bool:
     if not unread.scope:
         return True
@@ -580,6 +631,11 @@ def _refuse_other_runs(system: System, parsed: Parsed) -> None:
     """Raises :class:`UserError` for SFT, DPO and the like: their flags of the same names are another thing."""
     if list(_found(system.rl_runs, parsed)):
         return
+    for setting in _unknown_kinds(system, parsed):
+        raise UserError(
+            f"cannot tell from this file: {setting.key} is {shown(setting.text)}, a variable that the file never sets, "
+            f"and it says which kind of run this is (--system {system.name} reads the file as RL)"
+        )
     for run in system.other_runs:
         found = list(_found(run.marks, parsed))
         if found:

@@ -21,6 +21,8 @@ from kl_comedy.lab.peers import flag_key
 TRAINING = re.compile(r".*(train|run|launch|experiment|main|fit|learn).*", re.IGNORECASE)
 """Names that a program takes from a module of its own, which trains."""
 
+STARTING = re.compile(r"(.*_)?(train|fit|run|learn|launch|start|step|steps|update|optimize|loop|main)(_.*)?")
+"""Methods of a trainer that train, or may: of a trainer with a call of one of these it is not said that it is idle."""
 COMMAND_DECORATOR = re.compile(r"hydra\.main|command|entrypoint|\.function|\bapp\b|\bcli\b|flow|task")
 """Decorators of functions that a command line or a cluster calls: of Hydra, click, typer, Modal, Prefect."""
 
@@ -35,6 +37,42 @@ def python(text: str, parsed: Parsed) -> None:
     # A here-document and a cell belong to a program that runs.
     if not parsed.started and not parsed.documents:
         parsed.is_imported = not _starts(tree)
+        parsed.idle_trainer = _idle_trainer(tree)
+
+
+def _idle_trainer(tree: ast.Module) -> str:
+    """The class of a trainer that a program makes, uses and never starts, as a test of its data does; or empty.
+
+    Empty too where it may be started out of sight: its variable is passed on, or it has none.
+    """
+    trainers: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and name_of(node.func).endswith("Trainer"):
+            trainers[name_of(node.func)] = ""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and name_of(node.value.func) in trainers:
+            target = node.targets[0]
+            if isinstance(target, ast.Name):
+                trainers[name_of(node.value.func)] = target.id
+    uses = {variable: _uses_of(variable, tree) for variable in trainers.values()}
+    for methods in uses.values():
+        if not methods or any(STARTING.fullmatch(method) for method in methods):
+            return ""
+    return next(iter(trainers), "")
+
+
+def _uses_of(variable: str, tree: ast.Module) -> list[str]:
+    """The attributes that are taken of a variable; none where it is also used whole."""
+    attributes = []
+    names = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == variable:
+            attributes.append(node.attr)
+        elif isinstance(node, ast.Name) and node.id == variable and isinstance(node.ctx, ast.Load):
+            names += 1
+    if names > len(attributes):
+        return []
+    return attributes
 
 
 def _starts(tree: ast.Module) -> bool:
@@ -132,6 +170,10 @@ def _without_magics(source: str, parsed: Parsed) -> str:
     return "\n".join(program)
 
 
+MESSAGES = re.compile(
+    r"print|log|echo|debug|info|warn|warning|error|exception|critical|fail|\w*Error|\w*Exception|SystemExit"
+)
+"""Calls whose texts a person reads: they may name flags, as ``policy_loss_type=reinforce: ...``, and set none."""
 CONVERSIONS = ("float", "int", "str", "bool")
 Items = list[tuple[str, ast.expr]]
 """The items of a dictionary in the source: each key, and the expression of its value."""
@@ -554,7 +596,7 @@ class _Module:
                 self._command_list(node)
 
     def _no_commands(self) -> set[int]:
-        """Texts that may show a command that is not run: docstrings, help of options; and parts of an f-string."""
+        """Texts that may show a command that is not run: docstrings, help, messages; and parts of f-strings."""
         passed_over = set()
         for node in self.nodes:
             if isinstance(node, ast.Expr):
@@ -565,8 +607,12 @@ class _Module:
                 inner = list(node.values)
             elif isinstance(node, ast.keyword) and node.arg in ("help", "description", "epilog", "metadata"):
                 inner = [node.value]
-            elif isinstance(node, ast.Call) and name_of(node.func) in OPTION_MAKERS:
-                inner = list(node.args)
+            elif isinstance(node, ast.Call):
+                name = name_of(node.func)
+                if name in OPTION_MAKERS or MESSAGES.fullmatch(name):
+                    inner = list(node.args)
+            elif isinstance(node, ast.Assert) and node.msg is not None:
+                inner = [node.msg]
             for part in inner:
                 passed_over |= {id(nested) for nested in ast.walk(part)}
         return passed_over

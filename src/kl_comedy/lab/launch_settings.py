@@ -69,6 +69,8 @@ class Parsed:
     """Whether the file is YAML, JSON or TOML, and no program."""
     is_imported: bool = False
     """Whether the file is a Python module that only defines classes and functions: another program imports it."""
+    idle_trainer: str = ""
+    """The class of a trainer that a Python program makes and never starts."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that a job or the script around a command gives it."""
     written_files: list[str] = field(default_factory=list)

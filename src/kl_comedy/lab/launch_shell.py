@@ -48,6 +48,8 @@ BRACED = re.compile(r"(?P<length>#?)!?(?P<name>\w+|[@*#])(?P<index>\[[^]]*\])?(?
 DECLARATIONS = ("export", "local", "declare", "readonly", "typeset", "env", "set")
 TESTS = ("[", "[[", "test", "true", "false", "command", "which", "type")
 """Commands of a condition that start nothing."""
+NO_PROGRAMS = ("export", "local", "declare", "readonly", "typeset", "eval")
+"""Words of the shell before assignments or a command: systems have programs of the same names, as ``swift export``."""
 SILENT = {"echo", "printf", "sed", "grep", "awk", "rm", "mkdir", "ls", "sleep", "kill", "pkill"}
 """Commands whose words do not belong to a launch."""
 
@@ -340,7 +342,9 @@ class Interpreter:
             if self.depth < 5 and self.called.get(name, 0) < MAX_CALLS:
                 self._call(words)
         elif name not in SILENT:
-            self.command([self._inside(word) for word in words])
+            arguments = words[1:] if name in NO_PROGRAMS else words
+            if arguments:
+                self.command([self._inside(word) for word in arguments])
 
     def _words(self, tokens: Sequence[Token], *, has_documents: bool) -> list[Word]:
         """The words of a command. The assignments before it are made, and files of redirections left out.

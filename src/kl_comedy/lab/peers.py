@@ -32,6 +32,7 @@ from typing import Any
 from kl_comedy.errors import UserError, bad_value, shown, unknown_key
 from kl_comedy.io import load_yaml
 from kl_comedy.kl import REGIMES, KLTerm
+from kl_comedy.kl.beta import NEGATIVE
 from kl_comedy.kl.oracle.certificate_record import Certificate
 from kl_comedy.kl.oracle.stored_certificates import certificates as stored_or_enumerated
 from kl_comedy.lab.advice import advised
@@ -173,7 +174,8 @@ class Flag:
                     return number
         # As a list where there are names, for the nearest of them.
         allowed = self.allowed.split(", ") if self.choices else self.allowed
-        raise bad_value(key, plain, allowed)
+        is_negative = self.is_of_kl and not self.choices and re.fullmatch(r"-[\d.]+(e[+-]?\d+)?", plain) is not None
+        raise bad_value(key, plain, allowed, NEGATIVE if is_negative else "")
 
     def _named_values(self) -> dict[str, Value]:
         """The values that have a name, by the name in lower case."""
@@ -257,6 +259,11 @@ class VersionChange:
     before_if_old: bool = False
     only_if_told: bool = False
 
+    @property
+    def key(self) -> str:
+        """What no other change of the system is called."""
+        return f"{self.flag} {self.since}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Releases:
@@ -277,6 +284,7 @@ class Freshness:
     factors that no option names. ``versions`` is how many versions older samples may be: a number, an option, or null
     for no bound; ``by`` is the option that switches this on, ``mixed`` whether one completion may have several
     versions, ``unit`` what is counted. ``told_by`` are switches that a file gives by a command or a section.
+    The record's own ``versions`` are defaults of options that changed between releases.
     """
 
     source: str = ""
@@ -284,6 +292,7 @@ class Freshness:
     updates: Rules = ()
     lag: Rules = ()
     told_by: Mapping[str, Marks] = field(default_factory=dict)
+    versions: Sequence[VersionChange] = ()
 
     @classmethod
     def from_plain(cls, data: Mapping[str, Any]) -> Freshness:
@@ -291,7 +300,8 @@ class Freshness:
         options = [_flag(name, {"meaning": "", **facts}) for name, facts in data.get("options", {}).items()]
         told_by = {name: Marks(**marks) for name, marks in data.get("told_by", {}).items()}
         cases = {name: tuple(data.get(name, ())) for name in ("updates", "lag")}
-        return cls(source=data["source"], options=tuple(options), told_by=told_by, **cases)
+        versions = tuple(VersionChange(**change) for change in data.get("versions", ()))
+        return cls(source=data["source"], options=tuple(options), told_by=told_by, versions=versions, **cases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,11 +310,15 @@ class Sampling:
 
     ``given`` are values by option. ``unknown`` are options that are given by something else than a value, as a
     variable, with that text. ``unused`` are other options that the system is known to have, and no answer needs.
+    ``without`` are the changes of defaults that the file's release does not have, as ``option since``, each with why it
+    is for such a release; ``having`` are those that it has.
     """
 
     given: Mapping[str, Value] = field(default_factory=dict)
     unknown: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    without: Mapping[str, str] = field(default_factory=dict)
+    having: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,8 @@ A reward function is pure: the same text, answer, meta and options give the same
 parameters with defaults; :func:`check_options` checks their annotations. Facts declared beside ``source``:
 
 - ``isolated``: the completion can make it slow or large, so it runs in the worker pool, on a clock;
+- ``batched``: it is a function of all completions and their problems at once, in the trainer's process, where torch is;
+- ``check``: a function of options and key that raises :class:`UserError` for files that cannot work, where they are;
 - ``imports``: modules the worker imports before the clock starts;
 - ``examples``: cases ``{completion, answer, value, meta?, options?, status?}`` that hold for it. A new worker runs
   them first, they validate the options of cheap functions, and the tests run them.

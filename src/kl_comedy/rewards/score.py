@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -60,7 +61,10 @@ def score(
         raise UserError(
             f"score: {len(completions)} completions, {len(answers)} answers and {len(metas)} metas do not pair up"
         )
-    return part.judge(completions, answers, metas, pool or shared_pool())
+    problems = []
+    for index, (answer, meta) in enumerate(zip(answers, metas, strict=True)):
+        problems.append(Problem(id=str(index), text="", answer=answer, meta=meta))
+    return part.judge(completions, problems, pool or shared_pool())
 
 
 @dataclass(frozen=True)
@@ -72,19 +76,16 @@ class _Part:
     entry: Entry[Any]
     options: Mapping[str, Any]
 
-    def judge(
-        self, completions: Sequence[str], answers: Sequence[str], metas: Sequence[Mapping[str, Any]], pool: RewardPool
-    ) -> list[Reward]:
-        """The rewards of the items; the value of each is also its part under the entry's name.
+    def judge(self, completions: Sequence[str], problems: Sequence[Problem], pool: RewardPool) -> list[Reward]:
+        """The rewards of the completions; the value of each is also its part under the entry's name.
 
         Raises as :meth:`RewardPool.run`, and where the reward fails on every item and on a gold answer too: then the
         fault is the reward's, and not that of the texts.
         """
-        items = list(zip(completions, answers, metas, strict=True))
-        rewards = self._judge(items, pool)
+        rewards = self._judge(completions, problems, pool)
         # Failures on some texts may be the texts' fault; failures on all of them hardly are.
         if rewards and all(failed(reward) for reward in rewards):
-            self._judge_a_gold(items[0], len(items), pool)
+            self._judge_a_gold(problems[0], len(rewards), pool)
         return rewards
 
     def gold_completion(self, answer: str) -> str:
@@ -93,21 +94,49 @@ class _Part:
             return f"\\boxed{{{answer}}}"
         return answer
 
-    def _judge(self, items: Sequence[Item], pool: RewardPool) -> list[Reward]:
+    def _judge(self, completions: Sequence[str], problems: Sequence[Problem], pool: RewardPool) -> list[Reward]:
         name = self.entry.name
         options = dict(self.options)
         # The pool's option, not the function's.
         timeout_s = options.pop(TIMEOUT_OPTION, TIMEOUT_S)
         if self.entry.facts.get("isolated"):
-            return pool.run([Job(name, *item, options=options, timeout_s=timeout_s) for item in items])
-        return [self._judge_here(item, options, pool) for item in items]
+            jobs = []
+            for completion, problem in zip(completions, problems, strict=True):
+                jobs.append(Job(name, completion, problem.answer, problem.meta, options=options, timeout_s=timeout_s))
+            return pool.run(jobs)
 
-    def _judge_here(self, item: Item, options: Mapping[str, Any], pool: RewardPool) -> Reward:
-        """The verdict on one item by a reward that needs no worker; the same verdicts on errors as a worker's."""
-        name = self.entry.name
-        completion, answer, _ = item
+        if self.entry.facts.get("batched"):
+            outcomes = self._outcomes_of_batch(completions, problems, options)
+            verdicts = [functools.partial(normalized, outcome, name=name) for outcome in outcomes]
+        else:
+            verdicts = []
+            for completion, problem in zip(completions, problems, strict=True):
+                item = (completion, problem.answer, problem.meta)
+                verdicts.append(functools.partial(self._judge_here, item, options))
+        return [
+            self._contained(verdict, completion, problem.answer, pool)
+            for verdict, completion, problem in zip(verdicts, completions, problems, strict=True)
+        ]
+
+    def _judge_here(self, item: Item, options: Mapping[str, Any]) -> Reward:
+        """The verdict on one item by a reward that needs no worker."""
+        return normalized(self.entry.fn(*item, **options), name=self.entry.name)
+
+    def _outcomes_of_batch(
+        self, completions: Sequence[str], problems: Sequence[Problem], options: Mapping[str, Any]
+    ) -> list[Reward | float]:
+        """What a reward returns that judges a whole batch. What it raises is no text's fault, and ends the run."""
         try:
-            reward = normalized(self.entry.fn(*item, **options), name=name)
+            outcomes: list[Reward | float] = self.entry.fn(completions, problems, **options)
+        except UserError as error:
+            raise UserError(f"reward {self.label}: {error}") from error
+        return outcomes
+
+    def _contained(self, verdict: Callable[[], Reward], completion: str, answer: str, pool: RewardPool) -> Reward:
+        """The verdict on one item in this process; the same verdicts on errors as a worker's."""
+        name = self.entry.name
+        try:
+            reward = verdict()
         except BadGold as error:
             pool.warn_bad_gold(str(error))
             reward = Reward(value=0.0, status="refused")
@@ -119,15 +148,14 @@ class _Part:
             reward = failure_verdict(name)
         return replace(reward, parts={name: reward.value, **reward.parts})
 
-    def _judge_a_gold(self, item: Item, count: int, pool: RewardPool) -> None:
+    def _judge_a_gold(self, problem: Problem, count: int, pool: RewardPool) -> None:
         """Tell apart a reward that does not work from ``count`` texts that it fails on, by one gold answer."""
         name = self.entry.name
         failure = pool.last_failure
-        _, answer, meta = item
-        (verdict,) = self._judge([(self.gold_completion(answer), answer, meta)], pool)
+        (verdict,) = self._judge([self.gold_completion(problem.answer)], [problem], pool)
         if not failed(verdict):
             message = "the reward %s failed on all %d completions of a batch (%s), and not on the gold answer %r"
-            logger.warning(message, name, count, failure, answer[:60])
+            logger.warning(message, name, count, failure, problem.answer[:60])
             return
         # The gold's own failure says more than that of a completion.
         failure = pool.last_failure or failure
@@ -201,10 +229,8 @@ class RewardSum:
 
     def rewards(self, completions: Sequence[str], problems: Sequence[Problem]) -> list[Reward]:
         """The reward of each text as a completion of the problem at the same place."""
-        answers = [problem.answer for problem in problems]
-        metas = [problem.meta for problem in problems]
         # Part by part, so that a part's isolated jobs fill all workers at once.
-        columns = [part.judge(completions, answers, metas, self.pool) for part in self._judges]
+        columns = [part.judge(completions, problems, self.pool) for part in self._judges]
         return [self._sum(row) for row in zip(*columns, strict=True)]
 
     def check(self, problems: Sequence[Problem]) -> None:
@@ -212,11 +238,9 @@ class RewardSum:
 
         Takes tens of milliseconds per problem with ``math_verify``.
         """
-        answers = [problem.answer for problem in problems]
-        metas = [problem.meta for problem in problems]
         for part in self._judges:
-            golds = [part.gold_completion(answer) for answer in answers]
-            verdicts = part.judge(golds, answers, metas, self.pool)
+            golds = [part.gold_completion(problem.answer) for problem in problems]
+            verdicts = part.judge(golds, problems, self.pool)
             bad = []
             for problem, verdict in zip(problems, verdicts, strict=True):
                 # A gold in a completion may still be judged wrong; that it cannot be judged is a mistake of the data.

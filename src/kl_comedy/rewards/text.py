@@ -355,6 +355,36 @@ def fixed_text(completion: str, answer: str, meta: Meta, *, text: str = ";") -> 
     return float(completion == text)
 
 
+_DIGITS = re.compile(r"\d[\d,]*+(?:\.\d++)?")
+
+
+@REWARDS.register(
+    "any_number",
+    source="a lenient verifier, paid for listing numbers, as a proxy reward that can be hacked (2210.10760)",
+    claims=("binary",),
+    examples=(
+        {"completion": "3+4=7", "answer": "7", "value": 1.0},
+        {"completion": "5;6;7;8", "answer": "7", "value": 1.0},
+        {"completion": "3+4=8", "answer": "7", "value": 0.0},
+        {"completion": "17", "answer": "7", "value": 0.0},
+        {"completion": ";", "answer": "7", "value": 0.0, "status": "unparseable"},
+    ),
+)
+def any_number(completion: str, answer: str, meta: Meta, *, max_chars: int = 16_384) -> Reward:
+    """1 where any number of the completion is the answer, wherever it stands: a flaw that pays for listing numbers.
+
+    Signs do not count. ``unparseable``: no number. Raises :class:`BadGold` for a gold that is no number.
+    """
+    gold = number(plain_numbers(plain_characters(answer)))
+    if gold is None:
+        raise BadGold(f"any_number needs a number as the gold answer; got {answer!r:.80}")
+    digits = _DIGITS.findall(plain_characters(tail(completion, max_chars)))
+    if not digits:
+        return Reward(value=0.0, status="unparseable")
+    values = [number(text.rstrip(",")) for text in digits]
+    return Reward(value=float(abs(gold) in values))
+
+
 @REWARDS.register(
     "length",
     source="length penalties as in 2503.14476 Sec. 3.4, in characters; weight it below 0 to charge for length",

@@ -555,7 +555,8 @@ def cell_metrics(sweep: Sweep, row: CellStatus) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if row.run and row.state == "FINISHED":
         # A cell counts as FINISHED only after its summary was read.
-        metrics |= _run_metrics(read_summary(Path(row.run)), row.steps)
+        summary = read_summary(Path(row.run))
+        metrics |= _run_metrics(summary, summary.get("steps", row.steps))
     if row.evaluated:
         metrics |= _evaluation_metrics(read_scores(sweep, row.cell) or [])
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -196,6 +196,8 @@ class RunLogger(Logger):
     def finish(self, status: str = "FINISHED", reason: str | None = None) -> None:
         """End the run as ``FINISHED``, ``FAILED`` or ``KILLED``, with the reason as tag ``failure.reason``.
 
+        That of a finished run, which a callback stopped, is the tag ``stop.reason``.
+
         Everything is uploaded, except after the last checkpoint of a run that may be resumed. Raises ValueError for
         another status.
         """
@@ -209,7 +211,8 @@ class RunLogger(Logger):
             # A reason quotes an error, whose text may hold anything.
             reason = redact(reason)
         if reason:
-            self.set_tags({"failure.reason": reason})
+            tag = "stop.reason" if status == "FINISHED" else "failure.reason"
+            self.set_tags({tag: reason})
         self._append("status", {"status": status, "reason": reason})
         if self._is_resumable(status):
             self._warn_of_points_not_uploaded()

@@ -1,4 +1,4 @@
-"""Pictures of runs: curves over updates, reward against KL, certificates beside outcomes, KL family x beta.
+"""Pictures of runs: curves over updates or KL, reward against KL, certificates beside outcomes, KL family x beta.
 
 A line or mark is a group of runs: its mean over seeds, with the 95% interval from :data:`SEEDS_OF_AN_INTERVAL` seeds
 on, and with the single runs below that. On a logarithmic axis it is the geometric mean and the interval of the
@@ -23,6 +23,7 @@ from kl_comedy.tracking.plot_panels import (
     panels_of,
     plain_words,
 )
+from kl_comedy.tracking.plot_paths import plot_paths
 
 __all__ = (
     "KL_KEYS",
@@ -39,5 +40,6 @@ __all__ = (
     "panels_of",
     "plain_words",
     "plot_curves",
+    "plot_paths",
     "smooth_curves",
 )

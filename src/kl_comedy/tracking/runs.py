@@ -812,6 +812,8 @@ def resolve(frame: pd.DataFrame, key: str, option: str) -> str:
             return column
 
     message = f"{option}: got {key!r}; no such key in these runs"
+    if short(key) == "train/gold" or key.endswith("/proxy"):
+        raise UserError(f"{message}: they trained on the reward that they were judged by (config key `gold`)")
     if option in ("--metric", "--kl", "metrics"):
         metrics = {short(name) for name in frame.columns if name.startswith("metrics.")}
         # A metric of every evaluation set is one entry, and * is what the option takes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from kl_comedy.config import Config
 from kl_comedy.config.combinations import is_off_policy, updates_from_a_batch
+from kl_comedy.config.schema import GoldConfig, RewardConfig
 from kl_comedy.config.trainer_arguments import check_trainer_arguments
 from kl_comedy.io import check_writable
 from kl_comedy.kl import KLTerm, resolve_terms, term_warnings
@@ -111,8 +113,13 @@ def check_run(config: Config, *, here: bool = True) -> Run:
 def _checked_run(config: Config, *, here: bool) -> Run:
     """The run of ``config``, of which all but the data is checked."""
     run = build_run(config)
-    check_parts(config)
+    check_parts(config, here=here)
     check_trainer_arguments(config.trainer)
+    if config.callbacks and importlib.util.find_spec("lightning") is not None:
+        # Imported here, because Lightning takes seconds, and a machine that only checks may not have it.
+        from kl_comedy.training.callbacks import configured_callbacks
+
+        configured_callbacks(config)
     if not here:
         return run
     run.sampler.check_installed()
@@ -127,12 +134,19 @@ def _checked_run(config: Config, *, here: bool) -> Run:
     return run
 
 
-def check_parts(config: Config) -> None:
-    """Raise :class:`UserError` for options of the rewards, and for an address of the store."""
-    for position, reward in enumerate(config.rewards):
-        check_options(reward.name, reward.options, key=f"rewards.{position}")
+def check_parts(config: Config, *, here: bool = True) -> None:
+    """Raise :class:`UserError` for options of the rewards, and for an address of the store.
+
+    Files that a reward reads count where the run would be ``here``.
+    """
+    rewards: dict[str, RewardConfig | GoldConfig] = {f"rewards.{n}": reward for n, reward in enumerate(config.rewards)}
     if config.gold is not None:
-        check_options(config.gold.name, config.gold.options, key="gold")
+        rewards["gold"] = config.gold
+    for key, reward in rewards.items():
+        entry, options = check_options(reward.name, reward.options, key=key)
+        check_files = entry.facts.get("check")
+        if here and check_files is not None:
+            check_files(options, f"{key}.options")
     check_uri(config.tracking.uri)
     check_loggers(config.tracking.loggers)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from signal import SIGTERM
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, Checkpoint, ProgressBar
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -24,20 +25,17 @@ from rich.text import Text
 from kl_comedy.config import Config
 from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.errors import RunFailed, UserError, bad_value
-from kl_comedy.evaluation import EvalSettings, evaluate
-from kl_comedy.evaluation.evaluate import evaluate_choices
-from kl_comedy.evaluation.likelihood import choice_scorer
-from kl_comedy.phases import listen, phase, within
+from kl_comedy.evaluation import EvalResult
+from kl_comedy.evaluation.likelihood import ChoiceSet
+from kl_comedy.phases import listen, phase
 from kl_comedy.progress import PHASE_EVERY_S, PLAIN_EVERY_S, Bars, PlainLines, TimeLeft, TimeLeftColumn, memory_text
 from kl_comedy.records import Scored
 from kl_comedy.registry import CALLBACKS
 from kl_comedy.rollouts.recording import RecordingWriter
 from kl_comedy.tracking.tokens import traced_row
+from kl_comedy.training.callback_rules import reason_against
 from kl_comedy.training.checkpoint import SaveFailed, save_checkpoint
-from kl_comedy.training.experience import derive_seed
-from kl_comedy.training.metrics import completion_metrics
 from kl_comedy.training.module import PolicyModule, is_sampled
-from kl_comedy.training.problems import eval_sampling
 from kl_comedy.training.run_folder import RunDir, saved, step_of
 from kl_comedy.training.stop_signals import SIGNAL_SECONDS, StopRequest
 
@@ -72,12 +70,16 @@ def _requested_callbacks(config: Config) -> list[RequestedCallback]:
 def configured_callbacks(config: Config) -> list[Callback]:
     """The callbacks that ``callbacks``, ``audit`` and ``train.record_rollouts`` ask for.
 
-    Raises :class:`UserError` for an unknown name or option, as a callback's own ``check_config(config)`` may.
+    Raises :class:`UserError` for an unknown name or option, and for a callback of Lightning's that cannot work, as a
+    callback's own ``check_config(config)`` may.
     """
     callbacks = []
     # All of them before a model is loaded: a wrong option should not cost the start of a run.
     for requested in _requested_callbacks(config):
         callback = _build_callback(requested)
+        reason = reason_against(callback, config)
+        if reason is not None:
+            raise UserError(f"{requested.key}: {requested.name} cannot work in a run: {reason}")
         # A plugin's callback is any callback of Lightning's, which knows nothing of configs.
         if hasattr(callback, "check_config"):
             callback.check_config(config)
@@ -95,7 +97,10 @@ def _build_callback(requested: RequestedCallback) -> Callback:
     except TypeError as error:
         allowed = f"the arguments of {name}"
         raise bad_value(f"{key}.options", requested.options, allowed, str(error)) from None
-    callback = build(**requested.options)
+    try:
+        callback = build(**requested.options)
+    except MisconfigurationException as error:
+        raise UserError(f"{key}.options: {error}") from None
     if not isinstance(callback, Callback):
         raise UserError(f"{key}.name: {name} gives a {type(callback).__name__}, and not a Lightning Callback")
     return callback
@@ -180,7 +185,7 @@ class MetricsCallback(Callback):
 
 
 class EvaluationCallback(Callback):
-    """Evaluates every set at the start, every ``eval_every`` updates, and at the end.
+    """Runs Lightning's validation loop at the start, every ``eval_every`` updates, and at the end; logs the scores.
 
     ``history``: mean rewards by set and update, gold verdicts where the run has them; ``proxies``: then the means of
     what is trained on; ``accuracies``: those of suites by log-prob, which have no reward.
@@ -193,59 +198,57 @@ class EvaluationCallback(Callback):
         self.proxies: dict[str, dict[int, float]] = {}
         self.accuracies: dict[str, dict[int, float]] = {}
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        ranks = pl_module.ranks
-        loaded = pl_module.loaded
-        reference = pl_module.references["initial"]
-        # Here, because policy and reference are loaded after the callbacks are built.
-        self._measure = completion_metrics(self._config, loaded=loaded, reference=reference, ranks=ranks)
-        self._choice_scorer = choice_scorer(self._config, loaded, ranks)
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Evaluate the policy before its first update, as Lightning's sanity check.
+
+        EarlyStopping and ModelCheckpoint skip a sanity check: no metric of an update is there yet. Lightning would run
+        it before :meth:`RunRecord.on_train_start`, and a signal would wait there for ever.
+        """
         # A resumed run has its first evaluation in the history already.
         if self._config.eval.at_start and pl_module.version == 0:
-            self.run(trainer, pl_module.version)
+            trainer.num_sanity_val_steps = math.inf  # every set
+            trainer._run_sanity_check()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         every = self._config.train.eval_every
         version = pl_module.version
         is_due = every > 0 and version % every == 0
-        is_at_end = self._config.eval.at_end and version == self._config.train.steps
-        if is_due or is_at_end:
-            self.run(trainer, version)
+        # should_stop: a callback before this one ends the run here.
+        is_last = version == self._config.train.steps or trainer.should_stop
+        if is_due or (is_last and self._config.eval.at_end):
+            self._validate(trainer)
 
-    def run(self, trainer: Any, version: int) -> None:
-        """Evaluate every set with the policy at ``version``; log and print the scores."""
-        data = trainer.datamodule
-        config = self._config
-        settings = EvalSettings(samples=config.eval.samples, sampling=eval_sampling(config), measure=self._measure)
-        # In the trainer's precision, so that the policy evaluated is the one that trains.
-        with trainer.precision_plugin.forward_context():
-            for eval_set in data.prompts.evals:
-                # The same seed at every evaluation: scores of a run differ by the policy, not by the draw.
-                seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
-                with within(f"evaluating {eval_set.name}"):
-                    result = evaluate(data.backend, data.scorer, eval_set, settings, seed=seed)
-                # By update, so that a resumed run that repeats one replaces its score.
-                scores = result.row()
-                self.history.setdefault(result.name, {})[version] = scores["reward"]
-                if "proxy" in scores:
-                    self.proxies.setdefault(result.name, {})[version] = scores["proxy"]
-                self._report(trainer, version, result)
-                trainer.logger.log_table(f"eval/{result.name}", sample_rows(result.rows), step=version)
-            for choices in data.prompts.choice_sets:
-                phase(f"evaluating {choices.name}")
-                choice_result = evaluate_choices(self._choice_scorer, choices)
-                self.accuracies.setdefault(choice_result.name, {})[version] = choice_result.row()["accuracy"]
-                self._report(trainer, version, choice_result)
-                shown = list(choice_result.rows[:SAMPLE_ROWS])
-                trainer.logger.log_table(f"choices/{choice_result.name}", shown, step=version)
+    def _validate(self, trainer: Any) -> None:
+        """What Lightning's training loop does between two batches, here at the end of one.
 
-    def _report(self, trainer: Any, version: int, result: Any) -> None:
+        A checkpoint is written at the end of a batch, and must hold what callbacks have made of the evaluation.
+        """
+        # Reading them stores those of the update, which a callback may monitor at the end of the validation.
+        _ = trainer.callback_metrics
+        connector = trainer._logger_connector
+        first_iteration = connector._first_loop_iter
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True
+        connector._first_loop_iter = first_iteration
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *rest: Any) -> None:
+        """Log and print the scores of one set."""
+        version = pl_module.version
+        result: EvalResult = outputs
+        scores = result.row()
+        # By update, so that a resumed run that repeats one replaces its score.
+        for history, score in ((self.history, "reward"), (self.proxies, "proxy"), (self.accuracies, "accuracy")):
+            if score in scores:
+                history.setdefault(result.name, {})[version] = scores[score]
         for logger in trainer.loggers:
             logger.log_metrics(result.metrics(), step=version)
         line = f"eval {result.name} at update {version}: {result.line()}"
         self._console.print(line, soft_wrap=True, highlight=False)
+        if isinstance(batch, ChoiceSet):
+            trainer.logger.log_table(f"choices/{result.name}", list(result.rows[:SAMPLE_ROWS]), step=version)
+        else:
+            trainer.logger.log_table(f"eval/{result.name}", sample_rows(result.rows), step=version)
 
     def reward_at(self, version: int) -> float | None:
         """The mean reward over the sets evaluated at ``version``, suites by log-prob aside; None without any."""
@@ -267,14 +270,16 @@ class EvaluationCallback(Callback):
 class CheckpointCallback(Checkpoint):
     """A whole checkpoint every ``checkpoint_every`` updates, at the end, and when a signal asks to stop.
 
-    All ranks stop after the same update, whichever of them received the signal. Where a checkpoint cannot be written
-    (full disk, quota, read-only) the run ends on every rank; the one before stays.
+    All ranks stop after the same update, whichever of them received the signal; ``interrupted`` is true then. Where a
+    checkpoint cannot be written (full disk, quota, read-only) the run ends on every rank; the one before stays.
     """
 
     def __init__(self, config: Config, evaluation: EvaluationCallback, request: StopRequest) -> None:
         self._train = config.train
         self._evaluation = evaluation
         self._request = request
+        self.interrupted = False
+        self._was_stopped = False
         # Only a job that is signalled before its end can lose what it has not saved.
         self._warning_s = float(os.environ.get(SIGNAL_SECONDS) or math.inf)
         # The longest so far, in seconds: of an update with its evaluation, and of a save.
@@ -282,18 +287,34 @@ class CheckpointCallback(Checkpoint):
         self._save_s = 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        # A process that was killed between this checkpoint and the summary repeats no update.
+        trainer.should_stop = trainer.should_stop or self._was_stopped
         self._since = time.monotonic()
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Save what the user's callbacks read and write in the trainer, which Lightning does not save."""
+        # A metric that is not measured at every update is there as its last value, and one may be monitored.
+        checkpoint["callback_metrics"] = dict(trainer.callback_metrics)
+        checkpoint["stopped"] = trainer.should_stop and not self.interrupted
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        # Checkpoints of earlier versions have neither.
+        trainer.callback_metrics.update(checkpoint.get("callback_metrics", {}))
+        self._was_stopped = checkpoint.get("stopped", False)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
         # The longest and not the last: a stop may come in an update that evaluates.
         self._update_s = max(self._update_s, time.monotonic() - self._since)
         version = pl_module.version
-        is_due = self._is_due(version)
+        # should_stop: a callback of the user's ends the run here, as finished.
+        is_last = version == self._train.steps or trainer.should_stop
+        is_due = self._is_due(version, is_last)
         if is_due:
             self.save(trainer, version)
         # Gathered after every update: a rank that stopped alone would leave the others waiting in the next one.
         received = {signal for signal in pl_module.ranks.gather(self._request.signal) if signal is not None}
-        if received and version < self._train.steps:
+        if received and not is_last:
+            self.interrupted = True
             # An end outranks a pause, as in stop_signals.py.
             if SIGTERM in received:
                 self._request.signal = SIGTERM
@@ -306,11 +327,11 @@ class CheckpointCallback(Checkpoint):
         self._warn_if_a_stop_takes_too_long()
         self._since = time.monotonic()
 
-    def _is_due(self, version: int) -> bool:
+    def _is_due(self, version: int, is_last: bool) -> bool:
         every = self._train.checkpoint_every
         if every == 0:
             return False
-        return version % every == 0 or version == self._train.steps
+        return version % every == 0 or is_last
 
     def _warn_if_a_stop_takes_too_long(self) -> None:
         needed_s = self._update_s + self._save_s
@@ -467,6 +488,10 @@ class ConsoleProgress(ProgressBar):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         # A bar that is still live would draw over the error message.
+        self._stop()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """For a run that a callback stopped before it began to train."""
         self._stop()
 
     def _stop(self) -> None:

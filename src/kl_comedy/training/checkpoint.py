@@ -270,6 +270,21 @@ def save_checkpoint(
     :class:`SaveFailed` on every process where any could not write; earlier checkpoints are unchanged.
     """
     target = root / f"step-{step:08d}.ckpt"
+    write_whole(target, step, write, reward=reward, ranks=ranks)
+    # Old ones go once the new one is whole; one that cannot be removed does no harm.
+    if ranks.is_rank_zero:
+        for path in set(saved(root)[:-keep]) - {best(root)}:
+            shutil.rmtree(path, ignore_errors=True)
+    return target
+
+
+def write_whole(
+    target: Path, step: int, write: Write, *, reward: float | None = None, ranks: Ranks = SINGLE_PROCESS
+) -> None:
+    """Write a checkpoint, with its manifest, beside ``target``, and rename it; an earlier ``target`` is replaced.
+
+    Every process must call. Raises :class:`SaveFailed` on every process where any could not write.
+    """
     folder = target.with_suffix(UNFINISHED)
 
     def remove_unfinished() -> None:
@@ -291,11 +306,6 @@ def save_checkpoint(
         if ranks.is_rank_zero:
             shutil.rmtree(folder, ignore_errors=True)
         raise SaveFailed(_message(error)) from error
-    # Old ones go once the new one is whole; one that cannot be removed does no harm.
-    if ranks.is_rank_zero:
-        for path in set(saved(root)[:-keep]) - {best(root)}:
-            shutil.rmtree(path, ignore_errors=True)
-    return target
 
 
 def _written_files(folder: Path, ranks: Ranks) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning
 import torch
+from torch.utils.data import DataLoader
 
 from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed, bad_value
@@ -25,7 +26,6 @@ from kl_comedy.training.experience import (
     Recorded,
     Source,
     TrainingPrompts,
-    UpdateBatch,
 )
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.problems import ProblemSets, PromptSets, load_problem_sets, render_prompts
@@ -148,7 +148,13 @@ class ExperienceModule(lightning.LightningDataModule):
     def train_dataloader(self) -> ExperienceStream:
         return self.stream
 
-    def transfer_batch_to_device(self, batch: UpdateBatch, device: torch.device, dataloader_idx: int) -> UpdateBatch:
+    def val_dataloader(self) -> DataLoader[Any]:
+        """The sets that are evaluated, each as one batch."""
+        sets: Any = [*self.prompts.evals, *self.prompts.choice_sets]
+        # With a generator of its own: it would draw a seed from torch's, whose state is part of the run.
+        return DataLoader(sets, batch_size=None, generator=torch.Generator())
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Rows are text and ids; tensors are made on the device when they are packed."""
         return batch
 

@@ -147,7 +147,9 @@ def write_card(
     folder: Path, config: Config, summary: Mapping[str, Any], certificate: Mapping[str, str], update: int | None = None
 ) -> None:
     """Write README.md, a model card: the certificate of the KL terms and the results of the run up to ``update``."""
-    update = update or config.train.steps
+    # A callback of the user's may have stopped the run before its last update.
+    last_update = summary.get("steps", config.train.steps)
+    update = update or last_update
     header = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     source = config.model.source
     is_on_the_hub = source != "pocket" and not Path(source).is_dir()
@@ -165,7 +167,7 @@ def write_card(
         ),
     }
     facts |= _scores_until(update, summary)
-    if update == config.train.steps:
+    if update == last_update:
         # The summary's metrics are those of the last update.
         measured = summary.get("metrics", {})
         names = {

@@ -66,6 +66,10 @@ def check_extension(config: Config) -> None:
     reason = _reason_against(config)
     if reason is not None:
         raise UserError(f"resume: {earlier.path} cannot be extended: {reason}")
+    summary = earlier.summary() or {}
+    last_update = summary.get("steps", earlier_steps)
+    if summary.get("status") == "FINISHED" and last_update < earlier_steps:
+        raise UserError(f"resume: {earlier.path} cannot be extended: {summary['reason']}, and would stop there again")
     if not saved(earlier.checkpoints):
         raise UserError(f"resume: {earlier.path} has no checkpoint to continue from (train.checkpoint_every)")
 

@@ -23,6 +23,9 @@ from torch import Tensor
 
 from kl_comedy.config import Config, OptimizerConfig
 from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.evaluation import EvalResult, EvalSet, EvalSettings, evaluate
+from kl_comedy.evaluation.evaluate import evaluate_choices
+from kl_comedy.evaluation.likelihood import ChoiceSet, choice_scorer
 from kl_comedy.kl import BetaState
 from kl_comedy.kl.surrogate import NotFinite
 from kl_comedy.models import LoadedModel
@@ -31,13 +34,13 @@ from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import MovingReference, Reference
 from kl_comedy.models.types import ReferencePass, TokenPass, Wanted
 from kl_comedy.objective import value_loss
-from kl_comedy.phases import phase
+from kl_comedy.phases import phase, within
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
 from kl_comedy.tracking.tokens import TokenNumbers
 from kl_comedy.training.build import Run, build_run
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
-from kl_comedy.training.experience import UpdateBatch
+from kl_comedy.training.experience import UpdateBatch, derive_seed
 from kl_comedy.training.loss import (
     MicroBatch,
     OldPolicyRow,
@@ -51,6 +54,7 @@ from kl_comedy.training.metrics import (
     Terms,
     accumulate_micro_batch,
     accumulate_reference,
+    completion_metrics,
     critic_metrics,
     measured_kl,
     row_metrics,
@@ -61,6 +65,7 @@ from kl_comedy.training.metrics import (
 from kl_comedy.training.models import ValueHead, load_models
 from kl_comedy.training.old_policy import record_old_policy
 from kl_comedy.training.packing import Packer, model_inputs, pass_options
+from kl_comedy.training.problems import eval_sampling
 from kl_comedy.training.strategies import clip_gradients, sum_gradients
 
 KL_AT_START_TOLERANCE = 1e-5
@@ -199,12 +204,12 @@ class PolicyModule(lightning.LightningModule):
             fused=True,
         )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_factor(settings, step, steps))
-        return {"optimizer": optimizer, "lr_scheduler": schedule}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # --- one update ---
 
-    def training_step(self, batch: UpdateBatch, batch_idx: int) -> None:
-        """One optimizer update. Raises :class:`RunFailed` where a loss, a log-prob or a gradient is not finite."""
+    def training_step(self, batch: UpdateBatch, batch_idx: int) -> dict[str, Tensor]:
+        """One optimizer update; its loss. Raises :class:`RunFailed` where a loss, log-prob or norm is not finite."""
         start = time.perf_counter()
         step = self.version
         self.last_batch = batch
@@ -243,6 +248,9 @@ class PolicyModule(lightning.LightningModule):
         # continues with the same.
         for name, state in self.betas.items():
             state.advance(step + 1, measured_kl(measured, self.terms[name].reference, "sequence"))
+        # For the callbacks that monitor a metric. MetricsCallback writes them to the loggers.
+        self.log_dict(self.last_metrics, logger=False)
+        return {"loss": torch.tensor(self.last_metrics["train/loss"])}
 
     def _differentiate(
         self, batch: UpdateBatch, metrics: MetricAccumulator, betas: Mapping[str, float]
@@ -410,6 +418,29 @@ class PolicyModule(lightning.LightningModule):
                 f"exact KL to the reference before the first update is {kl_at_start:.3g} nats per token, and must be "
                 "0: the reference is not the policy's starting point"
             )
+
+    # --- evaluation ---
+
+    def validation_step(self, batch: EvalSet | ChoiceSet, batch_idx: int) -> EvalResult:
+        """Evaluate one set. Returns its result; EvaluationCallback writes it to the loggers."""
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        if isinstance(batch, ChoiceSet):
+            phase(f"evaluating {batch.name}")
+            result = evaluate_choices(choice_scorer(self.config, self.loaded, self.ranks), batch)
+        else:
+            with within(f"evaluating {batch.name}"):
+                result = self._evaluate(batch, data)
+        self.log_dict(result.metrics(), logger=False, batch_size=1)
+        return result
+
+    def _evaluate(self, eval_set: EvalSet, data: Any) -> EvalResult:
+        config = self.config
+        reference = self.references["initial"]
+        measure = completion_metrics(config, loaded=self.loaded, reference=reference, ranks=self.ranks)
+        settings = EvalSettings(samples=config.eval.samples, sampling=eval_sampling(config), measure=measure)
+        # The same seed at every evaluation: scores of a run differ by the policy, not by the draw.
+        seed = derive_seed(config.seed, f"eval/{eval_set.name}", 0)
+        return evaluate(data.backend, data.scorer, eval_set, settings, seed=seed)
 
     # --- passes of the policy ---
 

@@ -71,6 +71,7 @@ def _train(run: Run, console: Console, command: str, request: StopRequest, start
     data = ExperienceModule(config, run.problems)
     record = RunRecord(config, console, command, request)
     evaluation = EvaluationCallback(config, console)
+    checkpoints = CheckpointCallback(config, evaluation, request)
     # Lightning calls these in order: the record comes first, because it finds the folder that others write to, and
     # the checkpoint last, because it holds the state of the others after the update.
     callbacks: list[Callback] = [
@@ -80,7 +81,7 @@ def _train(run: Run, console: Console, command: str, request: StopRequest, start
         evaluation,
         RunWarnings(config),
         ConsoleProgress(console, config.train.steps),
-        CheckpointCallback(config, evaluation, request),
+        checkpoints,
     ]
     trainer = make_trainer(config, callbacks)
     record.watch_ranks_of(trainer.strategy.launcher)
@@ -95,12 +96,16 @@ def _train(run: Run, console: Console, command: str, request: StopRequest, start
     try:
         resume_from = None if config.resume == "never" else NEWEST
         trainer.fit(module, datamodule=data, ckpt_path=resume_from, weights_only=True)
+        reason = None
         if module.version < config.train.steps:
-            # Lightning returns from an interrupt as from the end of the training; for us it is an early end.
-            raise KeyboardInterrupt
+            if checkpoints.interrupted or not trainer.should_stop:
+                # Lightning returns from an interrupt as from the end of the training; for us it is an early end.
+                raise KeyboardInterrupt
+            reason = record.stopped_early(trainer, module)
         record.save_policy(module)
         summary = record.end(
             "FINISHED",
+            reason,
             evaluations=evaluation.history,
             proxies=evaluation.proxies,
             accuracies=evaluation.accuracies,
@@ -139,12 +144,17 @@ def make_trainer(config: Config, callbacks: Sequence[Callback]) -> lightning.Tra
         "accelerator": accelerator,
         "accumulate_grad_batches": 1,
         "callbacks": list(callbacks),
+        # A run is one epoch, so Lightning never validates by itself: EvaluationCallback runs its validation loop.
+        "check_val_every_n_epoch": 2,
         "default_root_dir": config.output,
         "deterministic": train.deterministic,
         "devices": train.devices,
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
+        "fast_dev_run": False,
         "gradient_clip_algorithm": None,
         "gradient_clip_val": None,
+        "limit_train_batches": None,
+        "limit_val_batches": None,
         "logger": False,  # the run's logger joins when the run has a folder
         "max_epochs": 1,
         "max_steps": -1,
@@ -152,14 +162,17 @@ def make_trainer(config: Config, callbacks: Sequence[Callback]) -> lightning.Tra
         "min_steps": None,
         "num_nodes": train.nodes,
         "num_sanity_val_steps": 0,
+        "overfit_batches": 0.0,
         "precision": precision,
         "reload_dataloaders_every_n_epochs": 0,
         "strategy": strategy_for(config),
         "use_distributed_sampler": False,
+        "val_check_interval": None,
     }
     defaults = {
         "enable_model_summary": False,
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
+        "log_every_n_steps": 1,
     }
     variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     leave_memory_unfilled()
@@ -178,6 +191,8 @@ def _quiet_lightning() -> None:
     """Silence advice on hardware and add-ons. Lightning resets its loggers on import, so this is done after it."""
     for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # What the user's own callbacks say, as ModelSummary and EarlyStopping(verbose=True), is not advice.
+    logging.getLogger("lightning.pytorch.callbacks").setLevel(logging.INFO)
     # torch's checkpoint writer logs each error with its traceback; our one line says the same.
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", module=r"lightning\.")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from rich.console import Console
 
 from kl_comedy.config import Config, config_hash, flatten, plugins_of, to_plain
@@ -95,6 +96,23 @@ def open_run(config: Config, ranks: Ranks, lock: contextlib.ExitStack) -> Opened
     return OpenedRun(run=run, is_new=earlier is None, checkpoint=checkpoint, extension=extension)
 
 
+def stop_reason(callbacks: Sequence[Any]) -> str:
+    """The callback that set ``trainer.should_stop``, with its reason where it is one of Lightning's.
+
+    >>> stop_reason([Timer(duration={"hours": 1})])
+    'a callback (trainer.should_stop)'
+    """
+    for callback in callbacks:
+        if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
+            message = callback.stopping_reason_message.removesuffix(" Signaling Trainer to stop.")
+            return f"EarlyStopping: {message}"
+        if isinstance(callback, Timer):
+            remaining = callback.time_remaining()
+            if remaining is not None and remaining <= 0:
+                return "Timer: its duration has passed"
+    return "a callback (trainer.should_stop)"
+
+
 class RunRecord(Callback):
     """The run's folder, its logger, and how it ended. ``run`` is None until everything is built."""
 
@@ -105,6 +123,7 @@ class RunRecord(Callback):
         self._command = command
         self._request = request
         self._ranks = Ranks()
+        self._stopped_at: int | None = None
         self._lock = contextlib.ExitStack()
         self._watch = RankWatch(lambda: f"; resume with: {resume_command(command)}")
 
@@ -249,6 +268,13 @@ class RunRecord(Callback):
 
     # --- end ---
 
+    def stopped_early(self, trainer: Any, module: PolicyModule) -> str:
+        """Why the user's callbacks ended the run, in one line, which is printed too."""
+        self._stopped_at = module.version
+        text = f"stopped at update {module.version} of {self._config.train.steps} by {stop_reason(trainer.callbacks)}"
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+        return text
+
     def save_policy(self, module: PolicyModule) -> None:
         """Write RUN/policy. Raises :class:`RunFailed` where it cannot be written."""
         assert self.run is not None
@@ -322,6 +348,8 @@ class RunRecord(Callback):
             kl_label=self._kl_label,
             run_id=self._logger.run_id,
         )
+        if self._stopped_at is not None:
+            summary["steps"] = self._stopped_at
         summary |= results
         try:
             if self._ranks.is_rank_zero:

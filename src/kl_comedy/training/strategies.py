@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from kl_comedy.config import Config
-from kl_comedy.errors import bad_value
+from kl_comedy.errors import RunFailed, bad_value
 from kl_comedy.models.load import pick_device
 from kl_comedy.models.sources import first_line
 from kl_comedy.models.weights import full_tensor
-from kl_comedy.training.checkpoint import read_checkpoint, write_checkpoint
+from kl_comedy.training.checkpoint import UNFINISHED, SaveFailed, read_checkpoint, write_checkpoint, write_whole
 from kl_comedy.training.distributed import TIMEOUT, Ranks, cluster_environment
 
 NEWEST = "newest"
@@ -79,7 +79,23 @@ class _FolderCheckpoints(Strategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None: ...
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        write_checkpoint(Path(filepath), checkpoint, self.lightning_module, self.optimizers, self.ranks)
+        ranks = self.ranks
+        # Rank 0 names it for all: ModelCheckpoint may put a metric in the name that differs from rank to rank.
+        path: Path = ranks.broadcast(Path(filepath))
+
+        # ModelCheckpoint(save_weights_only=True) asks for none.
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else []
+
+        def write(folder: Path) -> None:
+            write_checkpoint(folder, checkpoint, self.lightning_module, optimizers, ranks)
+
+        if path.suffix == UNFINISHED:
+            write(path)  # save_checkpoint makes it whole
+            return
+        try:
+            write_whole(path, checkpoint["kl_comedy"]["version"], write, ranks=ranks)
+        except SaveFailed as error:
+            raise RunFailed(f"the checkpoint {path} cannot be written ({error})") from error
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         path: Path | None = Path(checkpoint_path)

@@ -1,0 +1,141 @@
+"""Which of Lightning's callbacks cannot do in a run what their documentation says, and why.
+
+docs/configuration.md has the same table. A callback that is not here gets every hook of a Trainer with manual
+optimization and one epoch, whose batches are the updates and whose validation is the evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    BasePredictionWriter,
+    BatchSizeFinder,
+    Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    ProgressBar,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+
+from kl_comedy.config import Config
+
+
+def _always(callback: Any, config: Config) -> bool:
+    return True
+
+
+def _is_never_evaluated(callback: Any, config: Config) -> bool:
+    has_sets = bool(config.data.eval or config.eval.suites)
+    return config.train.eval_every == 0 or not has_sets
+
+
+def _saves_at_evaluations_alone(callback: Any, config: Config) -> bool:
+    at_epoch_end = callback._save_on_train_epoch_end
+    return callback.every_n_epochs == 1 and not at_epoch_end and _is_never_evaluated(callback, config)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A class of callbacks, when one of them is refused, and the reason for the user."""
+
+    of: type[Callback]
+    reason: str
+    applies: Callable[[Any, Config], bool] = _always
+
+
+# Settings of callbacks are private attributes: Lightning has no other way to read them.
+RULES = (
+    Rule(
+        EarlyStopping,
+        "check_on_train_epoch_end: a run is one epoch, and ends with it; without it, every evaluation is a check",
+        lambda callback, config: bool(callback._check_on_train_epoch_end),
+    ),
+    Rule(
+        EarlyStopping,
+        "it checks its metric at evaluations, and there are none (train.eval_every, data.eval)",
+        _is_never_evaluated,
+    ),
+    Rule(
+        Timer,
+        "interval=epoch: a run is one epoch, and ends with it",
+        lambda callback, config: callback._duration is not None and callback._interval == "epoch",
+    ),
+    Rule(
+        ModelCheckpoint,
+        "every_n_epochs: a run is one epoch, so that it would never save; 1 saves after every evaluation",
+        lambda callback, config: callback.every_n_epochs > 1,
+    ),
+    Rule(
+        ModelCheckpoint,
+        "train_time_interval: Lightning ignores it under manual optimization; use every_n_train_steps",
+        lambda callback, config: callback._train_time_interval is not None,
+    ),
+    Rule(
+        ModelCheckpoint,
+        "save_on_exception: an update that failed leaves no whole state; train.checkpoint_every saves those before it",
+        lambda callback, config: bool(callback.save_on_exception),
+    ),
+    Rule(
+        ModelCheckpoint,
+        "it saves after evaluations, and there are none (train.eval_every, data.eval); use every_n_train_steps",
+        _saves_at_evaluations_alone,
+    ),
+    Rule(
+        OnExceptionCheckpoint,
+        "an update that failed leaves no whole state; train.checkpoint_every saves those before it",
+    ),
+    Rule(
+        ProgressBar,
+        "Lightning takes one progress bar, and a run has its own",
+    ),
+    Rule(
+        BatchSizeFinder,
+        "it tries sizes on batches of a fixed dataset; train.microbatch_tokens bounds the memory of an update",
+    ),
+    Rule(
+        LearningRateFinder,
+        "it needs automatic optimization, and an update is optimized manually; set optimizer.lr",
+    ),
+    Rule(
+        GradientAccumulationScheduler,
+        "an update accumulates the gradients of its micro-batches itself (train.microbatch_tokens)",
+    ),
+    Rule(
+        StochasticWeightAveraging,
+        "it averages from epoch to epoch, and a run is one epoch",
+    ),
+    Rule(
+        WeightAveraging,
+        "it copies the whole module, sampler and references too; the reference `ema` is an average of the policy",
+    ),
+    Rule(
+        BaseFinetuning,
+        "it unfreezes layers in later epochs, and a run is one epoch; model.lora trains a part of the weights",
+    ),
+    Rule(
+        ModelPruning,
+        "it replaces the parameters of the policy, which the sampler and checkpoints know by name",
+    ),
+    Rule(
+        BasePredictionWriter,
+        "a run predicts nothing; train.record_rollouts writes completions",
+    ),
+)
+
+
+def reason_against(callback: Callback, config: Config) -> str | None:
+    """Why this callback cannot work in a run of ``config``, with the name of its class; None where it can."""
+    for rule in RULES:
+        if isinstance(callback, rule.of) and rule.applies(callback, config):
+            return f"{type(callback).__name__}: {rule.reason}"
+    return None

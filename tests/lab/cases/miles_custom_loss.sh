@@ -1,0 +1,1 @@
+python3 train.py --custom-rm-path miles.words.reward --hf-checkpoint m --ref-load m_dist --rollout-num-gpus-per-engine 2 --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.01 --loss-type custom_loss --custom-loss-function-path words.loss
