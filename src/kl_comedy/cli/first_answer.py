@@ -202,8 +202,9 @@ def _follows_in_words(certificate: Certificate) -> str:
 
 
 def _pull(certificate: Certificate) -> list[str]:
-    """How the force grows with the distance; nothing where there is none, which the line above says."""
-    if certificate.pull in ("", "none"):
+    """How the force grows with the distance; nothing where there is none, or a repulsion, as the line above says."""
+    is_repulsion = certificate.kind is not None and certificate.kind.kind == "repulsion"
+    if certificate.pull in ("", "none") or is_repulsion:
         return []
     return _line("Pull", certificate.pull)
 
