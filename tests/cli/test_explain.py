@@ -9,8 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kl_comedy.cli.explain import explain
+from kl_comedy.cli.first_answer import POLICIES
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, resolve_terms
+from kl_comedy.kl.oracle.certificate_record import BATTERY_WORDS
 from kl_comedy.lab.launch_files import read_launch_file
 from kl_comedy.lab.peers import SYSTEMS, config_of, read
 
@@ -68,7 +70,7 @@ def test_a_recipe_still_is_explained(kl_comedy):
     code, out, _ = kl_comedy("explain", "grpo")
     assert code == 0
     assert "the forward KL of each visited prefix" in out
-    assert "11% off" in out
+    assert "the mean of k3 over the samples" in out
 
 
 def test_a_recipe_is_explained_as_json(kl_comedy):
@@ -167,10 +169,23 @@ def test_the_first_answer_tells_the_pull_in_one_line_for_each_kind_of_samples(kl
     assert [line for line in out.splitlines() if line.startswith("Pull")] == [
         "Pull           above the reference linear, below it fades"
     ]
-    # No pull: the line above says that it is noise.
+    # A repulsion from the samples is no pull, whatever the samples.
+    _, out, _ = kl_comedy("explain", "comedy/k1_in_loss")
+    assert "a repulsion from the samples" in out
+    assert "Pull" not in out
+    # Nor is noise.
     _, out, _ = kl_comedy("explain", "verl:use_kl_loss=true,kl_loss_type=kl,train_batch_size=256")
     assert "nothing: zero-mean noise" in out
     assert "Pull" not in out
+
+
+def test_a_percentage_of_the_first_answer_says_of_which_policies_it_is(kl_comedy):
+    _, out, _ = kl_comedy("explain", "openrlhf/default")
+    assert f"12% off, on {POLICIES})" in " ".join(out.split())
+    # The same policies as in the words below a table, whose numbers tests/exact/test_certificates.py checks.
+    size, distance = POLICIES.removeprefix("policies of ").removesuffix(" away").split(", ")
+    assert size in BATTERY_WORDS
+    assert distance in BATTERY_WORDS
 
 
 def test_a_pasted_call_is_answered(kl_comedy):

@@ -428,3 +428,16 @@ def test_the_metrics_of_suites_are_documented(suite_rows):
     as_of_a_set = {"eval/<suite>/reward", "eval/<suite>/truncated_share"}
     shares_of_statuses = {f"eval/<suite>/{status}_share" for status in ("timeout", "refused", "failed")}
     assert names - as_of_a_set - shares_of_statuses == documented_under("eval/<suite>/")
+
+
+PAGES_WITH_ERRORS = [
+    page.relative_to(ROOT).as_posix()
+    for page in sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    if re.search(r"\d% off", page.read_text())
+]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_ERRORS)
+def test_a_page_with_errors_of_certificates_says_of_which_policies_they_are(page):
+    """Vocabulary and distance: on other policies the percentages are others."""
+    assert re.search(r"\b3\s+tokens\b.{1,40}0\.02\s+to\s+0\.06\s+nats", (ROOT / page).read_text(), re.DOTALL), page

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 WIDTH = 100
 LABEL = 13
 """Columns of the first word of a line."""
+POLICIES = "policies of 3 tokens, 0.02 to 0.06 nats away"
+"""Of what a percentage is, in short; :data:`~kl_comedy.kl.oracle.certificate_record.BATTERY_WORDS` says more."""
 SAMPLES_OF_REGIME = {"on_policy": "fresh", "off_policy": "stale", "mixed": "stale"}
 
 
@@ -200,8 +202,9 @@ def _follows_in_words(certificate: Certificate) -> str:
 
 
 def _pull(certificate: Certificate) -> list[str]:
-    """How the force grows with the distance; nothing where there is none, which the line above says."""
-    if certificate.pull in ("", "none"):
+    """How the force grows with the distance; nothing where there is none, or a repulsion, as the line above says."""
+    is_repulsion = certificate.kind is not None and certificate.kind.kind == "repulsion"
+    if certificate.pull in ("", "none") or is_repulsion:
         return []
     return _line("Pull", certificate.pull)
 
@@ -222,7 +225,7 @@ def nearest_in_words(certificate: Certificate) -> str:
     # Further away than zero: it is no help to name it.
     if distances[nearest] >= 1:
         return "none is near it"
-    return f"nearest is {target_in_words(nearest)} ({distances[nearest]:.0%} off)"
+    return f"nearest is {target_in_words(nearest)} ({distances[nearest]:.0%} off, on {POLICIES})"
 
 
 def noise_in_words(certificate: Certificate) -> str:
