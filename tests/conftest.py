@@ -47,7 +47,14 @@ TAKE_MINUTES = (
 
 def pytest_collection_modifyitems(items):
     """Files that take minutes begin first: a file stays with one worker, and the others would wait for the last one."""
-    items.sort(key=lambda item: not item.nodeid.startswith(TAKE_MINUTES))
+
+    def place(item):
+        for number, beginning in enumerate(TAKE_MINUTES):
+            if item.nodeid.startswith(beginning):
+                return number
+        return len(TAKE_MINUTES)
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(optionalhook=True)
