@@ -49,9 +49,7 @@ def check_tied(model: Any) -> None:
     embedding = model.get_input_embeddings()
     # By address: an untied copy of equal values would train apart from its embedding.
     if model.config.tie_word_embeddings and head.weight.data_ptr() != embedding.weight.data_ptr():
-        raise UserError(
-            "model.gguf_file: the embeddings should be tied, and the loaded head is not the embedding"
-        )
+        raise UserError("model.gguf_file: the embeddings should be tied, and the loaded head is not the embedding")
 
 
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
@@ -68,9 +66,7 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
             if field.types[:1] != [gguf.GGUFValueType.ARRAY]:
                 metadata[name] = field.contents()
     except Exception as error:  # the reader does not check what it reads, and raises errors of many types
-        raise UserError(
-            f"model.gguf_file: {path.name} is not a readable GGUF file: {first_line(error)}"
-        ) from error
+        raise UserError(f"model.gguf_file: {path.name} is not a readable GGUF file: {first_line(error)}") from error
     _check_sizes(metadata, path.name)
     return metadata
 
