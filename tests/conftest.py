@@ -34,6 +34,29 @@ def pytest_collectreport(report):
     skips.note(report)
 
 
+TAKE_MINUTES = (
+    "tests/slurm/",
+    "tests/training/test_distributed.py",
+    "tests/config/test_matrix.py",
+    "tests/docs/test_commands_as_typed.py",
+    "tests/docs/test_pages.py",
+    "tests/cli/test_certify.py",
+    "tests/training/test_run.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Files that take minutes begin first: a file stays with one worker, and the others would wait for the last one."""
+
+    def place(item):
+        for number, beginning in enumerate(TAKE_MINUTES):
+            if item.nodeid.startswith(beginning):
+                return number
+        return len(TAKE_MINUTES)
+
+    items.sort(key=place)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     """A file stays with one worker, for the sake of what its tests share; there is one throw-away cluster for all.
@@ -47,6 +70,9 @@ def pytest_xdist_make_scheduler(config, log):
             file = nodeid.split("::")[0]
             if file.startswith("tests/slurm/"):
                 return "tests/slurm"
+            if file == "tests/twin/test_twin.py":
+                # Its tests share nothing and are the last: they fill every worker to the end.
+                return nodeid
             return file
 
     return ByFile(config, log)

@@ -20,7 +20,7 @@ from sites import Site
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
-STEPS = 20
+STEPS = 40
 MAX_STEPS = 2
 """How many updates old a token may be."""
 GRID = f"""
@@ -149,7 +149,7 @@ def test_the_preempted_cell_finishes_and_uses_every_prompt_once(cell):
             ages.extend(update - version for version in row["versions"])
     assert len(batches(cell.run)) == STEPS
     assert len(problems) == STEPS * 4
-    assert len(set(problems)) == len(problems), "each prompt once: 80 of 256"
+    assert len(set(problems)) == len(problems), "each prompt once: 160 of 256"
     assert min(ages) >= 0
     assert max(ages) <= MAX_STEPS
 
