@@ -247,6 +247,21 @@ def test_a_base_config_beside_the_file_or_below_it_is_read(tmp_path):
     assert settings == {"b": "1", "c": "2", "a": "3"}
 
 
+def test_a_base_config_above_the_file_is_read_within_its_repository(tmp_path):
+    """A chain of recipes, as NeMo-RL has them: each names the one before it, the last a config two folders above."""
+    repository = tmp_path / "repository"
+    recipes = repository / "configs" / "recipes" / "llm"
+    recipes.mkdir(parents=True)
+    (tmp_path / "secret.yaml").write_text("secret: 9\n")
+    (repository / "configs" / "base.yaml").write_text("defaults: ../../secret.yaml\nb: 1\n")
+    (recipes / "0.yaml").write_text("defaults: ../../base.yaml\n")
+    for number in range(1, 8):
+        (recipes / f"{number}.yaml").write_text(f"defaults: {number - 1}.yaml\n")
+    assert settings_of(recipes, "a.yaml", "defaults: 7.yaml\na: 2\n") == {"a": "2"}
+    (repository / ".git").mkdir()
+    assert settings_of(recipes, "a.yaml", "defaults: 7.yaml\na: 2\n") == {"b": "1", "a": "2"}
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["code", "markdown", "Config(a=1)"]),
     lambda inner: (

@@ -30,8 +30,10 @@ MAX_DOTS = 200
 """Dots in one line of TOML, those within numbers aside: the parser takes memory by the square of the parts of a key."""
 MAX_NOTEBOOK_BYTES = 20_000_000
 """A notebook holds the pictures of its outputs; its code has the limit of any other file."""
-MAX_BASES = 5
+MAX_BASES = 10
 """Base configs that name base configs."""
+MAX_FOLDERS = 5
+"""Folders above a file in which a config that it names is searched."""
 MAX_FILES = 100
 """Files that are read for one answer: each base config may name many."""
 MAKEFILE = re.compile(r"(GNU)?[Mm]akefile|.*\.mk|\.?justfile|.*\.just")
@@ -119,7 +121,7 @@ def _find_config(name: str, path: Path) -> Path | None:
     names = [name]
     if Path(name).suffix not in CONFIG_SUFFIXES:
         names = [f"{name}.yaml", f"config/{name}.yaml"]
-    for folder in [path.parent, *list(path.parents)[1 : MAX_BASES + 1]]:
+    for folder in [path.parent, *list(path.parents)[1 : MAX_FOLDERS + 1]]:
         for candidate in names:
             if _is_file_within(folder, folder / candidate):
                 return folder / candidate
@@ -135,6 +137,15 @@ def _is_file_within(folder: Path, path: Path) -> bool:
         return path.is_file() and path.resolve().is_relative_to(folder.resolve())
     except (OSError, ValueError):  # a name that is too long, or has a null character
         return False
+
+
+def _repository_of(path: Path) -> Path:
+    """The folder of the repository that has the file; the file's own folder where none is around it."""
+    folder = path.absolute().parent
+    for parent in (folder, *folder.parents):
+        if (parent / ".git").exists():
+            return parent
+    return folder
 
 
 def _read_named(path: Path, parsed: Parsed) -> str:
@@ -225,11 +236,11 @@ def _bases(data: Mapping[str, Any]) -> list[str]:
 
 
 def _base(name: str, parsed: Parsed, path: Path | None, depth: int) -> None:
-    """Read a base config that lies beside the file; name any other."""
+    """Read a base config that lies beside the file, or above it in the same repository; name any other."""
     if path is not None and depth < MAX_BASES and ":" not in name:
         for candidate in (path.parent / name, path.parent / f"{name}.yaml"):
             is_yaml = candidate.suffix in (".yaml", ".yml")
-            if is_yaml and candidate != path and _is_file_within(path.parent, candidate):
+            if is_yaml and candidate != path and _is_file_within(_repository_of(path), candidate):
                 _yaml(_read_named(candidate, parsed), parsed, candidate, depth + 1)
                 return
     parsed.unread.append(Unread(f"defaults: {name[:100]}"))
