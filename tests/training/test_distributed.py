@@ -31,7 +31,7 @@ from kl_comedy.training.models import load_policy
 from kl_comedy.training.run_folder import saved, step_of
 from rank_runs import COMMON, DEADLINE_S, MIXED, assert_same, over, run_in, start_ranks, weights_of
 from teachers import SERVED_TERMS, save_teacher
-from training_runs import TINY, go, metrics_of
+from training_runs import TINY, go, metrics_of, sample_tables_of
 
 
 def start(folder, strategy, *overrides, devices=2, env=()):
@@ -76,6 +76,29 @@ TWENTY = [
     "train.checkpoint_every=0",
     "optimizer.lr=3.0e-4",
 ]
+
+
+@pytest.mark.slow
+def test_gold_and_proxy_of_two_ranks_are_means_over_all_completions(tmp_path):
+    """From the texts alone. Nine held-out problems over two ranks: the mean of the ranks' means is another number."""
+    rewards = ["rewards=[{name: length, options: {full: 24}}]", "gold={name: length, options: {free: 3, full: 40}}"]
+    settings = ["train.steps=2", "train.samples_every=1", "train.eval_every=2"]
+    run = over(tmp_path / "ddp", "ddp", *settings, *rewards)
+    logged = metrics_of(run)
+    tables = [(step, "train/reward", "train/gold", 16, rows) for step, rows in sample_tables_of(run).items()]
+    for line in (run.path / "spool.jsonl").read_text().splitlines():
+        event = json.loads(line)
+        if event.get("kind") == "table" and event["data"]["name"] == "eval/heldout":
+            rows = json.loads((run.path / event["data"]["path"]).read_text())
+            tables.append((event["step"], "eval/heldout/proxy", "eval/heldout/reward", 9, rows))
+    assert [step for step, *_ in tables] == [1, 2, 0, 2]
+    for step, proxy, gold, count, rows in tables:
+        assert len(rows) == count
+        lengths = [len(row["completion"]) for row in rows]
+        proxies = [min(length / 24, 1.0) for length in lengths]
+        golds = [min(max(length - 3, 0) / 37, 1.0) for length in lengths]
+        assert logged[step, proxy] == pytest.approx(sum(proxies) / count), (step, proxy)
+        assert logged[step, gold] == pytest.approx(sum(golds) / count), (step, gold)
 
 
 @pytest.fixture(scope="module")
