@@ -30,6 +30,9 @@ from typed_commands import (
 )
 
 NOT_RUN = {
+    "kl-comedy train hack_pocket 'rewards=[{name: model, options: {folder: proxy}}]' kl=none name=learned": (
+        "examples/fit_reward_model.py writes the classifier first"
+    ),
     "kl-comedy train qwen2.5_0.5b_gsm8k resume=auto": "the model comes from a hub",
     "kl-comedy train on_policy_math_qwen resume=auto": "the model comes from a hub; needs 8 GPUs",
     "kl-comedy evaluate runs/RUN --suite gsm8k,math500 --data-root DATA eval.samples=8 eval.temperature=0.7": (
