@@ -4,15 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from lightning.pytorch.callbacks import LearningRateMonitor
+from safetensors.torch import load_file
 
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunInterrupted, RunStopped, UserError
+from kl_comedy.models import weights_hash
 from kl_comedy.registry import CALLBACKS, load_plugin_file
 from kl_comedy.training.build import check_run
 from kl_comedy.training.callback_rules import RULES, reason_against
-from kl_comedy.training.export import _checkpoint_weights
+from kl_comedy.training.export import export_policy
 from kl_comedy.training.run_record import RunRecord
 from rank_runs import over
 from training_runs import TINY, go, metrics_of
@@ -22,6 +23,7 @@ RUN = [
     "train.steps=8",
     "train.eval_every=2",
     "train.keep_checkpoints=8",
+    "train.exact_kl_every=2",
     "optimizer.schedule=linear",
     "data.eval.heldout.limit=4",
 ]
@@ -60,10 +62,12 @@ def check(folder, run, summary):
     best = 2 if metrics[2, "train/reward"] >= metrics[4, "train/reward"] else 4
     (checkpoint,) = (folder / "best").iterdir()
     assert checkpoint.name == f"epoch=0-step={best}.ckpt"
-    ours = _checkpoint_weights(run.checkpoints / f"step-{best:08d}.ckpt")
-    theirs = _checkpoint_weights(checkpoint)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    exported = {}
+    for name, which in {"ours": str(best), "lightnings": str(checkpoint)}.items():
+        export_policy(run, run.config_reader()([]), folder / name, which=which)
+        exported[name] = load_file(folder / name / "model.safetensors")
+        assert f"| update | {best} |" in (folder / name / "README.md").read_text()
+    assert weights_hash(exported["ours"]) == weights_hash(exported["lightnings"])
 
     # LearningRateMonitor logs before the update, whose step Lightning counts from 0.
     rates = {step: value for (step, name), value in metrics.items() if name == "lr-AdamW"}
@@ -79,6 +83,11 @@ def check(folder, run, summary):
             if not row["sanity"] or name.startswith("eval/"):
                 # Lightning's tensors have 32 bits.
                 assert row["metrics"][name] == pytest.approx(metrics[row["version"], name], rel=1e-6)
+        if not row["sanity"]:
+            # Measured at every second update; a run that was resumed in between knows the last value too.
+            name = "kl/exact_reverse_sequence"
+            assert (row["version"], name) not in metrics
+            assert row["metrics"][name] == pytest.approx(metrics[row["version"] - 1, name], rel=1e-6)
     return metrics
 
 
@@ -185,7 +194,7 @@ def test_a_timer_over_two_ranks(tmp_path):
     timer = (
         "callbacks=[{name: timer, options: {duration: {microseconds: 1}}}, {name: device_stats}, {name: throughput}]"
     )
-    run = over(tmp_path / "runs", "ddp", "train.steps=3", timer, "--plugin", str(PLUGIN))
+    run = over(tmp_path / "runs", "ddp", "train.steps=3", "eval.at_start=false", timer, "--plugin", str(PLUGIN))
     assert run.summary()["reason"] == "stopped at update 1 of 3 by Timer: its duration has passed"
     names = {name for _, name in metrics_of(run)}
     assert {"train/samples", "DeviceStatsMonitor.on_train_batch_end/cpu_percent"} <= names

@@ -40,10 +40,10 @@ class Phase:
 
 PHASES = {
     "loading": Phase(models, "load_model", call=1, saved=1),
-    "evaluation at the start": Phase(callbacks, "evaluate", call=1, saved=1),
+    "evaluation at the start": Phase(module, "evaluate", call=1, saved=1),
     "generation": Phase(experience, "derive_seed", call=2, saved=2),
     "learning": Phase(module, "micro_loss", call=3, saved=None),
-    "evaluation": Phase(callbacks, "evaluate", call=2, saved=2),
+    "evaluation": Phase(module, "evaluate", call=2, saved=2),
     "save": Phase(callbacks.CheckpointCallback, "save", call=1, saved=2, settings=("train.checkpoint_every=2",)),
 }
 

@@ -18,9 +18,9 @@ from kl_comedy.redaction import one_line
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder")],
-    checkpoint: Annotated[str, typer.Option(help="newest, best (by evaluation reward), or an update's number")] = (
-        "newest"
-    ),
+    checkpoint: Annotated[
+        str, typer.Option(help="newest, best (by evaluation reward), an update's number, or a ModelCheckpoint's folder")
+    ] = "newest",
     push_to_hub: Annotated[
         str | None, typer.Option(metavar="NAME", help="Upload it too, as the model NAME or OWNER/NAME of the hub")
     ] = None,

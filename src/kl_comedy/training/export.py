@@ -27,7 +27,16 @@ from kl_comedy.models.sharding import skeleton
 from kl_comedy.models.sources import first_line, hub_address, hub_answers
 from kl_comedy.models.weights import stream_weights
 from kl_comedy.records import RUN_SCORES
-from kl_comedy.training.checkpoint import SafeReader, best, damage, load_tensors, newest_checkpoint, unreadable
+from kl_comedy.training.checkpoint import (
+    MANIFEST,
+    SafeReader,
+    best,
+    damage,
+    load_tensors,
+    manifest,
+    newest_checkpoint,
+    unreadable,
+)
 from kl_comedy.training.run_folder import RunDir, saved, step_of
 from kl_comedy.training.tags import term_tags
 
@@ -58,7 +67,7 @@ def save_policy(run: RunDir, module: PolicyModule) -> None:
 
 
 def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path:
-    """Write the policy of checkpoint ``which`` (``newest``, ``best`` or an update's number) to ``out``.
+    """Write the policy of checkpoint ``which`` (``newest``, ``best``, an update's number or a folder) to ``out``.
 
     The adapter of a LoRA policy goes to ``out/adapter``. Holds the whole policy in memory. Returns the checkpoint.
     Raises :class:`UserError` where there is no such undamaged checkpoint, or ``out`` is not a new or empty folder.
@@ -81,7 +90,7 @@ def export_policy(run: RunDir, config: Config, out: Path, *, which: str) -> Path
         with _atomic_folder(out) as folder:
             _write_policy(folder, loaded, config, weights)
             certificate = term_tags(config, resolve_terms(config.kl))
-            write_card(folder, config, run.summary() or {}, certificate, step_of(checkpoint))
+            write_card(folder, config, run.summary() or {}, certificate, manifest(checkpoint)["step"])
             if config.model.lora is not None:
                 save_adapter(folder / "adapter", whole_model(config.model), weights)
     except OSError as error:
@@ -234,14 +243,21 @@ def _atomic_folder(target: Path) -> Iterator[Path]:
 def _find_checkpoint(run: RunDir, which: str) -> Path:
     """The checkpoint that ``which`` names; for ``newest``, damaged ones are skipped with a warning."""
     steps = {str(step_of(path)): path for path in saved(run.checkpoints)}
-    if not steps:
+    is_folder = which not in ("newest", "best", *steps) and (Path(which) / MANIFEST).is_file()
+    if not steps and not is_folder:
         raise UserError(f"{run.path} holds no checkpoint; a finished run's policy is in {run.policy}")
     if which == "newest":
         newest = newest_checkpoint(run.checkpoints, rename=False)
         if newest is None:
             raise UserError(f"{run.checkpoints} holds no whole checkpoint")
         return newest
-    chosen = best(run.checkpoints) if which == "best" else steps.get(which)
+    chosen: Path | None
+    if is_folder:
+        chosen = Path(which)  # of Lightning's ModelCheckpoint
+    elif which == "best":
+        chosen = best(run.checkpoints)
+    else:
+        chosen = steps.get(which)
     if chosen is None:
         allowed = ["newest"]
         reason = ""

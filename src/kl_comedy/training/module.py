@@ -421,7 +421,9 @@ class PolicyModule(lightning.LightningModule):
 
     # --- evaluation ---
 
-    def validation_step(self, batch: EvalSet | ChoiceSet, batch_idx: int) -> EvalResult:
+    def validation_step(  # type: ignore[override]  # Lightning returns it as it is, to on_validation_batch_end
+        self, batch: EvalSet | ChoiceSet, batch_idx: int
+    ) -> EvalResult:
         """Evaluate one set. Returns its result; EvaluationCallback writes it to the loggers."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(batch, ChoiceSet):
