@@ -12,8 +12,8 @@ mean of a cost that is never negative pushes the policy away from its samples, t
 
 The step of an update means nothing in a run: it is set so that the cost without centring collapses at lag 10 in the
 share of tables that is nearest to that of the stored runs (10 of 15). The runs use Adam, whose second moment is mostly
-noise there, so that a larger gradient is a larger step, as with SGD; without noise Adam's steps have one length. Both are
-computed; SGD is what is registered.
+noise there, so that a larger gradient is a larger step, as with SGD; without noise Adam's steps have one length. Both
+are computed; SGD is what is registered.
 """
 
 from __future__ import annotations

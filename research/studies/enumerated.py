@@ -75,14 +75,12 @@ def numbers(claim: EnumeratedClaim) -> list[tuple[str, float]]:
 
 
 def decide(claim: EnumeratedClaim, rows: Sequence[Certificate]) -> str:
-    """The stated verdict, or from certificates: confirmed where each is as claimed, contradicted where none is."""
+    """The stated verdict, or how many certificates are as claimed and how many are not."""
     if claim.verdict:
         return claim.verdict
     claimed_targets = [target for _, _, target in claim.optimizes]
     as_claimed = [row.target == target for row, target in zip(rows, claimed_targets, strict=True)]
-    if all(as_claimed):
-        return "confirmed"
-    return "mixed" if any(as_claimed) else "contradicted"
+    return f"{as_claimed.count(True)} for, {as_claimed.count(False)} against, of {len(as_claimed)}"
 
 
 def section(claim: EnumeratedClaim) -> tuple[list[str], list[str]]:

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-
 from research.studies.centring import ARMS, BETA, RATIO_BOUND, STEPS, Tables, loss, train
 
 TABLES = Tables.random(1, length=3, features=5)
@@ -27,7 +26,9 @@ def slow_gradient(theta_D, sampler_D, arm):
         own = logp(theta_D)[n]
         return sum(own[v].exp() * (own[v] - reference[n, v]) for v in range(2))
 
-    paths = [list(zip(n.tolist(), v.tolist(), strict=True)) for n, v in zip(completions.prefix_BT, completions.token_BT)]
+    prefixes = completions.prefix_BT.tolist()
+    tokens = completions.token_BT.tolist()
+    paths = [list(zip(*steps, strict=True)) for steps in zip(prefixes, tokens, strict=True)]
     shares = [torch.exp(sum(sampler[n, v] for n, v in path)) for path in paths]
     rewards = TABLES.reward_WB[0]
     mean_reward = sum(share * reward for share, reward in zip(shares, rewards, strict=True))

@@ -168,11 +168,13 @@ def test_the_claims_of_the_page_are_in_their_order(verdicts):
 @pytest.mark.parametrize(
     ("name", "verdict", "count"),
     [
-        pytest.param("C6", "confirmed", "none needed", id="by enumeration"),
-        pytest.param("C14", "confirmed, with a remark", "45 of 45", id="a difference as claimed"),
-        pytest.param("C17", "contradicted", "30 of 30", id="a difference against the claim"),
-        pytest.param("L1", "preliminary: confirmed, with a remark", "30 of 50, runs missing", id="half of the runs"),
-        pytest.param("L2", "preliminary: not resolved", "27 of 50, runs missing", id="no difference"),
+        pytest.param("C6", "4 for, 0 against, of 4", "none needed", id="by enumeration"),
+        pytest.param("C14", "3 for, 0 against, of 6, with a remark", "45 of 45", id="a difference as claimed"),
+        pytest.param("C17", "0 for, 3 against, of 3", "30 of 30", id="a difference against the claim"),
+        pytest.param(
+            "L1", "preliminary: 3 for, 0 against, of 3, with a remark", "30 of 50, runs missing", id="half of it"
+        ),
+        pytest.param("L2", "preliminary: 0 for, 0 against, of 3", "27 of 50, runs missing", id="no difference"),
         pytest.param("P2", "runs missing, with a remark", "0 of 255, runs missing", id="no run"),
     ],
 )
@@ -181,13 +183,13 @@ def test_known_differences_have_known_verdicts(verdicts, name, verdict, count):
 
 
 def test_more_collapses_are_found(verdicts, runs):
-    # 5 of 5 against 0 of 5, at one learning rate of three.
-    assert verdicts["C11"][0] == "confirmed"
+    # 5 of 5 against 0 of 5, at one learning rate of three, for both forms.
+    assert verdicts["C11"][0] == "2 for, 0 against, of 6"
     assert runs["collapsed"].sum() == 5
 
 
 def test_a_claim_of_two_parts_has_a_verdict_for_each(verdicts):
-    assert verdicts["C16"][0].startswith("preliminary: the same: confirmed; ahead: ")
+    assert verdicts["C16"][0].startswith("preliminary: the same: 1 for, 0 against, of 1; ahead: ")
 
 
 NOT_BORNE_OUT = ["comedy/k1_in_loss", "on_policy", "sequence_reverse"]
@@ -196,10 +198,14 @@ BORNE_OUT = ["liu/k2_loss", "on_policy", "token_reverse"]
 
 @pytest.mark.parametrize(
     ("optimizes", "verdict"),
-    [([NOT_BORNE_OUT, BORNE_OUT], "mixed"), ([NOT_BORNE_OUT], "contradicted"), ([BORNE_OUT], "confirmed")],
+    [
+        ([NOT_BORNE_OUT, BORNE_OUT], "1 for, 1 against, of 2"),
+        ([NOT_BORNE_OUT], "0 for, 1 against, of 1"),
+        ([BORNE_OUT], "1 for, 0 against, of 1"),
+    ],
     ids=["one of two", "none", "all"],
 )
-def test_a_claim_that_enumeration_does_not_bear_out_is_contradicted(optimizes, verdict):
+def test_certificates_are_counted_for_and_against_a_claim(optimizes, verdict):
     claim = enumerated.EnumeratedClaim(name="C1", hypothesis="k1", optimizes=optimizes)
     row, section = enumerated.section(claim)
     assert row[2] == verdict

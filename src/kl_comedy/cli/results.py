@@ -7,6 +7,7 @@ misuse (unknown key, metric, experiment, format, or no store at that address).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -537,6 +538,13 @@ class PowerOptions(Query):
             raise bad_value("--sd", self.sd, "a number above 0")
         if self.metric is not None or self.baseline is not None:
             raise bad_value("--sd", self.sd, "nothing with --metric or --baseline", "stored runs have a deviation")
+        for field in dataclasses.fields(Query):
+            # Not --uri, which may come from the environment.
+            if field.name != "uri" and getattr(self, field.name) != field.default:
+                name = f"--{field.name.replace('_', '-')}"
+                raise bad_value(
+                    "--sd", self.sd, f"nothing with {name}", "a plan reads no runs, so that selects nothing"
+                )
 
 
 @command(app, "power --metric eval/heldout/reward --baseline 'no KL' --group optimizer.lr")
