@@ -143,8 +143,10 @@ def _legend_entries(looks: Mapping[Line, LineLook]) -> list[Line2D]:
 
 def _signed_root(kl: np.ndarray) -> np.ndarray:
     """The square root; of a negative estimate of a KL, minus that of its size."""
-    return np.sign(kl) * np.sqrt(np.abs(kl))
+    root: np.ndarray = np.sign(kl) * np.sqrt(np.abs(kl))
+    return root
 
 
 def _signed_square(root: np.ndarray) -> np.ndarray:
-    return np.sign(root) * root**2
+    kl: np.ndarray = np.sign(root) * root**2
+    return kl
