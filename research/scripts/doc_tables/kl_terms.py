@@ -194,8 +194,8 @@ Source: {entry.source}. Code: [{file}](../../{file}).{_options(entry)}
 
 A target is named where the enumerated gradient equals it; otherwise the distance from the sequence-level reverse KL
 and the cosine with it. Noise is the variance over that of the least noisy term for the same target (for
-`sequence_reverse` where none is hit). Both are means over random policies of 3 tokens, 0.02 to 0.06 nats of KL per prefix
-from the reference. The test is
+`sequence_reverse` where none is hit). Both are means over random policies of 3 tokens, 0.02 to 0.06 nats of KL per
+prefix from the reference. The test is
 `{MATRIX_TEST}`. [All estimators](README.md) · [which one to use](../decision.md)
 """
 
@@ -249,7 +249,8 @@ def _certified(terms: Sequence[KLTerm]) -> str:
 INTRODUCTION = """
 Every estimator of the per-token log-ratio `l = log pi - log ref` to nats, with what it optimizes in each placement.
 An unbiased estimate can have a biased gradient: compare the two columns. The figures are means over random policies
-of 3 tokens, 0.02 to 0.06 nats of KL per prefix from the reference, enumerated in float64: trust the order, not the size.
+of 3 tokens, 0.02 to 0.06 nats of KL per prefix from the reference, enumerated in float64: trust the order, not the
+size.
 """
 
 
