@@ -284,3 +284,27 @@ def test_the_page_has_the_pull_of_each_term():
         name: [pull.words for expected in (True, False) for pull in pulls(term, expected=expected)]
         for name, term in ROWS.items()
     }
+
+
+@pytest.mark.parametrize("power", [0.5, 2.0])
+def test_a_certainty_of_any_power_leaves_a_term_as_idle_as_it_is(power):
+    for weight in ("policy", "reference"):
+        for estimator in ("k1", "k2"):
+            term = loss(estimator, weight=weight, weight_power=power)
+            assert is_idle(term) == (estimator == "k1")
+
+
+@pytest.fixture
+def behind_a_clamp(monkeypatch):
+    """k1 with a clamp of its own, which the package does not see: no gradient beyond 20 nats."""
+    ESTIMATORS.load()
+    monkeypatch.setattr(ESTIMATORS, "_entries", dict(ESTIMATORS._entries))
+    register = ESTIMATORS.register("clamped", source="this test", summary="planted", claims=(), needs="log_ratio")
+    register(lambda log_ratio: log_ratio.clamp(-20, 20))
+    return "clamped"
+
+
+def test_a_force_that_begins_far_away_has_a_pull(behind_a_clamp):
+    # Fresh samples: each token within 20 nats is pushed by 1, which has mean zero; one beyond is not, and falls behind.
+    above, _below = pulls(loss(behind_a_clamp), expected=True)
+    assert (above.growth, above.limit, above.away) == ("bounded", pytest.approx(1.0), True)

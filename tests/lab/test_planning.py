@@ -871,7 +871,7 @@ def test_a_teacher_takes_the_bytes_of_its_own_dtype():
 LAYERS, HIDDEN, INNER, HEADS, KV_WIDTH, VOCABULARY = 24, 896, 4864, 14, 128, 151_936
 LAYER = 2 * HIDDEN * HIDDEN + HIDDEN + 2 * (HIDDEN * KV_WIDTH + KV_WIDTH) + 3 * HIDDEN * INNER + 2 * HIDDEN
 TABLE = VOCABULARY * HIDDEN
-ROOT = TABLE + HIDDEN
+ROOT_UNIT = TABLE + HIDDEN
 """The embedding, which is the head too, and the last norm."""
 HF = ["rollout.backend=hf", "rollout.prompts_per_batch=8", "rollout.group_size=4", "rollout.batch_sequences=16"]
 
@@ -908,7 +908,7 @@ def test_what_ranks_exchange_is_two_buckets_or_two_layers():
 
     shards = Plan(config_of("train.strategy=fsdp", "train.devices=4"), H100)
     # This layer and the next with their weights, embedding and head; and the gradients of a layer and of the table.
-    expected = 2 * LAYER * 4 + ROOT * 4 + (LAYER + ROOT) * 4
+    expected = 2 * LAYER * 4 + ROOT_UNIT * 4 + (LAYER + ROOT_UNIT) * 4
     assert bytes_of(shards, "gathered layers") == expected
     assert bytes_of(shards, "gradient buckets") == 0
 

@@ -110,7 +110,7 @@ def is_idle(term: KLTerm) -> bool:
     if term.reference == "sampler" or term.needs != "log_ratio":
         return False
     # A certainty is a factor from 0 to 1, and a baseline a constant of the prefix: neither turns a force round.
-    bare = dataclasses.replace(term, weight="none")
+    bare = dataclasses.replace(term, weight="none", weight_power=1.0)
     if term.placement == "reward":
         bare = dataclasses.replace(bare, baseline="after")
     # A constant, as k1 in the loss has, is noise on fresh samples and a push away from stale ones, and no pull.
@@ -162,8 +162,12 @@ def _growth(force_N: Tensor) -> tuple[str, float | None]:
     far = float(size_N[-1])
     if far < 0.1 * limit:
         return "fades", None
+    half = float(size_N[len(size_N) // 2 - 1])
+    if half < ZERO:
+        # It begins beyond half of the distance, as behind an estimator's own clamp: too late to see it grow.
+        return "bounded", limit
     # From half of the distance to all of it, a power of the distance grows by that power of 2.
-    power = math.log2(far / float(size_N[len(size_N) // 2 - 1]))
+    power = math.log2(far / half)
     if power < 0.3:
         return "bounded", limit
     if power < 1.5:
