@@ -97,7 +97,7 @@ SUITE = {
     "answer": "number",
     "max_new_tokens": 24,
 }
-POCKET_CONFIGS = ("quickstart", "record_pocket", "replay_pocket", "dpo_pocket", "async_pocket")
+POCKET_CONFIGS = ("quickstart", "hack_pocket", "record_pocket", "replay_pocket", "dpo_pocket", "async_pocket")
 GRIDS = {
     "configs/sweeps/pocket_beta.yaml": {"kl.0.estimator": ["k1", "k2", "k3"]},
     "configs/evidence/core.yaml": {"optimizer.lr": [1.0e-4, 3.0e-4]},

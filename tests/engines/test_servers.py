@@ -98,7 +98,7 @@ def test_seeds_decide(servers):
 def test_a_teacher_gives_the_log_probs_of_its_likeliest_tokens(servers, policy, monkeypatch):
     servers.update_weights(0)
     monkeypatch.setenv("TEACHER_KEY", servers._key)
-    settings = TeacherConfig(url=servers._servers[0].client.url, options={"api_key_env": "TEACHER_KEY"})
+    settings = TeacherConfig(url=servers._servers[0].client.url, api_key_env="TEACHER_KEY")
     # The completions are all three columns; their token 2 counts as padding.
     ids = torch.tensor([[3, 4, 5], [6, 7, 2]])
     batch = {"prompt_ids_BP": ids[:, :2], "prompt_mask_BP": ids[:, :2] > 0, "ids_BT": ids, "mask_BT": ids > 2}
