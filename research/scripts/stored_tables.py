@@ -273,6 +273,27 @@ def advice_forms() -> str:
     return forms()
 
 
+def centring_prediction() -> str:
+    """The prediction in the protocol of December 2026: the share of policies that collapsed, by lag and arm."""
+    columns = {
+        "exact-c0": "exact, c = 0",
+        "exact-c0.5": "c = 0.5",
+        "exact-c1": "c = 1",
+        "exact-c1.5": "c = 1.5",
+        "exact-score": "score centred",
+        "k1-c0": "k1 to go, c = 0",
+        "k1-c1": "c = 1",
+        "none": "no KL",
+    }
+    shares = {}
+    for row in read_json("evidence/centring_prediction.json")["sgd"]["rows"]:
+        shares[row["lag"], row["arm"]] = row["collapsed"]
+    lines = [["lag", *columns.values()], ["---:"] * (len(columns) + 1)]
+    for lag in (4, 10, 20):
+        lines.append([str(lag), *[f"{shares[lag, arm]:.2f}" for arm in columns]])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
 def lags() -> str:
     from lag_table import table
 
@@ -334,6 +355,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "open_problem_comparisons": open_problem_comparisons,
     "discount": discount,
     "baselines": baselines,
+    "centring_prediction": centring_prediction,
     "topk": topk,
     "long_audit": long_audit,
     "predictor": predictor,
