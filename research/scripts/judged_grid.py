@@ -15,16 +15,17 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from kl_comedy.config import load_config
 from kl_comedy.slurm.grid import GridPoint, expand, read_grid
 from kl_comedy.tracking.runs import read_runs
 
 ROOT = Path(__file__).parents[2]
 TUNED = ROOT / "configs" / "hack" / "tune.yaml"
+BASE = ROOT / "configs" / "hack" / "base.yaml"
 JUDGED = ROOT / "configs" / "hack" / "judged.yaml"
 EXPORT = ROOT / "results" / "evidence_2026_12" / "export.parquet"
 WARM_STARTS = (1, 2, 3, 4, 5)
 SEEDS = (50, 51, 52, 53)
-BASE_LAG = 10
 OUTCOME = "metrics.eval/heldout/reward"
 """Of a run whose config has `gold`, this is the gold reward."""
 HEAD = """\
@@ -70,8 +71,9 @@ def best_of_each(points: Sequence[GridPoint], outcomes: pd.Series) -> dict[tuple
 
 def lag_of(point: GridPoint) -> int:
     """Updates between sampler and policy; a row without a lag has that of the base."""
-    lag = point.settings.get("lag", {"steps": BASE_LAG})
-    return int(lag["steps"])
+    if "lag" not in point.settings:
+        return load_config(BASE).lag.steps
+    return int(point.settings["lag"]["steps"])
 
 
 def form_of(point: GridPoint) -> str:

@@ -643,16 +643,18 @@ def _refuse_other_runs(system: System, parsed: Parsed) -> None:
                 f"{found[0]} has none of the KL flags of {system.title} that explain knows: it is {run.name}. "
                 f"--system {system.name} reads the file all the same"
             )
+    # What the name of a program says, or hides, counts only where the file sets no flag of the KL.
+    if any(_flag_of(system, setting.key) for setting in parsed.settings):
+        return
     unknown = [program for program in parsed.started if re.search(r"(^|\.)\$\{?\w+\}?$", program)]
-    if unknown and not any(_flag_of(system, setting.key) for setting in parsed.settings):
+    if unknown:
         raise UserError(
             f"cannot tell from this file: {unknown[0][:100]}, which it starts, is named by a variable that the file "
             f"never sets, and no flag of the KL is there (--system {system.name} gives the defaults)"
         )
-    # A renamed script is none of the names above. What its name says counts only where the file sets no flag of the KL.
-    sets_a_flag = any(_flag_of(system, setting.key) for setting in parsed.settings)
+    # A renamed script is none of the names above.
     named = _run_by_name(parsed.started)
-    if named is not None and not sets_a_flag:
+    if named is not None:
         program, run_name = named
         raise UserError(
             f"{program[:100]} has none of the KL flags of {system.title} that explain knows: by its name it is "
