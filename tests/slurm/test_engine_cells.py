@@ -96,7 +96,7 @@ def cell(site):
     Its ``run``, the run's folder, and the text of its ``log``.
     """
     job = site.kl_comedy("sweep", "engines.yaml", "--slurm", "three.yaml", *WAITS).stdout.split()[0]
-    site.wait(lambda: list(site.folder.glob("sweeps/engines/runs/*/checkpoints/step-00000005.ckpt")), every=0.1)
+    site.wait(lambda: list(site.folder.glob("sweeps/engines/cells/*/run/checkpoints/step-00000005.ckpt")), every=0.1)
     time.sleep(2)  # so that an update takes longer than signal_seconds
     (node,) = {line["node"] for line in journal(site)}
     where = ["--partition=urgent", f"--nodelist={node}", "--exclusive"]
@@ -113,7 +113,7 @@ def cell(site):
 
 
 def journal_file(site):
-    return site.folder / "sweeps/engines/cells/00000.jsonl"
+    return site.folder / "sweeps/engines/cells/0000/attempts.jsonl"
 
 
 def journal(site):

@@ -76,7 +76,7 @@ def site(cluster, tmp_path_factory):
 
 
 def journal(site, cell):
-    return (site.folder / f"sweeps/grid/cells/{cell:05d}.jsonl").read_text()
+    return (site.folder / f"sweeps/grid/cells/{cell:04d}/attempts.jsonl").read_text()
 
 
 def pid_at_step(site, cell, step):

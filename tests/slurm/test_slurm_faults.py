@@ -143,7 +143,7 @@ def assert_ends_as_undisturbed(site, alone, cell):
 
 def lines(site, cell):
     """The journal of a cell: a line when an attempt starts, and one when it ends."""
-    file = site.folder / f"sweeps/faulty/cells/{cell:05d}.jsonl"
+    file = site.folder / f"sweeps/faulty/cells/{cell:04d}/attempts.jsonl"
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines()]

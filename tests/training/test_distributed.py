@@ -434,7 +434,7 @@ def test_a_mistake_over_ranks_is_one_line_and_leaves_nothing(tmp_path, overrides
 def test_more_processes_or_engines_than_gpus_are_refused_before_anything_starts(
     tmp_path, monkeypatch, overrides, message
 ):
-    monkeypatch.setattr("kl_comedy.training.run.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("kl_comedy.training.fit.pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(UserError, match=message):
         go(tmp_path, *overrides)

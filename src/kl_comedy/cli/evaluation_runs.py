@@ -100,7 +100,7 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
                 which = str(step_of(path))
             step = step_of(export_policy(run, trained, source, which=which))
         config = read([f"model.source={source}", *_changes_for_exported(trained), *overrides])
-        yield Target(config=config, label=f"{run.path.name}-{step}", run=run.path.name, step=step)
+        yield Target(config=config, label=f"{run.label}-{step}", run=run.label, step=step)
 
 
 def _refuse_missing_run(target: str) -> None:
@@ -371,7 +371,8 @@ def evaluate_run(
         rows += evaluate_sets(config, console)
     if suites:
         step = config.train.steps
-        target = Target(config=config, label=f"{run.name}-{step}", run=run.name, step=step)
+        label = RunDir(path=run).label
+        target = Target(config=config, label=f"{label}-{step}", run=label, step=step)
         root = None if config.eval.data_root is None else Path(config.eval.data_root)
         request = EvaluationRequest(suites=suites, out=records, root=root)
         rows += evaluate_suites(target, request, console)

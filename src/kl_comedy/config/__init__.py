@@ -6,7 +6,7 @@ from kl_comedy.config.load import (
     flatten,
     load_config,
     plugins_of,
-    standalone_text,
+    stored_text,
     to_plain,
     to_yaml,
 )
@@ -23,7 +23,7 @@ __all__ = [
     "flatten",
     "load_config",
     "plugins_of",
-    "standalone_text",
+    "stored_text",
     "to_plain",
     "to_yaml",
 ]

@@ -431,7 +431,7 @@ class Config:
     output: str = option("runs", "Folder of run folders.")
     resume: str = option(
         "never",
-        "`auto`: resume the newest run with this config hash; the folder of a run: train it to more `train.steps`.",
+        "`auto`: the newest run of this `name` and config, or extend one of fewer `train.steps`; a folder: that run.",
         check="kl_comedy.config.schema:check_resume",
     )
     model: ModelConfig = option(ModelConfig)

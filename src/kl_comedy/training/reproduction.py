@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kl_comedy.config import Config, config_hash, load_config, plugins_of
+from kl_comedy.config import Config, load_config, plugins_of
 from kl_comedy.errors import UserError
 from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.tracking import provenance_tags, verify
@@ -85,9 +85,9 @@ def find_original(uri: str, run: str) -> OriginalRun:
 
 def make_inputs_folder(original: OriginalRun, output: Path) -> Path:
     """Create the folder below ``output`` that the run's config and plugins are fetched to."""
-    # Runs of one name and seed may differ in other keys; their folders have different names.
+    # With the id: runs of other folders have folders of the same names.
     name = original.tags.get(FOLDER, original.name)
-    folder = output / f"{clean_path(name)}.inputs"
+    folder = output / f"{clean_path(name)}-{original.run_id[:8]}.inputs"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -176,19 +176,11 @@ def plan_reproduction(original: OriginalRun, folder: Path, output: Path, plugins
 
 
 def _differences(original: OriginalRun, config: Config) -> list[str]:
-    """What differs in code, packages, plugins and machine, and whether the config means something else now."""
+    """What differs in code, packages, plugins and machine."""
     tags_now = {**provenance_tags(plugins=plugins_of(config)), "host.products": linear_library()}
     notes = verify.environment_differences(original.tags, tags_now)
     if not notes:
         notes = ["code, packages and machine are what they were"]
-
-    hash_then = original.tags.get("config.hash")
-    hash_now = config_hash(config)
-    same_plugins = original.tags.get("plugins") == tags_now.get("plugins")
-    # Plugins are part of the hash: where they differ, a new hash says nothing about the config itself.
-    if hash_then is not None and hash_then != hash_now and same_plugins:
-        meaning = f"the stored config is {hash_now} to this code and was {hash_then}"
-        notes.insert(0, f"{meaning}: what a config means has changed")
     return notes
 
 
