@@ -21,6 +21,7 @@ from kl_comedy.config import flatten, load_config, to_plain
 from kl_comedy.config.load import differing_keys
 from kl_comedy.errors import UserError
 from kl_comedy.io import write_yaml
+from kl_comedy.plugins import PluginSet
 from kl_comedy.slurm import manifest as manifest_module
 from kl_comedy.slurm.local import by_seed
 from kl_comedy.slurm.manifest import Plan, Sweep, read_sweep, write_sweep
@@ -51,7 +52,7 @@ def planned_again(sweep, *, cells=None, **changes):
     if changes:
         configs[3] = replace(configs[3], **changes)
     manifest = replace(sweep.manifest, cells=sweep.manifest.cells[:cells])
-    return Plan(manifest=manifest, configs=tuple(configs[:cells]), evaluation=None)
+    return Plan(manifest=manifest, configs=tuple(configs[:cells]), evaluation=None, plugins=PluginSet())
 
 
 def files_of(sweep):

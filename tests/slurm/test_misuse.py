@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kl_comedy.registry import PLUGIN_FILES
+from kl_comedy.plugins import PLUGIN_FILES
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 FILES = {
@@ -134,8 +134,7 @@ def test_a_name_is_given_and_a_changed_plugin_refused(folder, kl_comedy, monkeyp
     monkeypatch.setenv("PATH", str(folder))  # without sbatch the sweep is written and nothing runs
     assert kl_comedy(*words, "--slurm", "site.yaml")[0] == 2
     sweep = folder / "sweeps/second"
-    manifest = json.loads((sweep / "manifest.json").read_text())
-    assert set(manifest["plugin_hashes"]) == {"noted.py"}
+    assert json.loads((sweep / "plugins.json").read_text())["files"] == ["noted.py"]
     assert (sweep / "plugins/noted.py").read_text() == "FIRST = 1\n"
 
     run_folder(sweep, 1).mkdir()

@@ -12,7 +12,7 @@ from unittest import mock
 from rich.console import Console
 
 from commands import run_here
-from kl_comedy.registry import PLUGIN_FILES
+from kl_comedy.plugins import PLUGIN_FILES
 
 
 class Site:

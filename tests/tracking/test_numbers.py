@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from kl_comedy import registry
+from kl_comedy import plugins, registry
 from kl_comedy.config import load_config
 from kl_comedy.tracking.logger import RunLogger
 from kl_comedy.tracking.runs import runs_frame
@@ -236,7 +236,7 @@ def new_process():
 
     def forget():
         sys.path[:] = before
-        registry.PLUGIN_FILES.clear()
+        plugins.PLUGIN_FILES.clear()
         registry.ESTIMATORS._entries.pop("scaled", None)
         for name in ("kl_comedy_plugin_scaled", "factors_of_scaled"):
             sys.modules.pop(name, None)

@@ -159,6 +159,28 @@ def test_a_run_of_two_processes_is_extended_by_two(tmp_path, strategy):
 
 
 @pytest.mark.slow
+def test_a_finished_run_is_left_alone_by_processes_that_are_there_already(tmp_path):
+    """Rank 0 tells the others when they are connected; each ends with code 0."""
+    run = over(tmp_path / "run", "ddp", "train.steps=1", "resume=auto")
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    ranks = start_ranks(tmp_path / "run", "ddp", "train.steps=1", "resume=auto")
+    assert [rank.wait(DEADLINE_S) for rank in ranks] == [0, 0], [rank.output for rank in ranks]
+    assert sum(rank.output.count("is already finished") for rank in ranks) == 1
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+    assert run_in(tmp_path / "run").path == run.path
+
+
+@pytest.mark.slow
+def test_a_named_run_of_another_config_is_refused_on_all_ranks(tmp_path):
+    run = over(tmp_path / "run", "ddp", "train.steps=1")
+    ranks = start_ranks(tmp_path / "run", "ddp", "train.steps=1", "seed=7", f"resume={run.path}")
+    assert [rank.wait(DEADLINE_S) for rank in ranks] == [2, 2], [rank.output for rank in ranks]
+    assert "was trained with another seed" in ranks[0].output
+    assert all("Traceback" not in rank.output for rank in ranks)
+    assert run_in(tmp_path / "run").path == run.path
+
+
+@pytest.mark.slow
 def test_fsdp_resumes_with_its_teacher_and_refuses_another(tmp_path):
     folder = tmp_path / "teacher"
     teacher_hash = save_teacher(folder)

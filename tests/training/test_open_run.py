@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kl_comedy import registry
+from kl_comedy import plugins
 from kl_comedy.config import load_config
 from kl_comedy.errors import UserError
 from kl_comedy.io import write_yaml
@@ -235,12 +235,12 @@ def test_a_run_of_a_later_version_is_refused(tmp_path):
 
 def test_a_changed_plugin_is_one_more_key(tmp_path, monkeypatch):
     plain = begun(tmp_path)
-    monkeypatch.setitem(registry.PLUGIN_FILES, "my_parts.py", b"x = 1\n")
+    monkeypatch.setitem(plugins.PLUGIN_FILES, "my_parts.py", b"x = 1\n")
     assert opened_in(tmp_path).reason == f"a new run: {plain} differs in plugins.my_parts.py"
     first = begun(tmp_path)
     assert (first / "plugins/my_parts.py").read_text() == "x = 1\n"
     assert opened_in(tmp_path) == Opened(kind="resumed", folder=first)
-    monkeypatch.setitem(registry.PLUGIN_FILES, "my_parts.py", b"x = 2; api_key = 'of mine'\n")
+    monkeypatch.setitem(plugins.PLUGIN_FILES, "my_parts.py", b"x = 2; api_key = 'of mine'\n")
     assert opened_in(tmp_path).reason == f"a new run: {first} differs in plugins.my_parts.py"
     with pytest.raises(UserError, match=rf"^resume: {first} was trained with another plugins.my_parts.py; "):
         opened_in(tmp_path, f"resume={first}")
@@ -262,6 +262,12 @@ def test_the_run_of_a_cell_is_in_its_folder_whatever_resume_says(tmp_path):
     other = config_in(tmp_path, "seed=5")
     with pytest.raises(UserError, match=rf"^{folder} was trained with another seed; move it away to train anew"):
         open_run(other, folder=folder)
+
+
+def test_runs_of_cells_are_told_apart_by_sweep_and_cell(tmp_path):
+    assert RunDir(path=tmp_path / "sweeps/grid/cells/0007/run").label == "grid-0007"
+    assert RunDir(path=tmp_path / "runs/tiny-1").label == "tiny-1"
+    assert RunDir(path=tmp_path / "runs/run").label == "run"
 
 
 # --- several processes -----------------------------------------------------------------------------------------------

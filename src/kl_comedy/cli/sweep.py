@@ -26,13 +26,13 @@ from kl_comedy.cli.common import (
 )
 from kl_comedy.cli.completion import complete_config, complete_override
 from kl_comedy.cli.sweep_progress import sweep_progress
-from kl_comedy.config import Config, plugins_of
+from kl_comedy.config import Config
 from kl_comedy.config.combinations import is_off_policy
 from kl_comedy.config.load import identity, may_change
 from kl_comedy.config.shipped import find_config
 from kl_comedy.errors import RunFailed, UserError, error_prefix
 from kl_comedy.io import file_lock
-from kl_comedy.registry import PluginPackage, PluginSet, plugin_sources
+from kl_comedy.plugins import PluginSet
 from kl_comedy.slurm import local as local_runs
 from kl_comedy.slurm import submit
 from kl_comedy.slurm.grid import read_grid, split_axes
@@ -51,6 +51,7 @@ from kl_comedy.slurm.profile import Profile, profile_file, read_profile
 from kl_comedy.slurm.scripts import array_ranges, scripts
 from kl_comedy.slurm.status import CellStatus, SweepStatus, missing_work, read_status, seeds_table
 from kl_comedy.slurm.submit import Work
+from kl_comedy.training.run_plugins import plugins_of
 
 SweepArgument = Annotated[Path, typer.Argument(metavar="SWEEP", help="A sweep's folder, or its name under sweeps/")]
 Slurm = Annotated[str | None, typer.Option(help="Site profile: a name in slurm/profiles, or a .yaml file")]
@@ -127,7 +128,7 @@ def sweep(
     if profile is not None:
         scripts(planned_sweep, profile, manifest.cells)  # raises for a path that no script can hold
     if (folder / FILE).is_file():
-        _check_plugins(read_sweep(folder), manifest.plugin_hashes)
+        _check_plugins(read_sweep(folder), made.plugins)
 
     written = write_sweep(folder, made)
     message(f"{len(manifest.cells)} cells in {written.path}")
@@ -308,12 +309,12 @@ def _warn_of_idle_terms(made: Plan) -> None:
     message(f"warning: no KL acts in {count} ({numbers}), as in cell {first.index}: {words_by_name[first.name]}")
 
 
-def _check_plugins(sweep: Sweep, hashes_now: Mapping[str, str], *, missing: bool = True) -> None:
-    """Print which cells were trained with older plugins than ``hashes_now``.
+def _check_plugins(sweep: Sweep, now: PluginSet, *, missing: bool = True) -> None:
+    """Print which cells were trained with older plugins than those of ``now``.
 
     Raises :class:`UserError` instead where cells are ``missing``, which would be trained with other plugins.
     """
-    change = sweep.changed_plugins(hashes_now)
+    change = sweep.changed_plugins(now)
     if change is None:
         return
     trained = array_ranges(row.cell for row in read_status(sweep).rows if row.run is not None)
@@ -326,18 +327,6 @@ def _check_plugins(sweep: Sweep, hashes_now: Mapping[str, str], *, missing: bool
     if missing:
         raise UserError(f"{change}: {cells}; to finish this sweep, put the older source back; {again}")
     message(f"note: {change}: {cells}; {again}")
-
-
-def _plugin_hashes_now(sweep: Sweep) -> dict[str, str]:
-    """The hashes of the sweep's plugins and packages as their files are now; without those that are gone."""
-    sources: dict[str, bytes] = {}
-    for name in sweep.manifest.plugins:
-        file = Path(name)
-        # A plugin that is gone counts as changed, by the name that is missing.
-        if file.is_file():
-            sources |= plugin_sources(file)
-    packages = tuple(PluginPackage.read(name) for name in sweep.manifest.packages)
-    return PluginSet(files=sources, packages=packages).hashes
 
 
 # --- submission ------------------------------------------------------------------------------------------------------
@@ -394,7 +383,7 @@ def _run_missing(
         work = missing_work(sweep, sweep_status)
         work = replace(work, train=tuple(index for index in work.train if index not in finished_elsewhere))
         is_missing = bool(work.train or work.evaluate)
-        _check_plugins(sweep, _plugin_hashes_now(sweep), missing=is_missing)
+        _check_plugins(sweep, sweep.plugins_on_disk(), missing=is_missing)
         if not is_missing:
             message(f"nothing to submit: {sweep_status.summary()}")
             return

@@ -15,7 +15,7 @@ from kl_comedy.cli.common import load_plugins, message, process_rank
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunInterrupted, RunStopped, UserError
 from kl_comedy.io import atomic_write
 from kl_comedy.redaction import one_line
-from kl_comedy.slurm.manifest import Cell, Sweep, planned_plugins, read_sweep
+from kl_comedy.slurm.manifest import Cell, Sweep, read_sweep
 from kl_comedy.slurm.servers import await_servers
 from kl_comedy.slurm.status import read_status, write_report
 from kl_comedy.training.run_folder import RunDir
@@ -152,6 +152,6 @@ def _evaluate(sweep: Sweep, cell: Cell) -> None:
 def _load_plugins(sweep: Sweep) -> None:
     """Load the sweep's plugins. Raises :class:`UserError` where one is not as it was when the sweep was planned."""
     load_plugins(sweep.manifest.plugins)
-    change = sweep.changed_plugins(planned_plugins(sweep.manifest).hashes)
+    change = sweep.changed_plugins(sweep.loaded_plugins())
     if change:
         raise UserError(f"{change}; put the older source back, or plan another sweep with --name")

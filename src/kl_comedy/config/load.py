@@ -7,15 +7,13 @@ Every mistake is one :class:`UserError` that names the key, what was given, what
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import hashlib
-import importlib
 import json
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ from kl_comedy.config.validate import field_types, parse_record, without_none
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
 from kl_comedy.io import MAX_CHAIN, MAX_EXPANSIONS, MAX_FILE_BYTES, MAX_KEY_PARTS, parse_yaml, read_yaml
 from kl_comedy.redaction import redact, refuse_secrets
-from kl_comedy.registry import KINDS, PluginSet, plugins_with
 
 SCHEMA_KEY = "schema"
 """The key of a stored config with the number of its layout (:data:`SCHEMA`)."""
@@ -423,7 +420,8 @@ def differing_keys(stored: Config, given: Config) -> list[str]:
         in_both = key in stored_values and key in given_values
         if not in_both or stored_values[key] != given_values[key]:
             keys.append(key)
-    return keys
+    # An empty section beside one with keys: those are named.
+    return [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
 
 
 def identity(config: Config) -> dict[str, Any]:
@@ -443,73 +441,6 @@ def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
     """
     values = {key: value for key, value in identity(config).items() if key not in without}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def plugins_of(config: Config, *records: Any) -> PluginSet:
-    """Every plugin file that this process loaded, and the packages from outside whose parts the config uses.
-
-    ``records``: further dataclasses whose parts count, as an evaluation suite.
-    """
-    names = dict.fromkeys([*_named_parts(config), *_names_in_fields(records)])
-    # A name that is registered nowhere is reported where it is used, with the nearest right one.
-    entries = [KINDS[kind].get(name) for kind, name in names if name in KINDS[kind]]
-    return plugins_with(module for entry in entries for module in entry.modules)
-
-
-def _named_parts(config: Config) -> Iterator[tuple[str, str]]:
-    """Kind and name of each registered part that the config names, also within a recipe or a suite.
-
-    What lies in higher layers is imported by name, as the rule ``check`` of an option is.
-    """
-    yield from _names_in_fields(config)
-    yield "rollouts", importlib.import_module("kl_comedy.rollouts.sampler").sampler_name(config)
-    for name in config.algorithm.correction:
-        yield "policy_corrections", name
-    if config.kl:
-        yield from _names_in_terms(config.kl)
-    # An audit that never happens uses no part.
-    if config.audit.every:
-        for terms in config.audit.terms:
-            yield from _names_in_terms(terms)
-    for name in config.eval.suites:
-        yield "suites", name
-        # Built-in suites use built-in parts only; reading each of their files here would cost every start its time.
-        is_file = name.endswith((".yaml", ".yml"))
-        if is_file or (name in KINDS["suites"] and KINDS["suites"].get(name).modules):
-            with contextlib.suppress(UserError):  # a missing file is reported where the suite is loaded
-                suites = importlib.import_module("kl_comedy.evaluation.suites")
-                yield from _names_in_fields(suites.get_suite(name))
-
-
-def _names_in_fields(record: Any) -> Iterator[tuple[str, str]]:
-    """Kind and name in each field with the rule ``registry`` of a dataclass, of those within it too."""
-    if isinstance(record, Mapping):
-        record = list(record.values())
-    if isinstance(record, list | tuple):
-        for item in record:
-            yield from _names_in_fields(item)
-    if not dataclasses.is_dataclass(record) or isinstance(record, type):
-        return
-    for item in dataclasses.fields(record):
-        value = getattr(record, item.name)
-        if "registry" in item.metadata:
-            yield item.metadata["registry"], value
-        yield from _names_in_fields(value)
-
-
-def _names_in_terms(value: Any) -> Iterator[tuple[str, str]]:
-    """Kind and name of the recipes and parts in KL terms as a config writes them."""
-    items = [value]
-    if isinstance(value, list):
-        items = value
-    for item in items:
-        recipe = item
-        if isinstance(item, Mapping):
-            recipe = item.get("recipe")
-        if isinstance(recipe, str):
-            yield "recipes", recipe
-    with contextlib.suppress(UserError):  # `own` and `panel` of an audit are not recipes
-        yield from _names_in_fields(importlib.import_module("kl_comedy.kl.recipes").resolve_terms(value))
 
 
 def _refuse_lost(plain: Mapping[str, Any], values: Sequence[tuple[str, Any]]) -> None:

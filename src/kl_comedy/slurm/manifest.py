@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import kl_comedy
-from kl_comedy.config import Config, config_reader, plugins_of, stored_text
+from kl_comedy.config import Config, config_reader, stored_text
 from kl_comedy.config.load import differing_keys, identity, load_config
 from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import UserError, bad_value, error_prefix, nearest
@@ -40,9 +40,16 @@ from kl_comedy.io import (
     write_yaml,
     yaml_is_changed,
 )
-from kl_comedy.redaction import redact_source
-from kl_comedy.registry import PACKAGES, PLUGIN_FILES, PluginPackage, PluginSet, changed_names
+from kl_comedy.plugins import PACKAGES, PLUGIN_FILES, PluginPackage, PluginSet, listed, plugin_sources
 from kl_comedy.slurm.grid import RESERVED, Grid, GridPoint, expand, override
+from kl_comedy.training.run_plugins import (
+    PLUGIN_FOLDER,
+    PLUGINS,
+    differing_plugins,
+    plugins_of,
+    stored_record,
+    write_plugins,
+)
 
 T = TypeVar("T")
 VERSION = 2
@@ -95,10 +102,6 @@ class Manifest:
     """Pairs of an MLflow uri and an experiment."""
     package_version: str
     cells: tuple[Cell, ...]
-    plugin_hashes: Mapping[str, str] = field(default_factory=dict)
-    """Hashes of the source of ``plugins``, of the local modules they import, and of ``packages``, by name."""
-    packages: tuple[str, ...] = ()
-    """Names of the packages from outside whose parts the configs use."""
 
     @cached_property
     def digest(self) -> str:
@@ -119,6 +122,8 @@ class Plan:
     """That of each cell."""
     evaluation: Config | None
     """The config of the first cell under the overrides of the evaluation; None where cells are not evaluated."""
+    plugins: PluginSet
+    """What the cells are trained with: the files of ``--plugin``, and the packages whose parts the configs use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,16 +241,37 @@ class Sweep:
         """The command that trains this cell alone, or resumes it."""
         return shlex.join(["kl-comedy", "cell", str(self.path), str(cell.index)])
 
-    def changed_plugins(self, now: Mapping[str, str]) -> str | None:
-        """A message that names the plugins whose hashes ``now`` are not those of the plan; None if all are equal."""
-        before = self.manifest.plugin_hashes
-        # Hashes and not versions: an edit of a file in place changes no version.
-        if before == now:
+    def changed_plugins(self, now: PluginSet) -> str | None:
+        """A message that names the sources of ``now`` that are not those of the plan; None if all are equal."""
+        names = differing_plugins(self.path, now)
+        if not names:
             return None
-        names = changed_names(before, now)
-        if not before:
-            return f"the source of {names} was not recorded when {self.path} was planned"
-        return f"{names} changed since {self.path} was planned (the older source is in its folder plugins)"
+        return f"{listed(names)} changed since {self.path} was planned (the older source is in its folder plugins)"
+
+    def loaded_plugins(self) -> PluginSet:
+        """Its plugins as this process has loaded them."""
+        packages = [PACKAGES.get(name) or PluginPackage.read(name) for name in self.package_names]
+        files: Mapping[str, bytes] = {}
+        # Without --plugin, files that this process loaded for something else are not the sweep's.
+        if self.manifest.plugins:
+            files = PLUGIN_FILES
+        return PluginSet(files=files, packages=tuple(packages))
+
+    def plugins_on_disk(self) -> PluginSet:
+        """Its plugins as their files are now; without those that are gone. Nothing of them is imported."""
+        sources: dict[str, bytes] = {}
+        for name in self.manifest.plugins:
+            file = Path(name)
+            # A plugin that is gone counts as changed, by the name that is missing.
+            if file.is_file():
+                sources |= plugin_sources(file)
+        return PluginSet(files=sources, packages=tuple(PluginPackage.read(name) for name in self.package_names))
+
+    @property
+    def package_names(self) -> list[str]:
+        """The packages from outside whose parts its configs use."""
+        record = stored_record(self.path)
+        return [] if record is None else list(record.packages)
 
     def record_submission(self, submission: Submission) -> None:
         _append(self.path / SUBMISSIONS, asdict(submission))
@@ -375,6 +401,11 @@ def _check_same(folder: Path, old: Sweep, new: Sweep, plan: Plan) -> None:
         difference = _difference(old.manifest, new.manifest)
     else:
         for index, config in enumerate(plan.configs):
+            # By its text first: reading a thousand configs takes a minute.
+            file = old.config(index)
+            text = stored_text(new.placed(index, config)).encode()
+            if file.is_file() and file.read_bytes().endswith(b"\n" + text):
+                continue
             keys = differing_keys(old.read_config(index), config)
             if keys:
                 difference = f"cell {index} has another {', '.join(keys)}"
@@ -391,31 +422,17 @@ def _write_files(sweep: Sweep, plan: Plan) -> None:
     for index, config in enumerate(plan.configs):
         sweep.folder(index).mkdir(parents=True, exist_ok=True)
         write_yaml(sweep.config(index), stored_text(sweep.placed(index, config)))
-    for name, content in planned_plugins(sweep.manifest).archive.items():
-        source = content.decode("utf-8", "replace")
-        atomic_write(sweep.path / "plugins" / name, redact_source(source))
+    write_plugins(sweep.path, plan.plugins)
     # Written last: a folder without a manifest is not yet a sweep, and planning again writes all of it.
     manifest = sweep.manifest
     text = json.dumps({"version": VERSION, "digest": manifest.digest, **manifest.data()}, indent=1)
     atomic_write(sweep.path / FILE, text + "\n", private=True)
 
 
-def planned_plugins(manifest: Manifest) -> PluginSet:
-    """The plugins of a sweep as this process has loaded them: its files, and the packages whose parts it uses."""
-    packages = []
-    for name in manifest.packages:
-        packages.append(PACKAGES.get(name) or PluginPackage.read(name))
-    files: Mapping[str, bytes] = {}
-    # Without --plugin, files that this process loaded for something else are not the sweep's.
-    if manifest.plugins:
-        files = PLUGIN_FILES
-    return PluginSet(files=files, packages=tuple(packages))
-
-
 def read_sweep(path: Path) -> Sweep:
     """A sweep's folder, or its name under sweeps/. Raises :class:`UserError` where it cannot be read."""
     folder = _find_sweep(path)
-    check_tree(folder, (FILE, SUBMISSIONS, SUBMIT_LOCK), ("logs", "plugins", "report"))
+    check_tree(folder, (FILE, SUBMISSIONS, SUBMIT_LOCK, PLUGINS), ("logs", PLUGIN_FOLDER, "report"))
     file = folder / FILE
     try:
         data = read_json(file, "manifest", {"version": int})
@@ -471,7 +488,7 @@ class _CheckedConfigs:
     """The configs of a sweep: the base file with overrides, each loaded and checked once."""
 
     def __init__(self, base: Path) -> None:
-        self.packages: set[str] = set()
+        self.packages: dict[str, PluginPackage] = {}
         """The packages from outside whose parts the configs use that have been loaded so far."""
         self._read = config_reader(base)
         self._configs: dict[tuple[str, ...], Config] = {}
@@ -481,12 +498,11 @@ class _CheckedConfigs:
         if overrides not in self._configs:
             config = self._read(overrides)
             # Imported after the config was read: a typo in it is refused before torch is imported.
-            from kl_comedy.kl import resolve_terms
-            from kl_comedy.objective import PolicyTerm, check_policy_term
+            from kl_comedy.training.build import build_run
 
-            resolve_terms(config.kl)
-            check_policy_term(PolicyTerm.of(config.algorithm))
-            self.packages.update(package.name for package in plugins_of(config).packages)
+            build_run(config)
+            for package in plugins_of(config).packages:
+                self.packages[package.name] = package
             self._configs[overrides] = config
         return self._configs[overrides]
 
@@ -539,10 +555,11 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
         stores=tuple(stores),
         package_version=kl_comedy.__version__,
         cells=tuple(cells),
-        packages=tuple(sorted(checked.packages)),
     )
-    manifest = replace(manifest, plugin_hashes=planned_plugins(manifest).hashes)
-    return Plan(manifest=manifest, configs=tuple(configs), evaluation=evaluation)
+    # Without --plugin, files that this process loaded for something else are not the sweep's.
+    files = dict(PLUGIN_FILES) if plugins else {}
+    used = PluginSet(files=files, packages=tuple(checked.packages[name] for name in sorted(checked.packages)))
+    return Plan(manifest=manifest, configs=tuple(configs), evaluation=evaluation, plugins=used)
 
 
 def _check_extra(grid: Grid, extra: Sequence[str]) -> None:

@@ -13,8 +13,8 @@ import torch
 from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed, bad_value
 from kl_comedy.evaluation.records import check_golds
+from kl_comedy.plugins import changed_names
 from kl_comedy.records import Prompt, Rollout
-from kl_comedy.registry import changed_names
 from kl_comedy.rewards import RewardSum, Scorer
 from kl_comedy.rollouts import ReplayRollouts, RolloutBackend
 from kl_comedy.training.asynchronous import Producer

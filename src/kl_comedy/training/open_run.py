@@ -15,21 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kl_comedy.config import Config, plugins_of, stored_text
+from kl_comedy.config import Config, stored_text
 from kl_comedy.config.load import differing_keys
 from kl_comedy.errors import UserError, bad_value, nearest
-from kl_comedy.io import atomic_write, write_json, write_yaml
-from kl_comedy.redaction import redact_source
+from kl_comedy.io import write_yaml
 from kl_comedy.training.extension import begin_extension, extension_of, reason_against
-from kl_comedy.training.run_folder import (
-    CONFIG,
-    PLUGIN_FOLDER,
-    PLUGINS,
-    RunDir,
-    readable_summary,
-    saved,
-    stored_record,
-)
+from kl_comedy.training.run_folder import CONFIG, RunDir, readable_summary, saved
+from kl_comedy.training.run_plugins import differing_plugins, plugins_of, write_plugins
 
 STEPS = "train.steps"
 SEED = "seed"
@@ -159,11 +151,7 @@ def _open_existing(run: RunDir) -> Opened:
 def _differences(run: RunDir, stored: Config, given: Config) -> list[str]:
     """The keys in which the stored run is another one than ``given``; a plugin that changed is ``plugins.NAME``."""
     keys = differing_keys(stored, given)
-    record = stored_record(run.path)
-    stored_sources = {} if record is None else record.sources
-    sources = plugins_of(given).hashes
-    names = [name for name in {**sources, **stored_sources} if sources.get(name) != stored_sources.get(name)]
-    return [*keys, *(f"plugins.{name}" for name in sorted(names))]
+    return [*keys, *(f"plugins.{name}" for name in differing_plugins(run.path, plugins_of(given)))]
 
 
 def _reason_against_extending(run: RunDir, config: Config) -> str | None:
@@ -233,9 +221,4 @@ def create_run(opened: Opened, config: Config, folder: Path | None = None) -> Op
 def _write_files(run: RunDir, config: Config) -> None:
     run.checkpoints.mkdir()
     write_yaml(run.path / CONFIG, stored_text(config))
-    # The source of the plugins as they were: commands on this run load it, after their files have changed.
-    plugins = plugins_of(config)
-    for name, content in plugins.archive.items():
-        atomic_write(run.path / PLUGIN_FOLDER / name, redact_source(content.decode("utf-8", "replace")))
-    if plugins.hashes:
-        write_json(run.path / PLUGINS, plugins.record())
+    write_plugins(run.path, plugins_of(config))

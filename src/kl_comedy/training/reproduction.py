@@ -18,14 +18,15 @@ from typing import Any
 
 from rich.console import Console
 
-from kl_comedy.config import Config, load_config, plugins_of
+from kl_comedy.config import Config, load_config
 from kl_comedy.errors import UserError
 from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.tracking import provenance_tags, verify
 from kl_comedy.tracking.provenance import FOLDER
 from kl_comedy.tracking.runs import open_runs
 from kl_comedy.tracking.store import clean_path
-from kl_comedy.training.run_folder import PLUGIN_FOLDER, Outcome, PluginRecord, load_stored_plugins, stored_record
+from kl_comedy.training.run_folder import Outcome
+from kl_comedy.training.run_plugins import PLUGIN_FOLDER, PluginRecord, load_stored_plugins, plugins_of, stored_record
 
 SUMMARY_ORDER = ("equal", "near", "different", "absent", "new")
 """Verdicts of :func:`kl_comedy.tracking.verify.compare_metrics`, in the order of the summary."""
@@ -104,7 +105,7 @@ class StoredPlugins:
     @property
     def files(self) -> list[Path]:
         """The stored files that ``--plugin`` takes."""
-        return [self.folder / PLUGIN_FOLDER / name for name in self.record.files or ()]
+        return [self.folder / PLUGIN_FOLDER / name for name in self.record.files]
 
 
 def fetch_plugins(original: OriginalRun, folder: Path, *, given: Sequence[Path]) -> StoredPlugins:
@@ -119,7 +120,7 @@ def fetch_plugins(original: OriginalRun, folder: Path, *, given: Sequence[Path])
         # Earlier versions kept no record: their plugins were single files, which the run's command names.
         names = original.plugin_names
         stored_names = tuple(name for name in names if folder / PLUGIN_FOLDER / name in written)
-        record = PluginRecord(sources={}, files=stored_names)
+        record = PluginRecord(files=stored_names)
         if names and not given and not stored_names:
             needed = original.plugin_options or names
             raise UserError(f"--plugin: the run needs parts of {', '.join(needed)}; name the file")

@@ -6,17 +6,14 @@ runs/NAME-N/  config.yaml  plugins/  checkpoints/  policy/  spool.jsonl  tables/
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kl_comedy.config import Config, config_reader
-from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import UserError
 from kl_comedy.io import (
     LockHeld,
@@ -28,27 +25,8 @@ from kl_comedy.io import (
     write_json,
     yaml_is_changed,
 )
-from kl_comedy.registry import (
-    KINDS,
-    PACKAGES,
-    PLUGIN_FILES,
-    changed_names,
-    import_modules,
-    load_plugin_file,
-    plugin_hashes,
-    plugin_sources,
-)
 
 log = logging.getLogger("kl_comedy")
-
-PLUGINS = "plugins.json"
-"""In the folder of a run with plugins: their record (:meth:`kl_comedy.registry.PluginSet.record`)."""
-
-PLUGIN_FOLDER = "plugins"
-"""Their source, credentials hidden."""
-
-PLUGIN_KEYS = {"sources": dict}
-REDACTED = "credentials are hidden in the stored source, or it was edited"
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
@@ -59,7 +37,7 @@ EXTENSION = "extends.json"
 RUN_FILES = (
     CONFIG,
     SUMMARY,
-    PLUGINS,
+    "plugins.json",
     EXTENSION,
     "spool.jsonl",
     "tracking.json",
@@ -132,16 +110,10 @@ class RunDir:
 
         It says which run this is, so that a changed digit in it must not make another run of it.
         """
-        read = self.config_reader()
+        self.check_links()
         if yaml_is_changed(self.path / CONFIG):
             raise UserError(f"{self.path / CONFIG} is damaged: it is not as it was written")
-        level = log.level
-        # Its warnings were printed when it was started.
-        log.setLevel(logging.ERROR)
-        try:
-            return read([])
-        finally:
-            log.setLevel(level)
+        return self.config_reader()([])
 
     def summary(self) -> dict[str, Any] | None:
         """What the run ended with, or None while it has not ended. Raises :class:`UserError` for a damaged file."""
@@ -207,138 +179,3 @@ def finished_outcome(run: RunDir) -> Outcome:
 def _set_aside(file: Path, message: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # another process was faster
         log.warning("%s (it is now %s)", message, set_aside(file).name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackageRecord:
-    """A package of a run: its version, the modules that register its parts, and the names of its sources."""
-
-    version: str | None = None
-    modules: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PluginRecord:
-    """:data:`PLUGINS`: hashes by the name of the source, and what to load; ``files``: None in earlier versions."""
-
-    sources: dict[str, str]
-    files: tuple[str, ...] | None = None
-    packages: dict[str, PackageRecord] = field(default_factory=dict)
-
-
-def stored_record(folder: Path) -> PluginRecord | None:
-    """The record of the plugins stored in a folder; None where there is none.
-
-    Raises :class:`UserError` where it is damaged.
-    """
-    file = folder / PLUGINS
-    if not file.is_file():
-        file = folder / PLUGIN_FOLDER / PLUGINS  # where a tracking store keeps it
-    if not file.is_file():
-        return None
-    try:
-        content = read_json(file, "record of plugins", PLUGIN_KEYS, root=file.parent)
-        record = parse_record(PluginRecord, content, origin=str(file))
-    except UserError as error:
-        raise UserError(f"{error}; name the run's plugins with --plugin, and remove {file}") from None
-    if record.files is None:
-        record = replace(record, files=_imported_by_none(folder / PLUGIN_FOLDER, record.sources))
-    return record
-
-
-def load_stored_plugins(folder: Path, record: PluginRecord, *, files: bool = True) -> list[str]:
-    """Load the plugins stored with a run, which is to run their code. What was done, in lines to print.
-
-    ``record`` is :func:`stored_record`. A package that is installed is used as it is, since a copy of its Python source
-    alone may not work. ``files`` is false where ``--plugin`` replaces the stored files. Raises :class:`UserError` for a
-    plugin that fails on import.
-    """
-    # Built-in parts first: a plugin that registers one of their names is refused, whatever is loaded later.
-    for table in KINDS.values():
-        table.load()
-    lines = []
-    for name in record.packages:
-        lines += _load_stored_package(folder, name, record)
-    missing = _missing_files(record) if files else []
-    if missing:
-        lines.append(f"plugins of {folder}: {', '.join(missing)}")
-        _put_first(folder)  # the modules that they import, as they were
-    for name in missing:
-        load_plugin_file(folder / PLUGIN_FOLDER / name)
-    if missing:
-        # A package's source is stored beside the files, which may import it; it is the package's source all the same.
-        for package in record.packages.values():
-            for name in package.sources:
-                PLUGIN_FILES.pop(name, None)
-    loaded = {name: digest for name, digest in plugin_hashes(PLUGIN_FILES).items() if name in record.sources}
-    before = {name: record.sources[name] for name in loaded}
-    if before != loaded:
-        reason = REDACTED if missing else "the one given is used"
-        lines.append(f"{changed_names(before, loaded)} is not what {folder} was trained with ({reason})")
-    return lines
-
-
-def _missing_files(record: PluginRecord) -> list[str]:
-    """The stored plugin files that are not loaded yet. A name with a folder would lead out of the stored ones."""
-    missing = []
-    for name in record.files or ():
-        is_loaded = name in PLUGIN_FILES
-        is_plain_name = Path(name).name == name
-        if is_plain_name and not is_loaded:
-            missing.append(name)
-    return missing
-
-
-def _load_stored_package(folder: Path, name: str, record: PluginRecord) -> list[str]:
-    """Import the modules of a package that register parts, from where it is installed, else from the folder."""
-    package = record.packages[name]
-    stored = folder / PLUGIN_FOLDER
-    is_installed = _is_installed(name, stored)
-    has_copy = (stored / name).is_dir() or (stored / f"{name}.py").is_file()
-    lines = []
-    if not is_installed and has_copy:
-        lines.append(f"{name} is not installed: its source in {stored} is used")
-        _put_first(folder)
-    elif not is_installed:
-        lines.append(f"{name} {package.version or ''} is not installed, and {folder} has no copy of its source")
-    import_modules(package.modules, f"the package {name} of {folder}")
-    before = {path: record.sources.get(path, "") for path in package.sources}
-    if name in PACKAGES and before != PACKAGES[name].hashes:
-        changed = changed_names(before, PACKAGES[name].hashes)
-        reason = REDACTED
-        if is_installed:
-            reason = f"the package {name} is used as it is installed, not as it was"
-        lines.append(f"{changed} changed since {folder}: {reason}")
-    return lines
-
-
-def _put_first(folder: Path) -> None:
-    """Let Python find the plugins stored in the folder before others of their names."""
-    stored = str((folder / PLUGIN_FOLDER).resolve())
-    if stored not in sys.path:
-        sys.path.insert(0, stored)
-
-
-def _is_installed(package: str, stored: Path) -> bool:
-    """Whether Python finds the package elsewhere than in the folder of stored plugins."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return False
-    if spec is None:
-        return False
-    locations = list(spec.submodule_search_locations or [spec.origin or ""])
-    folder = stored.resolve()
-    return not any(Path(location).resolve().is_relative_to(folder) for location in locations)
-
-
-def _imported_by_none(stored: Path, names: Iterable[str]) -> tuple[str, ...]:
-    """The plugin files among the stored ones, of a run that did not record which: those that no other imports."""
-    files = [name for name in names if "/" not in name and (stored / name).is_file()]
-    imported: set[str] = set()
-    for name in files:
-        imported |= set(plugin_sources(stored / name)) - {name}
-    plugin_files = [name for name in files if name not in imported]
-    # Files that import each other: all of them.
-    return tuple(plugin_files or files)

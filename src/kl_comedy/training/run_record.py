@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
-from kl_comedy.config import Config, config_hash, flatten, plugins_of, to_plain
+from kl_comedy.config import Config, config_hash, flatten, to_plain
 from kl_comedy.errors import RunFailed, RunInterrupted, RunStopped
 from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.redaction import redact
@@ -31,8 +31,9 @@ from kl_comedy.training.extension import Extension, extension_of
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.open_run import Opened, create_run, open_run
 from kl_comedy.training.problems import PromptSets
-from kl_comedy.training.run_folder import PLUGIN_FOLDER, PLUGINS, RunDir, step_of
+from kl_comedy.training.run_folder import RunDir, step_of
 from kl_comedy.training.run_outcome import resume_command, run_summary, write_failed_batch
+from kl_comedy.training.run_plugins import PLUGIN_FOLDER, PLUGINS, plugins_of
 from kl_comedy.training.stop_signals import StopRequest
 from kl_comedy.training.strategies import RankLauncher
 from kl_comedy.training.tags import description, kl_label, policy_tags, term_tags
