@@ -341,8 +341,8 @@ def learn(name: str, sizes: Sizes, *settings: str, modes: Sequence[str] = (DEFAU
     """Updates of fixed rows through Lightning's Trainer: seconds and tokens/s, and memory next to the plan's."""
     from kl_comedy.config import load_config
     from kl_comedy.lab.planning.plan import PHASES, Plan
+    from kl_comedy.training.fit import make_trainer
     from kl_comedy.training.module import PolicyModule
-    from kl_comedy.training.run import make_trainer
 
     labels = [WARM_UP]
     for mode in modes:

@@ -63,8 +63,8 @@ def measure(mode: str, updates: int, overrides: list[str]) -> dict[str, Any]:
 
     from kl_comedy.config import load_config
     from kl_comedy.training.experience_module import ExperienceModule
+    from kl_comedy.training.fit import make_trainer
     from kl_comedy.training.module import PolicyModule
-    from kl_comedy.training.run import make_trainer
 
     rows: list[dict[str, float]] = []
 

@@ -97,7 +97,7 @@ def pocket_cache(request, tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def plugins_of_other_files(request):
-    """Plugins that a test loads are part of every config's hash, and their parts of every list, in its file only."""
+    """Plugins that a test loads are part of every run, and their parts of every list, in its file only."""
     before = {(kind, name) for kind, name, _ in _parts_from_outside()}
     yield
     for kind, name, entry in _parts_from_outside():
@@ -108,9 +108,9 @@ def plugins_of_other_files(request):
         for module in entry.modules:
             if module != request.module.__name__:
                 sys.modules.pop(module, None)
-    registry = sys.modules.get("kl_comedy.registry")
-    if registry is not None:
-        registry.PLUGIN_FILES.clear()
+    plugins = sys.modules.get("kl_comedy.plugins")
+    if plugins is not None:
+        plugins.PLUGIN_FILES.clear()
 
 
 def _parts_from_outside():

@@ -19,7 +19,8 @@ def my_k1(log_ratio):
     return log_ratio
 """
 LOADS = """
-from kl_comedy.registry import ESTIMATORS, PLUGIN_FILES, load_plugin_file
+from kl_comedy.plugins import PLUGIN_FILES
+from kl_comedy.registry import ESTIMATORS, load_plugin_file
 
 def test_that_loads_a_plugin():
     load_plugin_file("plugin.py", check_names=False)
@@ -30,7 +31,8 @@ def test_that_has_it_still():
     assert "my_k1" in ESTIMATORS.names()
 """
 BEGINS = """
-from kl_comedy.registry import ESTIMATORS, PLUGIN_FILES
+from kl_comedy.plugins import PLUGIN_FILES
+from kl_comedy.registry import ESTIMATORS
 
 @ESTIMATORS.register("collected", source="test", needs="log_ratio")
 def collected(log_ratio):

@@ -22,7 +22,7 @@ from kl_comedy.rollouts import Sampling, build_hf
 from kl_comedy.rollouts.decoding import Draws, pick
 from kl_comedy.rollouts.engines.vllm import VLLMRollouts
 from kl_comedy.training.build import check_training
-from kl_comedy.training.run import make_trainer
+from kl_comedy.training.fit import make_trainer
 from operations import Operations
 from passes import head_columns, token_pass
 from ranks import spawn

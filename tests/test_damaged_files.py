@@ -51,9 +51,10 @@ from kl_comedy.training.checkpoint import (
 )
 from kl_comedy.training.distributed import SINGLE_PROCESS
 from kl_comedy.training.export import export_policy
+from kl_comedy.training.open_run import open_run
 from kl_comedy.training.problems import load_problem_sets, render_prompts
 from kl_comedy.training.run import train
-from kl_comedy.training.run_folder import RunDir, find_run, readable_summary, repair_config, saved, step_of
+from kl_comedy.training.run_folder import RunDir, readable_summary, saved, step_of
 from saved_models import write_gguf
 
 SETTINGS = {
@@ -139,10 +140,9 @@ class Case:
         self.folder = folder
         (folder / "base.yaml").write_text(json.dumps(SETTINGS))
         (folder / "grid.yaml").write_text(f"base: {folder}/base.yaml\ngrid: {{optimizer.lr: [0.001]}}\n")
-        manifest = plan(read_grid(folder / "grid.yaml"), directory=folder)
-        self.sweep = write_sweep(folder / "sweep", manifest, json.dumps(SETTINGS))
+        self.sweep = write_sweep(folder / "sweep", plan(read_grid(folder / "grid.yaml"), directory=folder))
         overrides = [f"tracking.uri=sqlite:///{folder}/store.db", "tracking.experiment=e"]
-        self.config = load_config(self.sweep.base, [*self.sweep.overrides(self.sweep.cell(0)), *overrides])
+        self.config = load_config(self.sweep.config(0), overrides)
 
         self.store = FakeStore()
         self.run = self._train_the_cell()
@@ -163,13 +163,18 @@ class Case:
         self.read = {}
         """Digests of checkpoints that were read, by those of their files."""
 
+    def train(self):
+        """Train the cell, or resume it."""
+        console = Console(file=io.StringIO())
+        return train(self.config, console=console, command="kl-comedy train x.yaml", folder=self.sweep.run(0))
+
     def _train_the_cell(self):
         """Train the only cell, with what a sweep's manager writes before and after it."""
         process = process_tags()
         self.sweep.record_submission(Submission(stage="train", indices=(0,), time=1.0, process=process, workers=1))
         self.sweep.record_start(0, "train", process)
         with self.patched():
-            result = train(self.config, console=Console(file=io.StringIO()), command="kl-comedy train x.yaml")
+            result = self.train()
         self.sweep.record_end(0, process["process.pid"], 0, None)
         return result.run
 
@@ -199,9 +204,13 @@ class Case:
 
     # --- what reads: each method returns all that it saw, and appends what it told the user to ``lines`` -------------
     def resume(self, lines):
-        run = find_run(self.config)
-        summary = readable_summary(run)
-        repair_config(run, self.config)
+        try:
+            run = RunDir(path=open_run(self.config, self.run.path).folder)
+        except UserError as error:
+            # A run whose config is damaged is not resumed.
+            lines.append(str(error))
+            return None
+        summary = run.summary()
         checkpoint = newest_checkpoint(run.checkpoints)
         step = None
         contents = None
@@ -212,11 +221,9 @@ class Case:
         logger.save()
         # The fifth field is the place in the file, which may move.
         events = [event[:4] for event in Spool(run.path).read() if event.kind in ("metrics", "table")]
-        # The first line has the checksum, which is not part of what the config says.
-        config = (run.path / "config.yaml").read_text().partition("\n")[2]
         if checkpoint is not None:
             contents = self.contents(checkpoint)
-        return summary, config, step, contents, events
+        return summary, step, contents, events
 
     def contents(self, checkpoint):
         """Every tensor and the state of a checkpoint, as a digest; those of the same bytes are read once."""
@@ -240,6 +247,10 @@ class Case:
             with one_line(lines):
                 results.sync([self.run.path], uri, None)
         return self.store.sent
+
+    def cell(self, lines):
+        with one_line(lines):
+            return self.sweep.read_config(0)
 
     def status(self, lines):
         status = read_status(read_sweep(self.sweep.path))
@@ -273,6 +284,8 @@ class Case:
 
     def readers(self, path, round_number):
         """What reads the file. An export takes long, so that it reads a checkpoint in every tenth round only."""
+        if path == self.sweep.config(0):
+            return [self.cell]
         if self.run.path not in path.parents:
             return [self.status]
         first_part = path.relative_to(self.run.path).parts[0]
@@ -414,33 +427,50 @@ def test_readers_of_damaged_files_see_the_same_bits_or_say_so_in_one_line(case, 
                 for line in lines:
                     assert "\n" not in line.strip(), where
                     assert len(line) <= 1000, where
-    assert len(whole_results) == 7, "every reader was tried"
+    assert len(whole_results) == 8, "every reader was tried"
     assert len(case.files) > 25
 
 
 def test_a_run_resumes_over_damaged_files_to_the_same_bits(case, caplog):
     weights_before = weights_hash(load_file(case.run.policy / "model.safetensors"))
     newest = saved(case.run.checkpoints)[-1]
-    for path in (newest / "state.pt", case.run.path / "summary.json", case.run.path / "config.yaml"):
+    for path in (newest / "state.pt", case.run.path / "summary.json"):
         path.write_bytes(path.read_bytes()[:-9])
     with case.patched():
-        result = train(case.config, console=Console(file=io.StringIO()), command="kl-comedy train x.yaml")
+        result = case.train()
     assert result.run.path == case.run.path
     assert not result.already_finished
     assert resumed_at(case.run.path)[-1] == 1, "the checkpoint before the damaged one"
     assert result.run.summary()["status"] == "FINISHED"
     assert weights_hash(load_file(case.run.policy / "model.safetensors")) == weights_before
-    assert load_config(case.run.path / "config.yaml") == case.config
-    for text in ("summary.json.damaged", "config.yaml.damaged", "state.pt has", "resuming from the one before"):
+    for text in ("summary.json.damaged", "state.pt has", "resuming from the one before"):
         assert caplog.text.count(text) == 1, text
 
 
-@pytest.mark.parametrize("byte", [b"\x80", b"\x00"])
-def test_a_config_whose_checksum_line_is_no_text_is_written_again(case, byte):
+@pytest.mark.parametrize(
+    "damage_of",
+    [
+        lambda text: text.replace(b"(remove", b"\x80remove"),
+        lambda text: text.replace(b"(remove", b"\x00remove"),
+        lambda text: text.replace(b"0.001", b"0.002"),
+        lambda text: text[:-9],
+        lambda text: b"",
+        None,
+    ],
+    ids=["no text", "a zero byte", "a digit", "cut", "empty", "gone"],
+)
+def test_a_run_whose_config_is_damaged_is_refused_and_left_as_it_is(case, damage_of):
+    """Its config says which run it is: with another one its checkpoints are another run's."""
     file = case.run.path / "config.yaml"
-    file.write_bytes(case.whole[file].replace(b"(remove", byte + b"remove"))
-    repair_config(case.run, case.config)
-    assert file.read_bytes() == case.whole[file]
+    if damage_of is None:
+        file.unlink()
+    else:
+        file.write_bytes(damage_of(case.whole[file]))
+    before = {path: path.read_bytes() for path in case.run.path.rglob("*") if path.is_file()}
+    with case.patched(), pytest.raises(UserError, match=rf"^{case.run.path}") as error:
+        case.train()
+    assert "\n" not in str(error.value)
+    assert {path: path.read_bytes() for path in case.run.path.rglob("*") if path.is_file()} == before
 
 
 # --- files that were made to harm ------------------------------------------------------------------------------------
@@ -552,7 +582,7 @@ def test_stray_names_are_no_checkpoints(case, caplog):
     shutil.copytree(newest, of_another_update)
     shutil.copytree(case.run.path, another_run)
     try:
-        assert newest_checkpoint(find_run(case.config).checkpoints) == newest
+        assert newest_checkpoint(case.run.checkpoints) == newest
         assert "step-zz.ckpt is not a checkpoint name" in caplog.text
         assert "its manifest.json is of update 2" in caplog.text
     finally:
@@ -626,7 +656,7 @@ def commands(case, run):
 @pytest.fixture
 def copied_run(case, tmp_path):
     """The finished run, copied from elsewhere: unfinished, so that ``train`` has something to do."""
-    folder = tmp_path / "runs" / case.run.path.name
+    folder = tmp_path / "runs" / f"{case.config.name}-1"
     shutil.copytree(case.run.path, folder)
     (folder / "summary.json").unlink()
     return RunDir(path=folder)

@@ -13,6 +13,7 @@ LAYERS = [
         "errors",
         "lazy",
         "redaction",
+        "plugins",
         "registry",
         "records",
         "io",
@@ -31,6 +32,9 @@ LAYERS = [
 ]
 WITHIN_A_LAYER = {
     ("registry", "errors"),
+    ("registry", "plugins"),
+    ("plugins", "errors"),
+    ("plugins", "redaction"),
     ("io", "errors"),
     ("redaction", "errors"),
     ("processes", "errors"),
@@ -46,14 +50,9 @@ WITHIN_A_LAYER = {
     ("models", "data"),  # the pocket policy is pretrained on demonstrations of its own problems
     ("rollouts", "models"),  # the sampler runs the policy with the models' attention
     ("training", "evaluation"),  # a run evaluates between updates
+    ("slurm", "training"),  # cells are runs: their plugins and folders
     ("lab", "training"),  # audits train and load policies
     ("integrations", "lab"),  # the audit inside other trainers
-}
-BY_STRING = {  # imports of a higher layer that are written as a string, so that importing the file stays light
-    ("config/combinations.py", "kl_comedy.rollouts.sampler"),  # what the sampler cannot serve, the sampler knows
-    ("config/load.py", "kl_comedy.rollouts.sampler"),  # the plugin that draws is part of the hash
-    ("config/load.py", "kl_comedy.evaluation.suites"),  # problems of a suite in the user's files are part of the hash
-    ("config/load.py", "kl_comedy.kl.recipes"),  # what a recipe stands for is part of the hash
 }
 LIGHT = [  # one process each, in this order: a package is light if nothing before it is heavier
     {
@@ -141,14 +140,31 @@ def test_packages_import_lower_layers_only():
     assert wrong == []
 
 
-def test_imports_by_string_are_those_that_are_listed():
+def test_no_package_imports_another_by_a_string():
     by_string = set()
     for file in FILES:
         path = file.relative_to(ROOT)
         for name in names_in_import_calls(ast.walk(ast.parse(file.read_text()))):
             if name.split(".")[1] != path.parts[0]:
                 by_string.add((str(path), name))
-    assert by_string == BY_STRING
+    assert by_string == set()
+
+
+def test_config_imports_nothing_above_it_not_by_a_string_either():
+    """Nor does it import what a field or a table names: it has no call that imports."""
+    above = [package for packages in LAYERS[1:] for package in packages]
+    for file in (ROOT / "config").glob("*.py"):
+        tree = ast.parse(file.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                function = ast.unparse(node.func).rpartition(".")[2]
+                assert function not in ("import_module", "__import__"), f"{file.name}: {ast.unparse(node)}"
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                named = [package for package in above if f"kl_comedy.{package}" in node.value]
+                assert named == [], f"{file.name}, line {node.lineno}: {node.value!r}"
+        for name in imported_names(ast.walk(tree)):
+            assert name.split(".")[1] not in above, f"{file.name} imports {name}"
 
 
 def test_modules_have_no_import_cycle():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from commands import run_here
-from kl_comedy import registry
+from kl_comedy import plugins
 from kl_comedy.registry import ESTIMATORS, REWARDS
 from kl_comedy.tracking.verify import final_tags
 
@@ -227,8 +227,8 @@ class Site:
             if package in ("my_parts", "my_letters", "letters") or package.startswith("kl_comedy_plugin_"):
                 del sys.modules[name]
         importlib.invalidate_caches()
-        registry.PLUGIN_FILES.clear()
-        registry.PACKAGES.clear()
+        plugins.PLUGIN_FILES.clear()
+        plugins.PACKAGES.clear()
         for table in (ESTIMATORS, REWARDS):
             for entry in list(table._entries.values()):
                 if entry.modules:  # it came from a plugin
@@ -274,11 +274,11 @@ def test_a_changed_package_is_another_run(site, tmp_path):
     assert first_tags["version.my_parts"] == "0.1"
 
     site.write("factors", "FACTOR = -1000.0\n")
-    assert f"my_parts/factors.py changed since runs/{first.name}: this is another run" in train()
+    assert f"a new run: runs/{first.name} differs in plugins.my_parts/factors.py" in train()
     (second,) = runs_in(tmp_path) - {first}
     second_tags = final_tags(second)
     assert second_tags["plugins"] != first_tags["plugins"]
-    assert second_tags["config.hash"] != first_tags["config.hash"]
+    assert second_tags["config.hash"] == first_tags["config.hash"]
     assert second_tags["kl.verdict"] != first_tags["kl.verdict"], "the verdict on the code that ran"
     assert (second / "plugins/my_parts/factors.py").read_text() == "FACTOR = -1000.0\n"
 
@@ -297,9 +297,8 @@ def swept(site, tmp_path, monkeypatch):
 
 
 def test_a_sweep_stores_the_package_of_its_parts(swept, tmp_path):
-    manifest = json.loads((tmp_path / "sweeps/grid/manifest.json").read_text())
-    assert manifest["packages"] == ["my_parts"]
-    assert "my_parts/factors.py" in manifest["plugin_hashes"]
+    record = json.loads((tmp_path / "sweeps/grid/plugins.json").read_text())
+    assert list(record["packages"]) == ["my_parts"]
     assert (tmp_path / "sweeps/grid/plugins/my_parts/factors.py").read_text() == "FACTOR = 1.0\n"
 
 
@@ -395,7 +394,7 @@ def test_a_plugin_that_is_given_takes_the_place_of_the_stored_one(trained, tmp_p
     run, _ = trained
     (tmp_path / "renamed.py").write_text(REWARD.replace("from my_letters import LETTER", "LETTER = '2'"))
     assert "plugins of" not in check(run, "--plugin", "renamed.py")
-    assert list(registry.PLUGIN_FILES) == ["renamed.py"]
+    assert list(plugins.PLUGIN_FILES) == ["renamed.py"]
 
 
 def test_a_damaged_record_of_plugins_is_one_line_with_the_option(trained):
@@ -406,16 +405,32 @@ def test_a_damaged_record_of_plugins_is_one_line_with_the_option(trained):
     assert "--plugin" in error
 
 
-def test_a_run_that_did_not_record_which_files_were_given(site, trained):
+@pytest.mark.parametrize(
+    "wrong", [{"files": 1}, {"packages": {"my_parts": {"modules": 1}}}, {"packages": 1}, {"later": 1}], ids=str
+)
+def test_a_record_of_plugins_with_a_wrong_value_is_one_line(trained, wrong):
     run, _ = trained
     record = json.loads((run / "plugins.json").read_text())
-    older = {key: record[key] for key in ("config_hash", "sources")}
-    (run / "plugins.json").write_text(json.dumps(older))
-    assert f"plugins of {run}: my_rewards.py" in check(run)
-    for key, wrong_value in {"files": 1, "packages": {"my_parts": {"modules": 1}}}.items():
-        site.new_process()
-        (run / "plugins.json").write_text(json.dumps({**older, key: wrong_value}))
-        assert f"{run}/plugins.json: {key}" in check(run, code=2)
+    del record["crc32"]
+    (run / "plugins.json").write_text(json.dumps(record | wrong))
+    assert str(run / "plugins.json") in check(run, code=2)
+
+
+def test_a_run_whose_plugins_helper_changed_is_not_resumed(site, trained, tmp_path):
+    """One line, exit code 2 where it is named, and nothing of it is overwritten."""
+    run, _ = trained
+    (tmp_path / "gone.py").rename(tmp_path / "my_rewards.py")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    code, _, error = run_here(*WITH_REWARD, f"resume={run}")
+    assert code == 2
+    assert error == (
+        f"error: resume: {run} was trained with another plugins.my_letters.py; of what makes a run, only train.steps "
+        "may grow\n"
+    )
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    site.new_process()
+    (tmp_path / "my_letters.py").write_text("LETTER = '1'\n")
+    assert "is already finished" in command(*WITH_REWARD, f"resume={run}")[1]
 
 
 def test_a_plugin_file_that_imports_an_installed_package(site, tmp_path):
@@ -427,8 +442,8 @@ def test_a_plugin_file_that_imports_an_installed_package(site, tmp_path):
     run = path.relative_to(tmp_path)
 
     site.new_process()
-    command("train", f"{run}/config.yaml", "resume=auto")
-    assert len(runs_in(tmp_path)) == 1, "the stored plugins make the same run"
+    error = command("train", f"{run}/config.yaml", "resume=auto")[1]
+    assert len(runs_in(tmp_path)) == 1, f"the stored plugins make the same run: {error}"
 
     site.new_process()
     site.write("factors", "FACTOR = 5.0\n")

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -11,9 +12,11 @@ from unittest import mock
 import pytest
 
 from commands import run_here
-from kl_comedy import registry
+from kl_comedy import plugins
 from kl_comedy.errors import UserError
-from kl_comedy.registry import ESTIMATORS, KINDS, Registry, load_plugin_file, plugin_hashes, plugin_sources
+from kl_comedy.plugins import plugin_hashes, plugin_sources
+from kl_comedy.registry import ESTIMATORS, KINDS, Registry, load_plugin_file
+from kl_comedy.training.run_plugins import differing_plugins, stored_sources, write_plugins
 
 PLUGIN = '''
 from kl_comedy.registry import ESTIMATORS
@@ -166,7 +169,7 @@ def site(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.syspath_prepend(str(folder))
     # Emptied in place: a module that a test is the first to import would keep a replaced dict for the whole process.
-    with mock.patch.dict(registry.PACKAGES, clear=True), mock.patch.dict(registry.PLUGIN_FILES, clear=True):
+    with mock.patch.dict(plugins.PACKAGES, clear=True), mock.patch.dict(plugins.PLUGIN_FILES, clear=True):
         yield folder
     for name in set(sys.modules) - before:
         if str(folder) in str(getattr(sys.modules[name], "__spec__", "")) or name.startswith("kl_comedy_plugin_"):
@@ -188,7 +191,7 @@ def registering(name):
 
 def used(name):
     """The plugins of a config that uses one estimator."""
-    return registry.plugins_with(ESTIMATORS.get(name).modules)
+    return plugins.plugins_with(ESTIMATORS.get(name).modules)
 
 
 def names_of(name):
@@ -225,32 +228,16 @@ def test_a_built_in_part_has_no_plugin():
 
 def test_the_code_that_runs_is_the_code_as_it_was_imported(deep_package):
     (deep_package / "other.py").write_text("X = 2\n")
-    changed = registry.PluginPackage.read("pack")
+    changed = plugins.PluginPackage.read("pack")
     assert used("deep_part").hashes["pack/other.py"] != changed.hashes["pack/other.py"]
-    assert used("deep_part").archive["pack/other.py"] == b"X = 1\n"
+    assert used("deep_part").archive["pack/other.py"] == "X = 1\n"
 
 
-def test_a_module_without_a_package_counts_with_what_it_imports_beside_it(site):
-    write(
-        site,
-        {
-            "single.py": "import json\nimport beside\n" + registering("single_part"),
-            "beside.py": "import beside_too\n",
-            "beside_too.py": "",
-            "nothing.py": "",
-        },
-    )
-    importlib.import_module("single")
-    assert names_of("single_part") == ["beside.py", "beside_too.py", "single.py"]
-
-
-def test_a_module_of_another_distribution_beside_it_does_not_count(site):
-    write(site, {"single.py": "import other\n" + registering("single_part"), "other.py": ""})
-    make_distribution(site, "other", "2.0", record="other.py,,\nother-2.0.dist-info/METADATA,,\n")
-    registry._distributions.cache_clear()
+def test_a_module_without_a_package_counts_alone(site):
+    """Beside it are the modules of every other installed distribution."""
+    write(site, {"single.py": "import beside\n" + registering("single_part"), "beside.py": ""})
     importlib.import_module("single")
     assert names_of("single_part") == ["single.py"]
-    registry._distributions.cache_clear()
 
 
 def test_all_folders_of_a_namespace_package_count(site, tmp_path, monkeypatch):
@@ -270,20 +257,79 @@ def test_without_source_the_version_is_known_and_said(site, tmp_path, caplog):
     finally:
         sys.path.remove(str(tmp_path / "zipped.zip"))
         sys.modules.pop("zipped", None)
-    plugins = used("zipped_part")
-    assert plugins.hashes == {"zipped (no source)": "version 1.5"}
-    assert plugins.tags() == {"version.zipped": "1.5", "plugins": "zipped (no source) version 1.5"}
-    assert plugins.archive == {}
+    zipped = used("zipped_part")
+    assert zipped.hashes == {"zipped (no source)": "version 1.5"}
+    assert zipped.tags() == {"version.zipped": "1.5", "plugins": "zipped (no source) version 1.5"}
+    assert zipped.archive == {}
     assert "only its version, 1.5, is recorded" in caplog.text
 
 
-def test_a_huge_package_is_hashed_whole_and_not_copied(site, monkeypatch, caplog):
-    monkeypatch.setattr(registry, "MOST_ARCHIVED_FILES", 1)
+def test_a_huge_package_is_known_by_its_version_and_not_copied(site, monkeypatch, caplog):
+    monkeypatch.setattr(plugins, "MOST_ARCHIVED_FILES", 1)
     write(site, {"huge/parts.py": registering("huge_part"), "huge/more.py": ""})
     importlib.import_module("huge.parts")
     assert len(names_of("huge_part")) == 2
     assert used("huge_part").archive == {}
     assert "huge has more than 1 files" in caplog.text
+
+
+VERSIONS = {
+    "another version": ("1.6", "a" * 40),
+    "another commit": ("1.5", "b" * 40),
+    "no distribution": (None, None),
+}
+
+
+@pytest.mark.parametrize(("version", "commit"), VERSIONS.values(), ids=VERSIONS)
+def test_a_package_without_a_copy_is_known_by_version_and_commit(site, tmp_path, monkeypatch, version, commit):
+    monkeypatch.setattr(plugins, "MOST_ARCHIVED_FILES", 1)
+    write(site, {"huge/parts.py": registering("huge_part"), "huge/more.py": ""})
+    entry_points = "[kl_comedy.estimators]\nhuge_part = huge.parts\n"
+
+    def installed(version, commit):
+        """The package as it is installed from a commit of its repository."""
+        for info in site.glob("*.dist-info"):
+            shutil.rmtree(info)
+        if version is not None:
+            make_distribution(site, "huge", version, entry_points=entry_points)
+            origin = {"url": "https://x", "vcs_info": {"vcs": "git", "commit_id": commit}}
+            (site / f"huge-{version}.dist-info/direct_url.json").write_text(json.dumps(origin))
+        return plugins.PluginSet(packages=(plugins.PluginPackage.read("huge"),))
+
+    folder = tmp_path / "run"
+    write_plugins(folder, installed("1.5", "a" * 40))
+    assert not (folder / "plugins").exists()
+    assert differing_plugins(folder, installed("1.5", "a" * 40)) == []
+    assert differing_plugins(folder, installed(version, commit)) == ["huge"]
+    assert differing_plugins(folder, plugins.PluginSet()) == ["huge"]
+
+
+def test_plugins_are_compared_byte_for_byte_with_their_copy(site, tmp_path):
+    write(site, {"pack/parts.py": registering("packed"), "pack/other.py": "X = 1\n"})
+    text = "import mine_helper\nSECRET = 'sk-0123456789abcdefghij'\n"
+    write(tmp_path, {"mine.py": text, "mine_helper.py": "Y = 1\n"})
+
+    def now():
+        return plugins.PluginSet(
+            files=plugins.plugin_sources(tmp_path / "mine.py"), packages=(plugins.PluginPackage.read("pack"),)
+        )
+
+    folder = tmp_path / "run"
+    write_plugins(folder, now())
+    assert set(stored_sources(folder)) == {"mine.py", "mine_helper.py", "pack/other.py", "pack/parts.py"}
+    assert "sk-0123456789abcdefghij" not in stored_sources(folder)["mine.py"]
+    assert json.loads((folder / "plugins.json").read_text())["hidden"] == ["mine.py"]
+    assert differing_plugins(folder, now()) == [], "a credential that is hidden is no change"
+    write(folder / "plugins", {"__pycache__/mine.cpython-311.pyc": "of an import from there"})
+    assert differing_plugins(folder, now()) == []
+    for file in (tmp_path / "mine_helper.py", site / "pack/other.py"):
+        text = file.read_text()
+        file.write_text(text + "\n")
+        assert differing_plugins(folder, now()) == [file.name if file.parent == tmp_path else f"pack/{file.name}"]
+        file.write_text(text)
+    (site / "pack/new.py").write_text("")
+    (tmp_path / "mine.py").write_text("")
+    assert differing_plugins(folder, now()) == ["mine.py", "mine_helper.py", "pack/new.py"]
 
 
 DEFINING = """
@@ -312,7 +358,7 @@ def test_what_a_plugin_file_imports_from_its_folder_is_of_the_file(site, tmp_pat
     write(tmp_path, {"mine.py": "import mine_helper\n", "mine_helper.py": registering("helped")})
     load_plugin_file(tmp_path / "mine.py")
     assert used("helped").packages == ()
-    assert list(registry.PLUGIN_FILES) == ["mine.py", "mine_helper.py"]
+    assert list(plugins.PLUGIN_FILES) == ["mine.py", "mine_helper.py"]
     sys.modules.pop("mine_helper")
 
 
@@ -333,7 +379,7 @@ def test_a_file_and_a_package_of_one_name_are_refused(site, tmp_path):
     write(tmp_path, {"same.py": registering("of_file")})
     load_plugin_file(tmp_path / "same.py")
     with pytest.raises(UserError, match=r"same\.py: the package same brings another; rename your file"):
-        _ = used("of_package").hashes
+        _ = used("of_package").archive
 
 
 NO_DOCSTRING = """
@@ -425,7 +471,8 @@ def test_unknown_names_on_the_command_line_mention_the_option(words, tmp_path):
 SCRIPT = """
 import json
 import beside
-from kl_comedy.registry import REWARDS, plugins_with
+from kl_comedy.plugins import plugins_with
+from kl_comedy.registry import REWARDS
 
 @REWARDS.register("here", source="a test", summary="of a script")
 def here(completion, answer, meta):
@@ -461,7 +508,7 @@ def test_a_script_that_registers_parts_counts_with_what_it_imports_beside_it(scr
 
 def test_a_script_in_a_package_counts_with_the_package(script_folder):
     hashes, tags, packages = json.loads(run_python("-m", "inside.script", cwd=script_folder, path=script_folder))
-    assert list(hashes) == ["beside.py", "inside/more.py", "inside/script.py"]
+    assert list(hashes) == ["inside/more.py", "inside/script.py"]
     assert tags["plugins"].startswith("inside ")
     assert list(packages) == ["inside"]
 

@@ -144,7 +144,7 @@ def order(row: dict[str, Any]) -> tuple[int, int, int]:
 def main(*sweeps: Path) -> None:
     rows = []
     for sweep in sweeps:
-        for spool in sorted(sweep.glob("runs/*/spool.jsonl")):
+        for spool in sorted(sweep.glob("cells/*/run/spool.jsonl")):
             rows.append(summary(spool.parent))
     # The order of the file is that of the table, which groups neighbours (`table`).
     rows.sort(key=order)

@@ -143,8 +143,8 @@ def _write(value: Any, path: Path) -> None:
 def draw_completions(config: Config, folder: Path, groups: int) -> None:
     """Train for :data:`UPDATES` updates and write completions of every age, and the weights, to ``folder``."""
     from kl_comedy.training.experience_module import ExperienceModule
+    from kl_comedy.training.fit import make_trainer
     from kl_comedy.training.module import PolicyModule
-    from kl_comedy.training.run import make_trainer
 
     if (folder / "policy.pt").is_file():
         return

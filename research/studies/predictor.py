@@ -46,9 +46,9 @@ from kl_comedy.tracking.looks import looks_of_families
 from kl_comedy.tracking.plots import in_words
 from kl_comedy.tracking.runs import NO_KL
 from kl_comedy.training.experience_module import ExperienceModule
+from kl_comedy.training.fit import make_trainer
 from kl_comedy.training.metrics import MetricAccumulator
 from kl_comedy.training.module import PolicyModule
-from kl_comedy.training.run import make_trainer
 from research.studies.pages import figure, markdown, save_csv, update_page
 
 if TYPE_CHECKING:

@@ -303,10 +303,10 @@ def train(config: str | Path, *overrides: str, plugins: Iterable[str | Path] = (
         # Imported after the config is read: a mistake in it is reported at once, and training takes seconds to import.
         from rich.console import Console
 
-        from kl_comedy.training.start import train_unless_finished
+        from kl_comedy.training.run import train as train_run
 
         # Progress goes to stderr: a caller's own output on stdout stays clean.
-        outcome = train_unless_finished(loaded, Console(stderr=True), redact_command(words))
+        outcome = train_run(loaded, console=Console(stderr=True), command=redact_command(words))
     return _row(outcome)
 
 

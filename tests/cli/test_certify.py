@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from kl_comedy.registry import CORRECTIONS, ESTIMATORS, PLUGIN_FILES, POLICY_CORRECTIONS, RECIPES
+from kl_comedy.plugins import PLUGIN_FILES
+from kl_comedy.registry import CORRECTIONS, ESTIMATORS, POLICY_CORRECTIONS, RECIPES
 
 FIXED = {"name", "terms", "regime", "target", "relative_bias", "cosine", "variance", "verdict"}
 TARGETS = {"sequence_reverse", "token_reverse", "token_forward", "sequence_forward", "zero"}

@@ -89,7 +89,7 @@ def test_a_copy_of_a_grid_finds_its_base(stdout_of):
     stdout_of("init", "profile", "--from", "gpu")
     planned = stdout_of("sweep", "my_grid.yaml", "--slurm", "my_profile.yaml", "--dry-run", "--format", "json")
     original = stdout_of("sweep", "pocket_beta", "--slurm", "gpu", "--dry-run", "--format", "json")
-    assert json.loads(planned)["cells"][7]["overrides"] == json.loads(original)["cells"][7]["overrides"]
+    assert json.loads(planned)["cells"][7]["values"] == json.loads(original)["cells"][7]["values"]
 
 
 @pytest.mark.parametrize(

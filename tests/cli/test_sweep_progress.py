@@ -18,14 +18,17 @@ class FakeSweep:
     """Cells of 100 updates, whose runs have the spool that a test writes."""
 
     def __init__(self, folder, cells):
-        self.runs = folder
+        self.path = folder
         self.manifest = SimpleNamespace(cells=range(cells))
 
     def cell(self, index):
-        return SimpleNamespace(run_stem=f"cell{index}", steps=STEPS)
+        return SimpleNamespace(steps=STEPS)
 
-    def reach(self, index, update, number=1):
-        run = self.runs / f"cell{index}-{number}"
+    def run(self, index):
+        return self.path / f"cell{index}"
+
+    def reach(self, index, update):
+        run = self.run(index)
         run.mkdir(exist_ok=True)
         event = {"kind": "metrics", "step": update, "data": {"train/reward": 0.5}, "time": 0.0}
         (run / "spool.jsonl").write_text(json.dumps(event) + "\n")
@@ -98,12 +101,12 @@ def test_nothing_is_left_of_a_cell_that_failed(tmp_path, clock, estimate):
     assert line == "1 of 2 cells done (1 failed); cell 1 update 50/100; 2 min left"
 
 
-def test_a_cell_that_begins_anew_does_not_count_backwards(tmp_path, clock, estimate):
+def test_a_cell_that_resumes_does_not_count_backwards(tmp_path, clock, estimate):
     sweep = FakeSweep(tmp_path, 1)
     sweep.reach(0, 90)
     estimate.line(training(1, running=[0]))
     clock.now = 10.0
-    sweep.reach(0, 4, number=2)
+    sweep.reach(0, 4)
     assert estimate.line(training(1, running=[0])) == "0 of 1 cells done; cell 0 update 4/100"
 
 

@@ -1,8 +1,9 @@
-"""Config: defaults, overrides, errors that name the key, and the hash."""
+"""Config: defaults, overrides, errors that name the key, and what makes another run."""
 
 import contextlib
 import dataclasses
 import importlib
+import re
 import sys
 from pathlib import Path
 from unittest import mock
@@ -12,17 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commands import cpu_limit
-from kl_comedy import registry
-from kl_comedy.config import config_hash, flatten, load_config, plugins_of, standalone_text, to_yaml
+from kl_comedy import plugins
+from kl_comedy.config import config_hash, flatten, load_config, stored_text, to_yaml
 from kl_comedy.config.load import differing_keys
 from kl_comedy.config.schema import CallbackConfig, DatasetConfig, LoggerConfig, RewardConfig
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError
-from kl_comedy.registry import KINDS, PLUGIN_FILES
+from kl_comedy.registry import KINDS
 from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.manifest import plan
 from kl_comedy.tracking.runs import open_runs
 from kl_comedy.training.build import check_training
+from kl_comedy.training.run_plugins import plugins_of
 
 
 def write(tmp_path, text):
@@ -81,7 +83,6 @@ def test_a_file_extends_another(tmp_path, extended):
     assert list(config.data.eval) == ["a"], "null removes a set"
     assert config.data.eval["a"].limit == 3
     assert config.data.eval["a"].seed == 1
-    assert load_config(write(tmp_path / "base", standalone_text(file))) == config
 
 
 def test_an_error_names_the_file_that_set_the_key(extended):
@@ -337,14 +338,38 @@ def test_the_resolved_config_reads_back(tmp_path, kl):
     assert load_config(write(tmp_path, to_yaml(config))) == config
 
 
-def test_the_hash_of_a_config_stays():
-    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
-    assert config_hash(load_config(quickstart)) == "377bc25c679d", "runs of earlier versions resume"
+def test_a_stored_config_begins_with_the_number_of_its_layout(tmp_path):
+    text = stored_text(load_config(None))
+    assert text.startswith("schema: 1\n")
+    assert load_config(write(tmp_path, text)) == load_config(None)
+    for number in ("2", "0", "'1'", "true", "null"):
+        file = write(tmp_path, text.replace("schema: 1", f"schema: {number}"))
+        with pytest.raises(UserError, match=rf"^{file}: schema: got .*; allowed: 1 \(it was written by another "):
+            load_config(file)
+    (tmp_path / "later").mkdir()
+    write(tmp_path / "later", "schema: 2\nkl: grpo\n")
+    with pytest.raises(UserError, match=r"a\.yaml: schema: got 2"):
+        load_config(write(tmp_path, f"extends: {tmp_path}/later/a.yaml\n"))
 
 
-@pytest.mark.parametrize("change", ["seed=1", "trainer={max_time: 1}", "kl=grpo", "rollout.group_size=4"])
-def test_what_a_run_computes_is_part_of_the_hash(change):
-    assert config_hash(load_config(None, [change])) != config_hash(load_config(None))
+@pytest.mark.parametrize(
+    ("change", "keys"),
+    [
+        ("seed=1", ["seed"]),
+        ("trainer={max_time: 1}", ["trainer.max_time"]),
+        ("kl=grpo", ["kl"]),
+        ("kl=[{estimator: k3, beta: 0.1}]", ["kl.0.beta", "kl.0.estimator"]),
+        ("rollout.group_size=4", ["rollout.group_size"]),
+        ("optimizer.weight_decay=0.5", ["optimizer.weight_decay"]),
+        ("eval.suites=[gsm8k]", ["eval.suites.0"]),
+    ],
+)
+def test_what_a_run_computes_makes_another_run(change, keys):
+    plain = load_config(None)
+    changed = load_config(None, [change])
+    assert sorted(differing_keys(plain, changed)) == keys
+    assert sorted(differing_keys(changed, plain)) == keys
+    assert config_hash(plain) != config_hash(changed)
 
 
 @pytest.mark.parametrize(
@@ -352,22 +377,28 @@ def test_what_a_run_computes_is_part_of_the_hash(change):
     [
         "output=elsewhere",
         "resume=auto",
+        "audit.every=3",
+        "tracking={uri: none, tags: {a: b}}",
         "train={replica_gib: 4, bucket_mib: 64}",
+        "train={strategy: fsdp, devices: 2, nodes: 2, shards: node}",
     ],
 )
-def test_where_a_run_is_stored_is_not_part_of_the_hash(change):
-    assert config_hash(load_config(None, [change])) == config_hash(load_config(None))
+def test_where_and_on_what_a_run_is_made_does_not_make_another_run(change):
+    changed = load_config(None, [change])
+    assert changed != load_config(None)
+    assert differing_keys(load_config(None), changed) == []
+    assert config_hash(changed) == config_hash(load_config(None))
 
 
-def test_the_content_of_plugins_is_part_of_the_hash(monkeypatch):
-    config = load_config(None)
-    without_plugin = config_hash(config)
-    monkeypatch.setitem(PLUGIN_FILES, "my_parts.py", b"x = 1")
-    first = config_hash(config)
-    monkeypatch.setitem(PLUGIN_FILES, "my_parts.py", b"x = 2")
-    second = config_hash(config)
-    assert len({without_plugin, first, second}) == 3
-    assert config_hash(config, without=("plugins",)) == without_plugin
+def test_a_key_that_a_stored_config_lacks_is_at_its_default(tmp_path):
+    whole = load_config(None, ["seed=3"])
+    text = to_yaml(whole)
+    assert "  weight_decay: " in text
+    older = load_config(write(tmp_path, re.sub(r"\n  weight_decay: .*", "", text)))
+    assert differing_keys(older, whole) == []
+    assert differing_keys(older, load_config(None, ["seed=3", "optimizer.weight_decay=0.5"])) == [
+        "optimizer.weight_decay"
+    ]
 
 
 def test_the_hash_without_the_seed():
@@ -375,16 +406,17 @@ def test_the_hash_without_the_seed():
     assert config_hash(other_seed, without=("seed",)) == config_hash(load_config(None), without=("seed",))
 
 
+@pytest.mark.parametrize("key", ["rollout.top_p", "rollout.top_k", "rollout.min_p", "model.lora.dropout"])
+def test_a_key_of_other_trainers_that_cannot_be_is_refused_with_its_reason(key):
+    with pytest.raises(UserError, match=rf"^{key}: no such key \(given 0.5\): (training samples|with dropout)"):
+        load_config(None, [f"{key}=0.5"])
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.text(max_size=30))
 def test_no_override_text_raises_another_error(text):
     with contextlib.suppress(UserError):
         load_config(None, [text])
-
-
-def test_a_renamed_value_is_read_with_a_warning(caplog):
-    assert load_config(None, ["train.strategy=fsdp1"]).train.strategy == "fsdp"
-    assert [record.getMessage() for record in caplog.records] == ["train.strategy: fsdp1 is now called fsdp"]
 
 
 @dataclasses.dataclass
@@ -622,7 +654,7 @@ def package_of_every_kind(tmp_path, monkeypatch):
     (tmp_path / "every_kind.py").write_text(EVERY_KIND)
     monkeypatch.syspath_prepend(str(tmp_path))
     # Emptied in place: a module that a test is the first to import would keep a replaced dict for the whole process.
-    with mock.patch.dict(registry.PACKAGES, clear=True):
+    with mock.patch.dict(plugins.PACKAGES, clear=True):
         importlib.import_module("every_kind")
         yield tmp_path
     del sys.modules["every_kind"]
@@ -635,14 +667,12 @@ def packages_of(config):
 def test_a_package_that_the_config_does_not_use_does_not_count(package_of_every_kind):
     config = load_config(None)
     assert packages_of(config) == []
-    assert config_hash(config) == config_hash(config, without=("plugins",))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_package_counts_where_the_config_uses_a_part_of_it(package_of_every_kind, kind):
     config = dataclasses.replace(load_config(None), **config_with(kind))
     assert packages_of(config) == ["every_kind"]
-    assert config_hash(config) != config_hash(config, without=("plugins",))
 
 
 def test_a_package_counts_where_the_file_of_a_suite_uses_a_part_of_it(package_of_every_kind):
@@ -667,13 +697,15 @@ def test_a_package_counts_where_an_audit_uses_a_part_of_it(package_of_every_kind
 @pytest.mark.parametrize(
     "file", sorted((Path(__file__).parents[2] / "results").rglob("export.parquet")), ids=lambda file: file.parent.name
 )
-def test_the_hashes_of_stored_runs_stay(file, tmp_path):
+def test_the_configs_of_exported_runs_are_read(file, tmp_path):
     """About three runs of each export of this repository: the first, and those at equal distances."""
     runs = open_runs(file)
     frame = runs.frame()
     every = max(len(frame) // 3, 1)
     for row in frame.iloc[::every].to_dict("records"):
-        assert config_hash(load_config(runs.config(row["run_id"], tmp_path))) == row["tags.config.hash"]
+        config = load_config(runs.config(row["run_id"], tmp_path))
+        assert str(config.seed) == row["params.seed"]
+        assert config.train.steps == int(row["params.train.steps"])
 
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -28,7 +28,7 @@ def test_every_cell_of_a_grid_is_a_run(path, tmp_path):
     exclude = tuple(rule for rule in grid.exclude if "seed" not in rule)
     seeds = grid.seeds[:1] if grid.seeds else None  # seeds differ in the seed alone
     one_seed = dataclasses.replace(grid, seeds=seeds, exclude=exclude)
-    assert plan(one_seed, directory=tmp_path).cells
+    assert plan(one_seed, directory=tmp_path).configs
 
 
 @pytest.mark.parametrize("name", ["async_math_qwen2.5_7b", "async_countdown_qwen3_4b"])
@@ -57,7 +57,7 @@ def test_the_papers_settings_are_marked(files):
 
 
 def test_the_lag_study_crosses_lags_and_kl_configurations(tmp_path):
-    cells = plan(read_grid(CONFIGS / "sweeps" / "lags.yaml"), directory=tmp_path).cells
+    cells = plan(read_grid(CONFIGS / "sweeps" / "lags.yaml"), directory=tmp_path).manifest.cells
     assert len(cells) == 4 * 8 * 5
     assert {cell.steps for cell in cells} == {60}
     assert {cell.values["lag"] for cell in cells} == {"lag-0", "lag-1", "lag-4", "lag-10"}

@@ -17,7 +17,7 @@ from kl_comedy.records import Problem, Prompt
 from kl_comedy.registry import CORRECTIONS, RECIPES
 from kl_comedy.rollouts import Sampling, build_hf
 from kl_comedy.rollouts.hf import end_tokens
-from kl_comedy.training.run import make_trainer
+from kl_comedy.training.fit import make_trainer
 from machine_runs import DEVICE, ENDS, KERNELS, TINY
 from passes import head_columns, token_pass
 

@@ -96,7 +96,7 @@ def cell(site):
     Its ``run``, the run's folder, and the text of its ``log``.
     """
     job = site.kl_comedy("sweep", "engines.yaml", "--slurm", "three.yaml", *WAITS).stdout.split()[0]
-    site.wait(lambda: list(site.folder.glob("sweeps/engines/runs/*/checkpoints/step-00000005.ckpt")), every=0.1)
+    site.wait(lambda: list(site.folder.glob("sweeps/engines/cells/*/run/checkpoints/step-00000005.ckpt")), every=0.1)
     time.sleep(2)  # so that an update takes longer than signal_seconds
     (node,) = {line["node"] for line in journal(site)}
     where = ["--partition=urgent", f"--nodelist={node}", "--exclusive"]
@@ -104,7 +104,7 @@ def cell(site):
     site.wait(lambda: '"code"' in journal_file(site).read_text())
     (site.folder / "go_on").touch()
     site.wait(site.idle, 600)
-    (run,) = site.folder.glob("sweeps/engines/runs/*")
+    (run,) = site.folder.glob("sweeps/engines/cells/*/run")
     log = site.folder / f"sweeps/engines/logs/train-{job}_0.out"
     kept_log = os.environ.get("KL_COMEDY_KEEP_LOG")
     if kept_log:
@@ -113,7 +113,7 @@ def cell(site):
 
 
 def journal_file(site):
-    return site.folder / "sweeps/engines/cells/00000.jsonl"
+    return site.folder / "sweeps/engines/cells/0000/attempts.jsonl"
 
 
 def journal(site):
@@ -192,7 +192,7 @@ def test_a_job_starts_vllm_and_sends_it_every_version(cluster, tmp_path):
     for log in logs:
         assert "samples from vllm_server" in log, log
         assert log.count("weights of version 0 confirmed") == 1, log
-    for run in tmp_path.glob("sweeps/vllm/runs/*"):
+    for run in tmp_path.glob("sweeps/vllm/cells/*/run"):
         assert_drawn_by_the_newest_weights(run)
     assert not list((tmp_path / "sweeps/vllm/servers").iterdir())
     assert not processes_in(tmp_path)

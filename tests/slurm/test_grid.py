@@ -137,7 +137,7 @@ def test_a_rule_drops_the_cells_that_it_names_and_no_others(tmp_path, axis, rule
 def test_cells_have_names_seeds_steps_and_overrides(tmp_path):
     text = "overrides: {train.steps: 5}\ngrid: {kl.0.beta: [0.1, 0.2]}\nseeds: [3, 5]\n"
     # ``extra`` is what a user types after the grid.
-    cells = planned(tmp_path, text, extra=["train.steps=6"]).cells
+    cells = planned(tmp_path, text, extra=["train.steps=6"]).manifest.cells
     assert [(cell.name, cell.seed) for cell in cells] == [
         ("beta0.1", 3),
         ("beta0.1", 5),
@@ -145,17 +145,19 @@ def test_cells_have_names_seeds_steps_and_overrides(tmp_path):
         ("beta0.2", 5),
     ]
     assert {cell.steps for cell in cells} == {6}, "what is typed wins"
-    overrides = ["train.steps=5", "train.steps=6", "name=beta0.1", "kl.0.beta=0.1", "seed=3"]
-    assert list(cells[0].overrides) == overrides
 
 
-def test_cells_are_checked_configs_with_their_hashes(tmp_path):
-    from kl_comedy.config import config_hash, load_config
+def test_the_config_of_a_cell_is_the_base_under_its_settings(tmp_path):
+    from kl_comedy.config import load_config
 
-    cells = planned(tmp_path, "grid: {kl.0.beta: [0.1, 0.2], kl.0.estimator: [k1, k3]}\nseeds: 2\n").cells
-    assert len({cell.config_hash for cell in cells}) == 8
-    for cell in cells[::3]:
-        assert config_hash(load_config(tmp_path / "base.yaml", cell.overrides)) == cell.config_hash
+    text = "overrides: {train.steps: 5}\ngrid: {kl.0.beta: [0.1, 0.2], kl.0.estimator: [k1, k3]}\nseeds: 2\n"
+    made = planned(tmp_path, text, extra=["optimizer.lr=0.5"])
+    assert len(made.configs) == len(made.manifest.cells) == 8
+    for cell, config in zip(made.manifest.cells, made.configs, strict=True):
+        words = ["train.steps=5", "optimizer.lr=0.5", f"name={cell.name}", f"seed={cell.seed}"]
+        words += [f"{key}={value}" for key, value in cell.values.items()]
+        assert config == load_config(tmp_path / "base.yaml", words)
+    assert len({(cell.name, cell.seed) for cell in made.manifest.cells}) == 8
 
 
 def test_a_key_of_the_grid_cannot_be_typed(tmp_path):
@@ -335,7 +337,7 @@ def test_axes_over_a_config_are_the_grid_that_a_file_would_be(tmp_path):
     axes, extra = split_axes(["seed=0..1", "kl.0.beta=0.01,0.03", "train.steps=3"])
     typed = plan(read_grid(tmp_path / "base.yaml", axes=axes), directory=tmp_path, extra=extra)
     assert typed == of_a_file
-    assert [cell.name for cell in typed.cells] == ["beta0.01", "beta0.01", "beta0.03", "beta0.03"]
+    assert [cell.name for cell in typed.manifest.cells] == ["beta0.01", "beta0.01", "beta0.03", "beta0.03"]
 
 
 def test_axes_are_added_to_those_of_a_grid_file(tmp_path):

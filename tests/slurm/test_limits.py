@@ -18,7 +18,6 @@ from kl_comedy.slurm.status import (
     UNKNOWN,
     CellHistory,
     missing_work,
-    newest_runs,
     read_status,
     unfinished_state,
 )
@@ -269,11 +268,10 @@ OVER = ANSWERS[5:]
 
 
 def finish(sweep, index, *, scores=False):
-    run = sweep.runs / f"{sweep.cell(index).run_stem}-1"
-    run.mkdir(parents=True)
+    run = sweep.run(index)
+    run.mkdir()
     (run / "summary.json").write_text('{"status": "FINISHED", "steps": 1}')
     if scores:
-        sweep.evaluation(index).parent.mkdir(exist_ok=True)
         sweep.evaluation(index).write_text("[]")
 
 
@@ -321,14 +319,6 @@ def test_a_local_manager_evaluates_what_it_trains_and_nobody_else_does(tmp_path)
     status = read_status(sweep)
     assert status.evaluating == {0, 2, 3}
     assert missing_work(sweep, status) == submit.Work(train=(), evaluate=(1,))
-
-
-@pytest.mark.parametrize("listed", list(itertools.permutations(("x-1", "x-2", "x-10"))))
-def test_the_newest_run_of_a_cell_is_the_one_with_the_largest_number(sweep, monkeypatch, listed):
-    """In whatever order the folder lists them; the number is compared as a number."""
-    sweep.runs.mkdir(exist_ok=True)
-    monkeypatch.setattr("os.listdir", lambda path: [*listed, "x-y-3", "notes.txt"])
-    assert newest_runs(sweep) == {"x": sweep.runs / "x-10", "x-y": sweep.runs / "x-y-3"}
 
 
 # --- whole questions -------------------------------------------------------------------------------------------------

@@ -152,7 +152,7 @@ def test_the_report_has_every_cell(sweep):
 
 def test_a_suites_items_are_beside_the_cells_evaluation(sweep):
     cell = sweep.second.rows["pocket"].cell
-    evaluations = sweep.folder / f"sweeps/grid/evaluations/{cell:05d}"
+    evaluations = sweep.folder / f"sweeps/grid/cells/{cell:04d}/evaluation"
     (suite,) = json.loads(evaluations.with_suffix(".json").read_text())[1:]
     assert suite["suite"] == "sums"
     assert suite["problems"] == 5
@@ -198,7 +198,7 @@ def test_a_suite_that_does_not_exist_is_refused(sweep, kl_comedy, monkeypatch, s
 
 def html_reports(folder, store):
     """The HTML reports of a sweep without cells whose runs are in ``store``."""
-    fields = {"name": "bare", "directory": str(folder), "base": "", "base_sha256": "", "package_version": ""}
+    fields = {"name": "bare", "directory": str(folder), "package_version": ""}
     manifest = Manifest(**fields, plugins=(), evaluate=None, max_parallel=None, stores=(store,), cells=())
     return list(write_html_reports(Sweep(path=folder, manifest=manifest)))
 
@@ -259,7 +259,7 @@ def test_cancel_saves_a_running_cell(tmp_path, kl_comedy, monkeypatch):
 def test_a_worker_killed_outright_is_reported_as_dead(tmp_path):
     (tmp_path / "dies.yaml").write_text(f"base: {TINY}\noverrides: {LONG}\n")
     process = sweep_command("sweep", "dies.yaml", "--local", 1, cwd=tmp_path)
-    os.kill(first_pid(tmp_path / "sweeps/dies/cells/00000.jsonl"), signal.SIGKILL)
+    os.kill(first_pid(tmp_path / "sweeps/dies/cells/0000/attempts.jsonl"), signal.SIGKILL)
     assert process.wait() == 1, process.output
     assert "killed by SIGKILL" in process.output
     (row,) = states(tmp_path, "dies").values()
@@ -279,11 +279,11 @@ def test_a_preempted_cell_saves_resumes_and_ends_with_the_same_bits(tmp_path):
     )
 
     def spools_with_metrics():
-        spools = tmp_path.glob("sweeps/grid/runs/*/spool.jsonl")
+        spools = tmp_path.glob("sweeps/grid/cells/*/run/spool.jsonl")
         return [spool for spool in spools if "kl/k1" in spool.read_text()]
 
     spools = wait_for(spools_with_metrics)
-    journal = tmp_path / "sweeps/grid/cells/00000.jsonl"
+    journal = tmp_path / "sweeps/grid/cells/0000/attempts.jsonl"
     os.kill(first_pid(journal), signal.SIGUSR1)
     wait_for(lambda: '"code"' in journal.read_text())
     (tmp_path / "go_on").touch()
@@ -291,9 +291,9 @@ def test_a_preempted_cell_saves_resumes_and_ends_with_the_same_bits(tmp_path):
     assert len(spools) == 1
     events = [json.loads(line) for line in journal.read_text().splitlines()]
     assert [event["code"] for event in events if "code" in event] == [75, 0], "saved and requeued, then finished"
-    assert_resumed(tmp_path / "sweeps/grid/runs")
+    assert_resumed(tmp_path / "sweeps/grid/cells/0000")
     sweep = read_sweep(tmp_path / "sweeps/grid")
-    config = load_config(sweep.base, [*sweep.overrides(sweep.cell(0)), f"output={tmp_path / 'alone'}"])
+    config = load_config(sweep.config(0), [f"output={tmp_path / 'alone'}"])
     alone = train(config, console=Console(quiet=True), command="alone").run.path
-    (ours,) = sweep.runs.glob("*/policy/model.safetensors")
+    ours = sweep.run(0) / "policy/model.safetensors"
     assert ours.read_bytes() == (alone / "policy/model.safetensors").read_bytes()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from commands import run_here
 from fake_slurm import plan_sweep
+from kl_comedy.config import flatten, load_config, to_plain
+from kl_comedy.config.load import differing_keys
 from kl_comedy.errors import UserError
+from kl_comedy.io import write_yaml
+from kl_comedy.plugins import PluginSet
 from kl_comedy.slurm import manifest as manifest_module
 from kl_comedy.slurm.local import by_seed
-from kl_comedy.slurm.manifest import Sweep, read_sweep, write_sweep
+from kl_comedy.slurm.manifest import Plan, Sweep, read_sweep, write_sweep
 from kl_comedy.slurm.profile import Container, Profile, Servers, read_profile
 from kl_comedy.slurm.scripts import array_ranges, render, report_limits, share_out
 
@@ -40,47 +46,118 @@ def sweep_copy(sweep, tmp_path):
     return replace(sweep, path=tmp_path / "sweeps" / "grid")
 
 
+def planned_again(sweep, *, cells=None, **changes):
+    """The plan of the sweep, of fewer cells or with another config of cell 3."""
+    configs = [sweep.read_config(index) for index in range(len(sweep.manifest.cells))]
+    if changes:
+        configs[3] = replace(configs[3], **changes)
+    manifest = replace(sweep.manifest, cells=sweep.manifest.cells[:cells])
+    return Plan(manifest=manifest, configs=tuple(configs[:cells]), evaluation=None, plugins=PluginSet())
+
+
+def files_of(sweep):
+    return {path: path.read_bytes() for path in sweep.path.rglob("*") if path.is_file()}
+
+
 def test_it_is_written_once_and_read_back(sweep):
-    before = (sweep.path / "manifest.json").stat().st_mtime_ns
-    written_again = write_sweep(sweep.path, sweep.manifest, "something else")
-    assert (sweep.path / "manifest.json").stat().st_mtime_ns == before
-    assert sweep.base.read_text() == "model: {options: {preset: tiny}}\n"
-    assert written_again == sweep
+    before = files_of(sweep)
+    file = sweep.path / "manifest.json"
+    written_at = file.stat().st_mtime_ns
+    assert write_sweep(sweep.path, planned_again(sweep)) == sweep
+    assert file.stat().st_mtime_ns == written_at
+    assert files_of(sweep) == before
     assert read_sweep(sweep.path) == sweep
 
 
 def test_another_sweep_in_its_place_is_refused(sweep):
-    three_cells = replace(sweep.manifest, cells=sweep.manifest.cells[:3])
+    before = files_of(sweep)
     with pytest.raises(UserError, match="10 cells there, 3 planned now"):
-        write_sweep(sweep.path, three_cells, "")
+        write_sweep(sweep.path, planned_again(sweep, cells=3))
+    with pytest.raises(UserError, match=r"holds another sweep of this name \(cell 3 has another seed\); give the grid"):
+        write_sweep(sweep.path, planned_again(sweep, seed=5))
+    assert files_of(sweep) == before
+
+
+def test_a_cell_holds_the_config_that_it_trains(sweep):
+    """All of it: what a default is when the cell starts does not matter."""
+    plain = load_config(None, ["model.options={preset: tiny}", "optimizer.lr=0.004"])
+    config = sweep.read_config(3)
+    assert differing_keys(config, replace(plain, name=config.name)) == []
+    assert config.output == str(sweep.path / "cells/0003")
+    assert config.tracking.tags == {"sweep": "grid", "cell": "3"}
+    text = sweep.config(3).read_text()
+    assert text.splitlines()[1] == "schema: 1"
+    for key in flatten(to_plain(config)):
+        name = key.split(".")[0]
+        assert f"\n{name}:" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text.replace("seed: 0", "seed: 1"), r"was changed after the sweep was planned; plan another"),
+        (lambda text: text.partition("\n")[2], r"was changed after the sweep was planned; plan another"),
+        (lambda text: "", r"was changed after the sweep was planned; plan another"),
+        (None, r"^no such config file: "),
+    ],
+    ids=["a digit", "without its checksum", "empty", "gone"],
+)
+def test_a_cell_whose_config_was_changed_is_not_trained(sweep_copy, change, message):
+    file = sweep_copy.config(2)
+    if change is None:
+        file.unlink()
+    else:
+        file.write_text(change(file.read_text()))
+    code, _, error = run_here("cell", sweep_copy.path, 2)
+    assert code == 2
+    (line,) = error.splitlines()
+    assert re.search(message, line.removeprefix("error: "))
+    assert not sweep_copy.run(2).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("schema: 1", "schema: 2"), r"schema: got 2; allowed: 1 \(it was written by another version of kl_comedy\)"),
+        (("\nseed: 0", "\nseed: 0\nlater: 1"), r"later: no such key \(given 1\)"),
+    ],
+)
+def test_a_cell_of_a_later_version_is_not_trained(sweep_copy, change, message):
+    file = sweep_copy.config(2)
+    write_yaml(file, file.read_text().partition("\n")[2].replace(*change))
+    code, _, error = run_here("cell", sweep_copy.path, 2)
+    assert code == 2
+    (line,) = error.splitlines()
+    assert re.search(message, line)
+    assert not sweep_copy.run(2).exists()
 
 
 def test_two_sweeps_planned_at_the_same_moment_do_not_share_a_folder(sweep, tmp_path, monkeypatch):
     """The second comes while the first writes its files: it waits, and then finds another sweep there."""
-    three_cells = replace(sweep.manifest, cells=sweep.manifest.cells[:3])
     folder = tmp_path / "grid"
     first_writes = threading.Event()
     second_begins = threading.Event()
-    write = manifest_module.atomic_write
+    write = manifest_module.write_yaml
 
-    def slow_write(path, *rest, **options):
-        if path.name == "base.yaml":
+    def slow_write(path, *rest):
+        if path.parent.name == "0000":
             first_writes.set()
             second_begins.wait(60)
             # Time for the second to look for a manifest, which it must not do yet.
             time.sleep(0.3)
-        write(path, *rest, **options)
+        write(path, *rest)
 
-    monkeypatch.setattr(manifest_module, "atomic_write", slow_write)
-    first = threading.Thread(target=write_sweep, args=(folder, sweep.manifest, "a: 1\n"))
+    first_plan = planned_again(sweep)
+    second_plan = planned_again(sweep, cells=3)
+    monkeypatch.setattr(manifest_module, "write_yaml", slow_write)
+    first = threading.Thread(target=write_sweep, args=(folder, first_plan))
     first.start()
     assert first_writes.wait(60)
     second_begins.set()
     with pytest.raises(UserError, match="10 cells there, 3 planned now"):
-        write_sweep(folder, three_cells, "a: 2\n")
+        write_sweep(folder, second_plan)
     first.join()
     assert read_sweep(folder).manifest == sweep.manifest
-    assert (folder / "base.yaml").read_text() == "a: 1\n"
 
 
 def test_a_sweep_is_found_by_its_name_below_the_working_folder(sweep_copy, monkeypatch, tmp_path):
@@ -93,7 +170,7 @@ def test_a_sweep_is_found_by_its_name_below_the_working_folder(sweep_copy, monke
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "another version of kl_comedy"),
+        ({"version": 3}, "another version of kl_comedy"),
         ({"name": "other"}, "changed by hand"),
         ({"cells": None}, "manifest.json: cells: got None"),
     ],
@@ -111,17 +188,6 @@ def test_a_damaged_manifest_is_refused(sweep_copy):
     (sweep_copy.path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="is not a readable manifest"):
         read_sweep(sweep_copy.path)
-
-
-def test_a_sweep_from_before_cells_had_sizes_is_read_as_it_was(tmp_path):
-    """Its digest, which was made without them, still holds; and planned again it is the same sweep."""
-    old = GOLDEN / "sweep_manifest.json"
-    (tmp_path / "old").mkdir()
-    shutil.copy(old, tmp_path / "old" / "manifest.json")
-    sweep = read_sweep(tmp_path / "old")
-    assert sweep.cell(0).size == (1, 1)
-    assert sweep.manifest.digest == json.loads(old.read_text())["digest"]
-    assert write_sweep(tmp_path / "old", sweep.manifest, "") == sweep
 
 
 def test_on_this_machine_every_cell_gets_its_first_seed_before_any_gets_its_second(tmp_path):

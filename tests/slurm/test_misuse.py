@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kl_comedy.registry import PLUGIN_FILES
+from kl_comedy.plugins import PLUGIN_FILES
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 FILES = {
@@ -90,8 +90,8 @@ def test_a_dry_run_prints_scripts_commands_and_cells_and_writes_nothing(folder, 
     assert set(plan["scripts"]) == {"train", "report"}
     assert [cell["name"] for cell in plan["cells"]] == ["beta0.1", "beta0.2"]
     assert len(plan["commands"]) == 2
-    assert "resume=auto" in plan["cells"][0]["command"]
-    assert "kl.0.beta=0.1" in plan["cells"][0]["command"]
+    assert plan["cells"][0]["values"] == {"kl.0.beta": "0.1"}
+    assert plan["cells"][0]["command"] == f"kl-comedy cell {folder}/sweeps/good 0"
     assert not (folder / "sweeps").exists()
 
 
@@ -119,9 +119,8 @@ def forget_the_plugin():
     sys.modules.pop("kl_comedy_plugin_noted", None)
 
 
-def run_folder(sweep, manifest, cell):
-    record = manifest["cells"][cell]
-    return sweep / "runs" / f"{record['name']}-{record['config_hash']}-1"
+def run_folder(sweep, cell):
+    return sweep / f"cells/{cell:04d}/run"
 
 
 def test_a_name_is_given_and_a_changed_plugin_refused(folder, kl_comedy, monkeypatch):
@@ -135,11 +134,10 @@ def test_a_name_is_given_and_a_changed_plugin_refused(folder, kl_comedy, monkeyp
     monkeypatch.setenv("PATH", str(folder))  # without sbatch the sweep is written and nothing runs
     assert kl_comedy(*words, "--slurm", "site.yaml")[0] == 2
     sweep = folder / "sweeps/second"
-    manifest = json.loads((sweep / "manifest.json").read_text())
-    assert set(manifest["plugin_hashes"]) == {"noted.py"}
+    assert json.loads((sweep / "plugins.json").read_text())["files"] == ["noted.py"]
     assert (sweep / "plugins/noted.py").read_text() == "FIRST = 1\n"
 
-    run_folder(sweep, manifest, 1).mkdir()
+    run_folder(sweep, 1).mkdir()
     (folder / "noted.py").write_text("SECOND = 1\n")
     forget_the_plugin()
     for command in (words, ("resubmit", "second")):
@@ -153,9 +151,9 @@ def test_a_name_is_given_and_a_changed_plugin_refused(folder, kl_comedy, monkeyp
     assert "noted.py changed since" in error, error
     assert "put the older source back" in error, error
 
-    run_folder(sweep, manifest, 0).mkdir()
+    run_folder(sweep, 0).mkdir()
     for cell in (0, 1):
-        (run_folder(sweep, manifest, cell) / "summary.json").write_text('{"status": "FINISHED"}')
+        (run_folder(sweep, cell) / "summary.json").write_text('{"status": "FINISHED"}')
     code, _, error = kl_comedy("resubmit", "second")
     assert code == 0, error
     assert "note: noted.py changed since" in error, error

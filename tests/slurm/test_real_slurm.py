@@ -76,12 +76,12 @@ def site(cluster, tmp_path_factory):
 
 
 def journal(site, cell):
-    return (site.folder / f"sweeps/grid/cells/{cell:05d}.jsonl").read_text()
+    return (site.folder / f"sweeps/grid/cells/{cell:04d}/attempts.jsonl").read_text()
 
 
 def pid_at_step(site, cell, step):
     """The process that trains ``cell``, once a checkpoint of ``step`` or later is there; None before."""
-    for config in site.folder.glob("sweeps/grid/runs/*/config.yaml"):
+    for config in site.folder.glob("sweeps/grid/cells/*/run/config.yaml"):
         if f"cell: '{cell}'" not in config.read_text():
             continue
         steps = [int(path.stem.removeprefix("step-")) for path in config.parent.glob("checkpoints/step-*.ckpt")]

@@ -300,7 +300,7 @@ def test_a_cells_servers_come_from_its_config_and_are_started_again_when_killed(
     sweep = plan_sweep(tmp_path, f"overrides: {{{settings}}}\nseeds: 1\n")
     tasks = [job.start_cell(index, sweep, "0", wait=120) for index in range(2)]
     await_servers()
-    config = load_config(sweep.base, sweep.overrides(sweep.cell(0)))
+    config = sweep.read_config(0)
     backend = build_hf_server(config.rollout, loaded=load_model(config.model))
     backend.work_in(tmp_path)
     prompts = []

@@ -143,7 +143,7 @@ def assert_ends_as_undisturbed(site, alone, cell):
 
 def lines(site, cell):
     """The journal of a cell: a line when an attempt starts, and one when it ends."""
-    file = site.folder / f"sweeps/faulty/cells/{cell:05d}.jsonl"
+    file = site.folder / f"sweeps/faulty/cells/{cell:04d}/attempts.jsonl"
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text().splitlines()]
@@ -159,7 +159,7 @@ def ends(site, cell):
 
 def training(site, cell):
     """The node of the cell's first attempt once a checkpoint is there; None before."""
-    for checkpoint in site.folder.glob("sweeps/faulty/runs/faulty-*-1/checkpoints/step-*.ckpt"):
+    for checkpoint in site.folder.glob("sweeps/faulty/cells/*/run/checkpoints/step-*.ckpt"):
         run = checkpoint.parents[1]
         if f"cell: '{cell}'" in (run / "config.yaml").read_text():
             return lines(site, cell)[0]["node"]

@@ -189,12 +189,12 @@ def test_states_from_queue_attempts_and_folders(sweep, slurm, monkeypatch):
     record(sweep, monkeypatch, 4)
     record(sweep, monkeypatch, 6, code=75, reason="saved")
     record(sweep, monkeypatch, 7, code=0)
-    with (sweep.path / "cells/00003.jsonl").open("a") as file:
+    with (sweep.folder(3) / "attempts.jsonl").open("a") as file:
         file.write('{"pid": "3", "en')
     assert [attempt.code for attempt in sweep.attempts(3)] == [None], "a torn line is skipped"
     # Cell 7 has finished; the last line of its spool is torn too.
-    run = sweep.runs / f"{sweep.cell(7).run_stem}-1"
-    run.mkdir(parents=True)
+    run = sweep.run(7)
+    run.mkdir()
     (run / "summary.json").write_text(
         '{"status": "FINISHED", "evaluations": {"a": {"0": 0.5, "100": 0.7}, "early": {"50": 1.0}}}'
     )
@@ -384,7 +384,7 @@ def test_a_thousand_cells_are_submitted_and_looked_up_in_seconds(tmp_path, slurm
 
 def test_a_start_that_cannot_be_read_is_counted_whatever_is_read_after_it(sweep):
     sweep.record_start(0, "train", {"process.pid": "1"})
-    (journal,) = (sweep.path / "cells").iterdir()
+    journal = sweep.folder(0) / "attempts.jsonl"
     journal.write_text(journal.read_text().replace("crc32", "cr32"))
     assert sweep.attempts(0) == []
     assert sweep.attempts(0, "evaluate") == []

@@ -30,7 +30,7 @@ DEADLINE_S = 400
 WAITS = ("--plugin", str(Path(__file__).with_name("waits.py")))
 """Words of a command that waits as :func:`waits` says.
 
-A plugin is part of the hash by which ``resume=auto`` finds a run: the command that resumes it needs these words too.
+A run with another plugin is another run: the command that resumes it needs these words too.
 Where that is ``train()`` in this process, the command that waits is ``Command(..., modules=["waits"])``.
 """
 

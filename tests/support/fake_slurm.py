@@ -34,5 +34,4 @@ class FakeSlurm:
 def plan_sweep(folder, grid):
     (folder / "base.yaml").write_text(BASE)
     (folder / "grid.yaml").write_text(f"base: base.yaml\n{grid}")
-    manifest = plan(read_grid(folder / "grid.yaml"), directory=folder)
-    return write_sweep(folder / "sweeps" / "grid", manifest, BASE)
+    return write_sweep(folder / "sweeps" / "grid", plan(read_grid(folder / "grid.yaml"), directory=folder))

@@ -12,7 +12,7 @@ from unittest import mock
 from rich.console import Console
 
 from commands import run_here
-from kl_comedy.registry import PLUGIN_FILES
+from kl_comedy.plugins import PLUGIN_FILES
 
 
 class Site:
@@ -70,13 +70,14 @@ def undisturbed(sweep, folder, *, only=None, environment=None):
     with contextlib.chdir(sweep.manifest.directory):
         for cell in cells:
             output = folder / str(cell.index)
-            overrides = [*sweep.overrides(cell), f"output={output}", "tracking.uri=none"]
+            file = sweep.config(cell.index)
+            overrides = [f"output={output}", "tracking.uri=none"]
             if cell.nodes == 1:
-                done = train(load_config(sweep.base, overrides), console=Console(quiet=True), command="alone")
+                done = train(load_config(file, overrides), console=Console(quiet=True), command="alone")
                 run_folders[cell.index] = done.run.path
             else:
                 on_this_machine = ["train.nodes=1", f"train.devices={cell.nodes * cell.devices}"]
-                words = ["train", sweep.base, *overrides, *on_this_machine]
+                words = ["train", file, *overrides, *on_this_machine]
                 subprocess.run(
                     [sys.executable, "-m", "kl_comedy.cli", *words], check=True, capture_output=True, env=environment
                 )

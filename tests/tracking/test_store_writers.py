@@ -27,8 +27,6 @@ def manifest(folder, *stores):
         name="many",
         directory=str(folder),
         stores=stores,
-        base="",
-        base_sha256="",
         package_version="",
         plugins=(),
         evaluate=None,

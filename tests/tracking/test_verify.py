@@ -101,7 +101,7 @@ def test_a_new_value_and_a_deleted_run_are_named(kl_comedy, exported, study_copy
 
 
 def test_a_run_is_found_by_its_folder_where_names_repeat(study):
-    with pytest.raises(UserError, match="'study s0', which matches 7 runs of the store; name one by its folder or id"):
+    with pytest.raises(UserError, match="'study s0', which matches 7 runs of the store; name one by its id or folder"):
         find_run(study, "study s0")
     row = find_run(study, "k3-0.1-0")
     assert (row["params.kl"], row["params.seed"]) == ("0.1 k3_reverse_token in loss", "0")
@@ -221,7 +221,7 @@ def test_a_run_reproduces_to_the_bit_and_a_forged_one_does_not(kl_comedy, tmp_pa
     assert code == 0, err
     assert {item["verdict"] for item in json.loads(out)} == {"equal"}, err
     assert {item["metric"].partition("/")[2][:4] for item in json.loads(out)} == {"norm", "rewa"}
-    config = f"runs/reproduced/{row['tags.run_folder']}.inputs/config.yaml"
+    config = f"runs/reproduced/{row['tags.run_folder']}-{row['run_id'][:8]}.inputs/config.yaml"
     assert f"runs now: kl-comedy train {config} output=runs/reproduced resume=never tracking.uri=none\n" in err
     assert f"git checkout {row['tags.git.commit']}\n" in err
     assert "what a config means" not in err

@@ -16,7 +16,7 @@ import torch
 
 from commands import Command, assert_resumed, waits
 from forked_servers import ForkedServer
-from kl_comedy.config import config_hash, load_config
+from kl_comedy.config import load_config
 from kl_comedy.data import PromptOrder
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, UserError
 from kl_comedy.rollouts.engines import servers as servers_module
@@ -348,13 +348,6 @@ def test_a_killed_run_resumes_without_losing_or_repeating_a_prompt(tmp_path, wat
 def test_combinations_that_cannot_work_are_refused(overrides, message):
     with pytest.raises(UserError, match=message):
         load_config(TINY, overrides)
-
-
-def test_keys_of_earlier_versions_are_read_with_a_warning_and_stay_in_the_hash(caplog):
-    config = load_config(TINY, ["lag.mode=async", "lag.silence_limit_s=5", "lag.answer_limit_s=3600"])
-    assert "lag.silence_limit_s is not used any more" in caplog.text
-    assert "answer_limit_s" not in caplog.text
-    assert config_hash(config) == config_hash(load_config(TINY, ["lag.mode=async"]))
 
 
 def test_a_config_that_an_engine_refuses_is_a_user_error(tmp_path):

@@ -25,6 +25,7 @@ from kl_comedy.config import config_hash, load_config
 from kl_comedy.errors import UserError
 from kl_comedy.models import load_model
 from kl_comedy.models.weights import full_weights
+from kl_comedy.rollouts import Sampler
 from kl_comedy.training.checkpoint import damage, manifest
 from kl_comedy.training.distributed import Ranks, cluster_environment
 from kl_comedy.training.models import load_policy
@@ -177,6 +178,28 @@ def test_a_run_of_two_processes_is_extended_by_two(tmp_path):
     assert_same(extended, alone, atol=1e-5)
     for name, tensor in weights_of(first).items():
         assert torch.equal(weights_before[name], tensor), name
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_left_alone_by_processes_that_are_there_already(tmp_path):
+    """Rank 0 tells the others when they are connected; each ends with code 0."""
+    run = over(tmp_path / "run", "ddp", "train.steps=1", "resume=auto")
+    before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
+    ranks = start_ranks(tmp_path / "run", "ddp", "train.steps=1", "resume=auto")
+    assert [rank.wait(DEADLINE_S) for rank in ranks] == [0, 0], [rank.output for rank in ranks]
+    assert sum(rank.output.count("is already finished") for rank in ranks) == 1
+    assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+    assert run_in(tmp_path / "run").path == run.path
+
+
+@pytest.mark.slow
+def test_a_named_run_of_another_config_is_refused_on_all_ranks(tmp_path):
+    run = over(tmp_path / "run", "ddp", "train.steps=1")
+    ranks = start_ranks(tmp_path / "run", "ddp", "train.steps=1", "seed=7", f"resume={run.path}")
+    assert [rank.wait(DEADLINE_S) for rank in ranks] == [2, 2], [rank.output for rank in ranks]
+    assert "was trained with another seed" in ranks[0].output
+    assert all("Traceback" not in rank.output for rank in ranks)
+    assert run_in(tmp_path / "run").path == run.path
 
 
 @pytest.mark.slow
@@ -453,8 +476,9 @@ def test_a_mistake_over_ranks_is_one_line_and_leaves_nothing(tmp_path, overrides
 def test_more_processes_or_engines_than_gpus_are_refused_before_anything_starts(
     tmp_path, monkeypatch, overrides, message
 ):
-    monkeypatch.setattr("kl_comedy.training.run.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("kl_comedy.training.fit.pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(Sampler, "check_installed", lambda self: None)  # vLLM may be missing here
     with pytest.raises(UserError, match=message):
         go(tmp_path, *overrides)
     assert not list(tmp_path.iterdir())

@@ -182,9 +182,10 @@ def test_it_is_checked_planned_and_says_how_to_get_its_model_and_data(path):
 def test_its_grid_fits_the_profiles(name, profile, size, tmp_path):
     """Every cell has the profile's size and an engine that the profile can start."""
     grid = read_grid(ROOT / "configs" / "sweeps" / f"paper_{name}.yaml")
-    manifest = plan(grid, directory=tmp_path, extra=size)
+    planned = plan(grid, directory=tmp_path, extra=size)
+    manifest = planned.manifest
     site = read_profile(str(ROOT / "slurm" / "profiles" / f"{profile}.yaml"))
     texts = scripts(Sweep(path=tmp_path / "sweep", manifest=manifest), site, manifest.cells)
     assert "--cell" in texts["train"]
     cell = manifest.cells[0]
-    check_job_servers(load_config(grid.base, cell.overrides), site.shape_for(cell).servers.gpus)
+    check_job_servers(planned.configs[0], site.shape_for(cell).servers.gpus)

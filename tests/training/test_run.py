@@ -4,7 +4,6 @@ import inspect
 import itertools
 import json
 import re
-import shutil
 import signal
 import statistics
 from unittest import mock
@@ -15,16 +14,16 @@ import torch
 import yaml
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from commands import Command, assert_resumed
+from commands import Command
 from kl_comedy.config import load_config
 from kl_comedy.config.trainer_arguments import TRAINER_ARGUMENTS
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.io import read_json, sha256_file, write_json
 from kl_comedy.registry import load_plugin_file
 from kl_comedy.training import models
 from kl_comedy.training import run as training_run
+from kl_comedy.training.fit import make_trainer
 from kl_comedy.training.module import PolicyModule
-from kl_comedy.training.run import make_trainer
+from kl_comedy.training.run_folder import RunDir
 from training_runs import SHORT, TINY, go, killed_then_resumed, metrics_of, quiet, sample_tables_of, weights_of
 
 LEVELS = ("token", "sequence")
@@ -360,9 +359,7 @@ def test_a_token_that_overflows_is_named_and_changes_no_weights(tmp_path, monkey
 
 
 def test_a_run_folder_has_one_holder(tmp_path):
-    from kl_comedy.training.run_folder import create_run
-
-    run = create_run(load_config(TINY, [f"output={tmp_path}"]))
+    run = RunDir(path=tmp_path)
     with run.lock(), pytest.raises(UserError, match="is being trained by process"), run.lock():
         pass
 
@@ -495,28 +492,6 @@ def test_an_unknown_trainer_argument_is_refused_with_those_that_can_be_set():
         make_trainer(load_config(TINY, ["trainer={nothing: 3}"]), [])
     allowed = LIGHTNINGS_ARGUMENTS - set(TRAINER_ARGUMENTS)
     assert ", ".join(sorted(allowed)) in str(error.value)
-
-
-def test_a_checkpoint_of_version_0_1_0_is_resumed(tmp_path):
-    """There the state of the data module was part of the module's; the run continues to the same bits."""
-    settings = ("train.steps=3", "train.eval_every=0", "lag.mode=replayed", "lag.steps=1")
-    run = go(tmp_path, *settings).run
-    last, before = sorted(run.checkpoints.iterdir(), reverse=True)
-    shutil.rmtree(last)
-    (run.path / "summary.json").unlink()
-    state = torch.load(before / "state.pt", weights_only=True)  # it loads without pickle
-    state["kl_comedy"]["stream"] = state.pop("ExperienceModule")
-    torch.save(state, before / "state.pt")
-    manifest = read_json(before / "manifest.json", "manifest")
-    manifest["files"]["state.pt"] = {
-        "bytes": (before / "state.pt").stat().st_size,
-        "sha256": sha256_file(before / "state.pt"),
-    }
-    write_json(before / "manifest.json", manifest)
-    policy = weights_of(run)
-    assert go(tmp_path, *settings, "resume=auto").run.path == run.path
-    assert_resumed(tmp_path, at=2)
-    assert weights_of(run) == policy
 
 
 def test_a_job_that_is_signalled_too_late_says_so_once(tmp_path, monkeypatch, caplog):

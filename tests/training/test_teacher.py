@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kl_comedy.config import config_hash, load_config
+from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel, load_model
 from kl_comedy.models.reference import match_teacher
@@ -113,13 +113,6 @@ def test_the_teacher_is_refused_by_its_key(tmp_path, source):
         go(tmp_path, f"reference.teacher.source={tmp_path / source}", "kl=opd/sampled", *SHORT)
 
 
-def test_configs_without_a_teacher_keep_their_hash():
-    plain = config_hash(load_config(TINY))
-    assert config_hash(load_config(TINY, ["reference.teacher=null", "algorithm.reward_weight=1"])) == plain
-    assert config_hash(load_config(TINY, [*TEACHER])) != plain
-
-
-# --- tokens -----------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def policy():
     return load_model(load_config(TINY, [f"model.options={OTHER}"]).model)

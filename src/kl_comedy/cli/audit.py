@@ -100,9 +100,10 @@ def audit(wanted: AuditOptions) -> None:
 
 def _save(report: AuditReport, source: AuditSource, folder: Path) -> Path:
     """Write the report as JSON, with the command, config and code that made it; return the file's path."""
-    from kl_comedy.config import config_hash, plugins_of
+    from kl_comedy.config import config_hash
     from kl_comedy.io import atomic_write
     from kl_comedy.tracking import provenance_tags
+    from kl_comedy.training.run_plugins import plugins_of
 
     # In the name, so that audits of two configs, or of two updates, do not overwrite each other.
     identity = config_hash(source.config)

@@ -112,7 +112,7 @@ def load_run_plugins(target: str | Path, *, given: Iterable[str | Path] | None =
     has_plugins = (folder / "plugins.json").is_file()
     if not is_run or not has_plugins:
         return
-    from kl_comedy.training.run_folder import load_stored_plugins, stored_record
+    from kl_comedy.training.run_plugins import load_stored_plugins, stored_record
 
     record = stored_record(folder)
     if record is None:

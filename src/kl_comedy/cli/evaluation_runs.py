@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kl_comedy.config import Config, load_config, plugins_of
+from kl_comedy.config import Config, load_config
 from kl_comedy.config.schema import SuiteConfig, SuiteFile
 from kl_comedy.config.shipped import shipped_config
 from kl_comedy.errors import UserError, bad_value, nearest
@@ -26,9 +26,10 @@ from kl_comedy.evaluation.scores import check_ks, default_ks, score_choices, sco
 from kl_comedy.evaluation.suites import get_suite, resolve_template, suite_problems, suite_prompts
 from kl_comedy.models import LoadedModel, load_model, weights_hash
 from kl_comedy.phases import within
+from kl_comedy.plugins import PluginSet
 from kl_comedy.progress import stages
 from kl_comedy.records import Problem
-from kl_comedy.registry import ROLLOUTS, PluginSet
+from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rollouts import RolloutBackend
 from kl_comedy.rollouts.sampler import capabilities_of
@@ -39,6 +40,7 @@ from kl_comedy.training.export import export_policy
 from kl_comedy.training.metrics import completion_metrics, load_eval_reference
 from kl_comedy.training.problems import eval_sampling, load_problem_sets, render_prompts
 from kl_comedy.training.run_folder import RunDir, step_of
+from kl_comedy.training.run_plugins import plugins_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,7 @@ def resolve_target(target: str, overrides: Sequence[str]) -> Iterator[Target]:
                 which = str(step_of(path))
             step = step_of(export_policy(run, trained, source, which=which))
         config = read([f"model.source={source}", *_changes_for_exported(trained), *overrides])
-        yield Target(config=config, label=f"{run.path.name}-{step}", run=run.path.name, step=step)
+        yield Target(config=config, label=f"{run.label}-{step}", run=run.label, step=step)
 
 
 def _refuse_missing_run(target: str) -> None:
@@ -370,8 +372,9 @@ def evaluate_run(
     if config.data.eval:
         rows += evaluate_sets(config, console)
     if suites:
-        step = summary.get("steps", config.train.steps)
-        target = Target(config=config, label=f"{run.name}-{step}", run=run.name, step=step)
+        step = summary["steps"]
+        label = RunDir(path=run).label
+        target = Target(config=config, label=f"{label}-{step}", run=label, step=step)
         root = None if config.eval.data_root is None else Path(config.eval.data_root)
         request = EvaluationRequest(suites=suites, out=records, root=root)
         rows += evaluate_suites(target, request, console)

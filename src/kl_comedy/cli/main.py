@@ -72,7 +72,7 @@ def train(
 ) -> None:
     """Train a policy under the KL configuration of CONFIG.
 
-    `resume=auto` continues a run of the same config, and `resume=runs/RUN train.steps=N` trains a run to more updates.
+    `resume=auto` continues a run of the same name and config, or trains it to more updates where `train.steps` grew.
     summary.json in the folder of a run has its results, and the commands that repeat, resume and evaluate it;
     `kl-comedy results plot` draws runs, and `kl-comedy results link` leads to their pages in a browser.
 

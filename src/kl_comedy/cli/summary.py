@@ -15,8 +15,8 @@ from kl_comedy.config import Config, load_config
 from kl_comedy.config.shipped import find_config
 from kl_comedy.records import RUN_SCORES
 from kl_comedy.redaction import one_line
+from kl_comedy.training.run import train
 from kl_comedy.training.run_folder import Outcome
-from kl_comedy.training.start import train_unless_finished
 
 METRICS = {
     "train/reward": "train reward",
@@ -26,9 +26,9 @@ METRICS = {
 }
 
 
-def train_and_show(config: Config, console: Console, command: str) -> None:
-    """Check everything that needs no model, train unless the run is finished, and print how it ended."""
-    outcome = train_unless_finished(config, console, command)
+def train_and_show(config: Config, console: Console, command: str, *, folder: Path | None = None) -> None:
+    """Train unless the run is finished, and print how it ended. ``folder`` is that of a sweep's cell."""
+    outcome = train(config, console=console, command=command, folder=folder)
     has_evaluation = bool(config.data.eval or config.eval.suites)
     show_outcome(outcome, console, has_evaluation=has_evaluation)
 
@@ -66,7 +66,7 @@ def try_and_show(given: str, overrides: Sequence[str], config: Config, console: 
     with tempfile.TemporaryDirectory(prefix="kl_comedy_fast_dev_run_") as folder:
         # Read again and not changed in place, so that every rule of configs holds for what is tried.
         tried = load_config(find_config(given), [*changes, f"output={folder}"])
-        outcome = train_unless_finished(tried, console, "kl-comedy train --fast-dev-run")
+        outcome = train(tried, console=console, command="kl-comedy train --fast-dev-run")
         console.print(_scores_table(outcome.summary))
         seconds = outcome.summary["seconds"]
     tried_what = "one update and one evaluation of a few problems"

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -26,12 +26,13 @@ from kl_comedy.cli.common import (
 )
 from kl_comedy.cli.completion import complete_config, complete_override
 from kl_comedy.cli.sweep_progress import sweep_progress
-from kl_comedy.config import standalone_text
+from kl_comedy.config import Config
 from kl_comedy.config.combinations import is_off_policy
+from kl_comedy.config.load import identity, may_change
 from kl_comedy.config.shipped import find_config
 from kl_comedy.errors import RunFailed, UserError, error_prefix
 from kl_comedy.io import file_lock
-from kl_comedy.registry import PluginPackage, PluginSet, plugin_sources
+from kl_comedy.plugins import PluginSet
 from kl_comedy.slurm import local as local_runs
 from kl_comedy.slurm import submit
 from kl_comedy.slurm.grid import read_grid, split_axes
@@ -40,7 +41,7 @@ from kl_comedy.slurm.manifest import (
     SUBMIT_LOCK,
     SUBMIT_WAIT_S,
     Cell,
-    Manifest,
+    Plan,
     Sweep,
     plan,
     read_sweep,
@@ -50,6 +51,7 @@ from kl_comedy.slurm.profile import Profile, profile_file, read_profile
 from kl_comedy.slurm.scripts import array_ranges, scripts
 from kl_comedy.slurm.status import CellStatus, SweepStatus, missing_work, read_status, seeds_table
 from kl_comedy.slurm.submit import Work
+from kl_comedy.training.run_plugins import plugins_of
 
 SweepArgument = Annotated[Path, typer.Argument(metavar="SWEEP", help="A sweep's folder, or its name under sweeps/")]
 Slurm = Annotated[str | None, typer.Option(help="Site profile: a name in slurm/profiles, or a .yaml file")]
@@ -106,28 +108,29 @@ def sweep(
     load_plugins(plugin)
     axes, extra = split_axes(overrides or [])
     planned = read_grid(find_config(grid), name, axes)
-    manifest = plan(planned, directory=Path.cwd(), plugins=plugin or [], extra=extra)
+    made = plan(planned, directory=Path.cwd(), plugins=plugin or [], extra=extra)
+    manifest = made.manifest
 
     # Everything that can be refused is refused before anything is written.
-    _check_suites(manifest)
+    _check_suites(made)
     _check_sizes(manifest.cells, profile, local)
-    _check_servers(manifest, profile, Path(planned.base))
+    _check_servers(made, profile)
     folder = output or Path("sweeps") / manifest.name
     planned_sweep = Sweep(path=folder.resolve(), manifest=manifest)
-    # By the hash of their configs: a store does not know which sweep a run belongs to.
+    # By their settings: a store does not know which sweep a run belongs to.
     finished_elsewhere = frozenset[int]()
     if finished_in is not None:
-        finished_elsewhere = _finished_in(manifest, finished_in)
-    _warn_of_idle_terms(manifest, Path(planned.base))
+        finished_elsewhere = _finished_in(made, finished_in)
+    _warn_of_idle_terms(made)
     if dry_run:
         _print_plan(planned_sweep, profile, format)
         return
     if profile is not None:
         scripts(planned_sweep, profile, manifest.cells)  # raises for a path that no script can hold
     if (folder / FILE).is_file():
-        _check_plugins(read_sweep(folder), manifest.plugin_hashes)
+        _check_plugins(read_sweep(folder), made.plugins)
 
-    written = write_sweep(folder, manifest, standalone_text(Path(planned.base)))
+    written = write_sweep(folder, made)
     message(f"{len(manifest.cells)} cells in {written.path}")
     _run_missing(written, place, finished_elsewhere=finished_elsewhere)
 
@@ -229,17 +232,16 @@ class Place:
 # --- checks before anything is written -------------------------------------------------------------------------------
 
 
-def _check_suites(manifest: Manifest) -> None:
+def _check_suites(made: Plan) -> None:
     """Raise :class:`UserError` for suites of the evaluation that do not exist, or whose local files do not match.
 
     Suites without a local file are checked by name only: nothing is downloaded to submit a sweep.
     """
-    if manifest.evaluate is None:
+    config = made.evaluation
+    if config is None:
         return
-    from kl_comedy.config import load_config
     from kl_comedy.evaluation.suites import get_suite, suite_problems
 
-    config = load_config(manifest.base, [*manifest.cells[0].overrides, *manifest.evaluate])
     root = None if config.eval.data_root is None else Path(config.eval.data_root)
     for name in config.eval.suites:
         suite = get_suite(name, key="evaluate: eval.suites")
@@ -262,12 +264,12 @@ def _check_sizes(cells: Sequence[Cell], profile: Profile | None, workers: int | 
             )
 
 
-def _check_servers(manifest: Manifest, profile: Profile | None, base: Path) -> None:
+def _check_servers(made: Plan, profile: Profile | None) -> None:
     """Raise :class:`UserError` for a cell whose sampler cannot use the servers that the profile starts beside it."""
     if profile is None:
         return
     # Cells of one name differ in their seed only, so that one of them is checked.
-    cells_by_name = {cell.name: cell for cell in manifest.cells}
+    cells_by_name = {cell.name: cell for cell in made.manifest.cells}
     # Collected first: checking them imports torch, which a profile without servers should not cost.
     served: list[tuple[Cell, int]] = []
     for cell in cells_by_name.values():
@@ -277,45 +279,42 @@ def _check_servers(manifest: Manifest, profile: Profile | None, base: Path) -> N
             served.append((cell, servers.gpus))
     if not served:
         return
-    from kl_comedy.config import config_reader
     from kl_comedy.rollouts.engines.jobs import check_job_servers
 
-    read = config_reader(base)
     for cell, gpus in served:
         with error_prefix(f"cell {cell.index} ({cell.name})"):
-            check_job_servers(read(cell.overrides), gpus)
+            check_job_servers(made.configs[cell.index], gpus)
 
 
-def _warn_of_idle_terms(manifest: Manifest, base: Path) -> None:
+def _warn_of_idle_terms(made: Plan) -> None:
     """Say in one line which cells have no KL term that leads back to its reference (:func:`idle_terms`)."""
-    from kl_comedy.config import config_reader
     from kl_comedy.kl import resolve_terms
     from kl_comedy.kl.pull import idle_terms
 
-    read = config_reader(base)
+    cells = made.manifest.cells
     # Cells of one name differ in their seed only.
     words_by_name: dict[str, str] = {}
     idle_cells: list[Cell] = []
-    for cell in manifest.cells:
+    for cell in cells:
         if cell.name not in words_by_name:
-            config = read(cell.overrides)
+            config = made.configs[cell.index]
             words_by_name[cell.name] = idle_terms(resolve_terms(config.kl), off_policy=is_off_policy(config))
         if words_by_name[cell.name]:
             idle_cells.append(cell)
     if not idle_cells:
         return
     first = idle_cells[0]
-    count = f"{len(idle_cells)} of {len(manifest.cells)} cells"
+    count = f"{len(idle_cells)} of {len(cells)} cells"
     numbers = array_ranges(cell.index for cell in idle_cells)
     message(f"warning: no KL acts in {count} ({numbers}), as in cell {first.index}: {words_by_name[first.name]}")
 
 
-def _check_plugins(sweep: Sweep, hashes_now: Mapping[str, str], *, missing: bool = True) -> None:
-    """Print which cells were trained with older plugins than ``hashes_now``.
+def _check_plugins(sweep: Sweep, now: PluginSet, *, missing: bool = True) -> None:
+    """Print which cells were trained with older plugins than those of ``now``.
 
     Raises :class:`UserError` instead where cells are ``missing``, which would be trained with other plugins.
     """
-    change = sweep.changed_plugins(hashes_now)
+    change = sweep.changed_plugins(now)
     if change is None:
         return
     trained = array_ranges(row.cell for row in read_status(sweep).rows if row.run is not None)
@@ -330,32 +329,39 @@ def _check_plugins(sweep: Sweep, hashes_now: Mapping[str, str], *, missing: bool
     message(f"note: {change}: {cells}; {again}")
 
 
-def _plugin_hashes_now(sweep: Sweep) -> dict[str, str]:
-    """The hashes of the sweep's plugins and packages as their files are now; without those that are gone."""
-    sources: dict[str, bytes] = {}
-    for name in sweep.manifest.plugins:
-        file = Path(name)
-        # A plugin that is gone counts as changed, by the name that is missing.
-        if file.is_file():
-            sources |= plugin_sources(file)
-    packages = tuple(PluginPackage.read(name) for name in sweep.manifest.packages)
-    return PluginSet(files=sources, packages=packages).hashes
-
-
 # --- submission ------------------------------------------------------------------------------------------------------
 
 
-def _finished_in(manifest: Manifest, uri: str) -> frozenset[int]:
-    """The cells that have a finished run with their config hash in the store or export at ``uri``."""
+def _finished_in(made: Plan, uri: str) -> frozenset[int]:
+    """The cells that have a finished run of the same settings and plugins in the store or export at ``uri``."""
     from kl_comedy.tracking.runs import read_runs
+    from kl_comedy.tracking.store import param_texts
 
-    runs = read_runs(uri)
-    hashes: set[str] = set()
-    if not runs.empty:
-        hashes = set(runs.loc[runs["status"] == "FINISHED", "tags.config.hash"])
-    cells = frozenset(cell.index for cell in manifest.cells if cell.config_hash in hashes)
-    message(f"{len(cells)} of {len(manifest.cells)} cells are finished in {uri}")
-    return cells
+    def settings(values: Mapping[str, Any], plugins: str) -> frozenset[tuple[str, str]]:
+        """What a run is, without its defaults: a run from before a key existed has none for it."""
+        texts = {key: text for key, text in param_texts(values).items() if defaults.get(key) != text}
+        return frozenset({**texts, "plugins": plugins}.items())
+
+    defaults = param_texts(identity(Config()))
+    finished = set()
+    for run in read_runs(uri).to_dict("records"):
+        if run["status"] != "FINISHED":
+            continue
+        params = {}
+        for column, value in run.items():
+            key = str(column).removeprefix("params.")
+            if str(column).startswith("params.") and isinstance(value, str) and not may_change(key):
+                params[key] = value
+        plugins = run.get("tags.plugins")
+        finished.add(settings(params, plugins if isinstance(plugins, str) else ""))
+    cells = []
+    for cell in made.manifest.cells:
+        config = made.configs[cell.index]
+        plugins = plugins_of(config).tags().get("plugins", "")
+        if settings(identity(config), plugins) in finished:
+            cells.append(cell.index)
+    message(f"{len(cells)} of {len(made.manifest.cells)} cells are finished in {uri}")
+    return frozenset(cells)
 
 
 def _run_missing(
@@ -377,7 +383,7 @@ def _run_missing(
         work = missing_work(sweep, sweep_status)
         work = replace(work, train=tuple(index for index in work.train if index not in finished_elsewhere))
         is_missing = bool(work.train or work.evaluate)
-        _check_plugins(sweep, _plugin_hashes_now(sweep), missing=is_missing)
+        _check_plugins(sweep, sweep.plugins_on_disk(), missing=is_missing)
         if not is_missing:
             message(f"nothing to submit: {sweep_status.summary()}")
             return
@@ -506,14 +512,14 @@ def _cells_table(sweep: Sweep) -> Table:
     columns = ["cell", "name", "seed", "updates"]
     if sizes_differ:
         columns.append("nodes x processes")
-    table = plain_table(*columns, *keys, "config", title=f"{sweep.path}: {len(cells)} cells")
+    table = plain_table(*columns, *keys, title=f"{sweep.path}: {len(cells)} cells")
     for cell in cells:
         texts = [str(cell.index), cell.name, str(cell.seed), str(cell.steps)]
         if sizes_differ:
             nodes, processes = cell.size
             texts.append(f"{nodes} x {processes}")
         texts += [cell.values.get(key, "") for key in keys]
-        table.add_row(*texts, cell.config_hash)
+        table.add_row(*texts)
     return table
 
 

@@ -11,13 +11,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kl_comedy.cli.common import load, load_plugins, message, process_rank
+from kl_comedy.cli.common import load_plugins, message, process_rank
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunInterrupted, RunStopped, UserError
-from kl_comedy.io import atomic_write, sha256_file
+from kl_comedy.io import atomic_write
 from kl_comedy.redaction import one_line
-from kl_comedy.slurm.manifest import Cell, Sweep, planned_plugins, read_sweep
+from kl_comedy.slurm.manifest import Cell, Sweep, read_sweep
 from kl_comedy.slurm.servers import await_servers
-from kl_comedy.slurm.status import newest_runs, read_status, write_report
+from kl_comedy.slurm.status import read_status, write_report
 from kl_comedy.training.run_folder import RunDir
 from kl_comedy.training.stop_signals import stop_requests
 
@@ -129,32 +129,20 @@ def _exit_code(error: UserError | RunFailed) -> int:
 def _train(sweep: Sweep, cell: Cell) -> None:
     """Train the cell. Raises :class:`UserError` where its config is not the one that was planned."""
     from kl_comedy.cli.summary import train_and_show
-    from kl_comedy.config import config_hash
 
-    # A sweep's cells may start days apart: all of them must train what was planned.
-    if not sweep.base.is_file() or sha256_file(sweep.base) != sweep.manifest.base_sha256:
-        raise UserError(f"{sweep.base} was changed after the sweep was planned; plan another sweep")
     _load_plugins(sweep)
-    config = load(sweep.base, sweep.overrides(cell))
-    if config_hash(config) != cell.config_hash:
-        raise UserError(
-            f"cell {cell.index}: its config is {config_hash(config)} now and was planned as {cell.config_hash}; "
-            f"kl_comedy {sweep.manifest.package_version} planned it, and what a config means, or a package that it "
-            "uses, has changed since"
-        )
-    train_and_show(config, Console(stderr=True), sweep.command(cell))
+    config = sweep.read_config(cell.index)
+    train_and_show(config, Console(stderr=True), sweep.command(cell), folder=sweep.run(cell.index))
 
 
 def _evaluate(sweep: Sweep, cell: Cell) -> None:
     """Evaluate the cell's trained policy, by the command in the run's summary, with the sweep's overrides."""
     from kl_comedy.cli.evaluation_runs import evaluate_run
 
-    run = newest_runs(sweep).get(cell.run_stem)
-    summary = None
-    if run is not None:
-        summary = RunDir(path=run).summary()
-    if run is None or not summary or summary["status"] != "FINISHED":
-        raise UserError(f"cell {cell.index} is not trained; kl-comedy cell {sweep.path} {cell.index} trains it")
+    run = sweep.run(cell.index)
+    summary = RunDir(path=run).summary()
+    if not summary or summary["status"] != "FINISHED":
+        raise UserError(f"cell {cell.index} is not trained; {sweep.command(cell)} trains it")
     _load_plugins(sweep)
     file = sweep.evaluation(cell.index)
     rows = evaluate_run(run, summary, sweep.manifest.evaluate or (), file.with_suffix(""), Console(stderr=True))
@@ -164,6 +152,6 @@ def _evaluate(sweep: Sweep, cell: Cell) -> None:
 def _load_plugins(sweep: Sweep) -> None:
     """Load the sweep's plugins. Raises :class:`UserError` where one is not as it was when the sweep was planned."""
     load_plugins(sweep.manifest.plugins)
-    change = sweep.changed_plugins(planned_plugins(sweep.manifest).hashes)
+    change = sweep.changed_plugins(sweep.loaded_plugins())
     if change:
         raise UserError(f"{change}; put the older source back, or plan another sweep with --name")

@@ -13,7 +13,7 @@ from rich.table import Column
 from kl_comedy.progress import PHASE_EVERY_S, Bars, PlainLines, duration
 from kl_comedy.slurm.local import StageState
 from kl_comedy.slurm.manifest import Sweep
-from kl_comedy.slurm.status import last_update, newest_runs
+from kl_comedy.slurm.status import last_update
 
 READ_EVERY_S = 2.0
 """Seconds between two looks at the files of the running cells."""
@@ -98,14 +98,7 @@ class SweepEstimate:
 
     def _read_updates(self, cells: tuple[int, ...]) -> dict[int, int]:
         """The last update of each of these cells; 0 before its first."""
-        runs = newest_runs(self._sweep)
-        updates = {}
-        for index in cells:
-            run = runs.get(self._sweep.cell(index).run_stem)
-            updates[index] = 0
-            if run is not None:
-                updates[index] = last_update(run)
-        return updates
+        return {index: last_update(self._sweep.run(index)) for index in cells}
 
     def _running_cells(self, state: StageState) -> list[str]:
         self._updates |= self._read_updates(state.running)
@@ -129,7 +122,7 @@ class SweepEstimate:
                 updates = steps[index]
             if index not in state.ended:
                 left += max(steps[index] - updates, 0)
-            # A cell that begins anew, in another folder, has fewer updates than before.
+            # A cell that resumes from its checkpoint has fewer updates than before.
             made += max(updates - self._updates_at_start[index], 0)
         if made == 0:
             return None

@@ -5,8 +5,7 @@ from kl_comedy.config.load import (
     config_reader,
     flatten,
     load_config,
-    plugins_of,
-    standalone_text,
+    stored_text,
     to_plain,
     to_yaml,
 )
@@ -22,8 +21,7 @@ __all__ = [
     "config_reader",
     "flatten",
     "load_config",
-    "plugins_of",
-    "standalone_text",
+    "stored_text",
     "to_plain",
     "to_yaml",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from kl_comedy.config.schema import SHARDED, Config, LagConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.io import MAX_NAME
+from kl_comedy.registry import KINDS
 
 Conflict = tuple[str, Any, str | list[str], str]
 """A key, its value, what is allowed beside the other settings, and why: the arguments of :func:`bad_value`."""
@@ -17,7 +17,12 @@ Conflict = tuple[str, Any, str | list[str], str]
 
 def check_combinations(config: Config) -> None:
     """Raise :class:`UserError` for the first impossible combination."""
-    for conflicts in (_names, _batches, _lag, _sampler, _processes, _precision, _optimizer):
+    for conflicts in (_names, _batches, _lag):
+        for conflict in conflicts(config):
+            raise bad_value(*conflict)
+    # What the sampler cannot serve, the table of samplers knows.
+    KINDS["rollouts"].check(config, "rollout")
+    for conflicts in (_processes, _precision, _optimizer):
         for conflict in conflicts(config):
             raise bad_value(*conflict)
     if not config.rewards:
@@ -102,12 +107,6 @@ def _lag(config: Config) -> Iterator[Conflict]:
         yield "lag.max_steps", lag.max_steps, f"at least {per_batch} with lag.policy drop", why
     if lag.in_flight and lag.max_steps == 0:
         yield "lag.in_flight", True, "false with lag.max_steps 0", "nothing is sampled while weights change"
-
-
-def _sampler(config: Config) -> Iterator[Conflict]:
-    """Strategy and lag that the sampler cannot serve."""
-    # Imported by name, as the function of an option's rule `check` is: this package is below the one of samplers.
-    yield from importlib.import_module("kl_comedy.rollouts.sampler").conflicts(config)
 
 
 def _processes(config: Config) -> Iterator[Conflict]:

@@ -7,27 +7,26 @@ Every mistake is one :class:`UserError` that names the key, what was given, what
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import hashlib
-import importlib
 import json
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kl_comedy.config.combinations import check_combinations
-from kl_comedy.config.old_names import current_name, in_layout_of_0_1, old_names_of, read_old_names
 from kl_comedy.config.schema import Config
 from kl_comedy.config.shipped import beside
 from kl_comedy.config.validate import field_types, parse_record, without_none
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
 from kl_comedy.io import MAX_CHAIN, MAX_EXPANSIONS, MAX_FILE_BYTES, MAX_KEY_PARTS, parse_yaml, read_yaml
 from kl_comedy.redaction import redact, refuse_secrets
-from kl_comedy.registry import KINDS, PluginSet, plugins_with
+
+SCHEMA_KEY = "schema"
+"""The key of a stored config with the number of its layout (:data:`SCHEMA`)."""
 
 EXTENDS = "extends"
 """The key of a file that names others, whose keys it inherits."""
@@ -38,30 +37,32 @@ MAX_FILES = 100
 REQUIRED = ("model", "data", "rewards", "kl", "optimizer.lr", "train.steps")
 """What a run is; an empty file, which would train by defaults, is refused."""
 
-# The constants from here to NOT_IDENTITY_AT_DEFAULT decide, with config/old_names.py, which bytes config_hash sees.
-# Stored runs resume, and sweeps find their cells, by that hash: a change here strands them
-# (tests/config/test_hashes.py holds 77 hashes).
-NOT_IDENTITY = ("output", "resume", "audit", "tracking")
-"""Keys that say where a run is stored or what is measured on the way, not what it is; not in the config hash."""
-
-NOT_IDENTITY_WITHIN = {
-    "train": ("strategy", "devices", "nodes", "shards", "replica_gib", "bucket_mib"),
-    "rollout": ("replica_gib", "bucket_mib"),
+_WHOLE = "training samples from the whole distribution; evaluations take eval.sampling"
+REASONS = {
+    "rollout.top_p": _WHOLE,
+    "rollout.top_k": _WHOLE,
+    "rollout.min_p": _WHOLE,
+    "model.lora.dropout": "with dropout the trained policy is not the one that samples",
 }
-"""Nested keys that are not in the hash: a run may resume on another number of processes."""
+"""Why there is no such key, where users of other trainers look for it."""
 
-NOT_IDENTITY_WHERE_EMPTY = ("callbacks", "trainer", "plugins", "gold")
-"""Keys not in the hash at their default, so that runs from before these keys existed keep their hash."""
+SCHEMA = 1
+"""The number of this layout of keys: the first line of a stored config. It grows when a key changes its meaning."""
 
-NOT_IDENTITY_AT_DEFAULT: dict[tuple[str, str], Any] = {
-    ("model", "head_dtype"): None,
-    ("algorithm", "reward_weight"): 1.0,
-    ("reference", "teacher"): None,
-    ("reference", "max_kl"): None,
-    ("optimizer", "ess_scaling"): "none",
-    ("eval", "sampling"): {"top_p": 1.0, "top_k": 0, "min_p": 0.0},
-}
-"""The same of nested keys, with their defaults."""
+MAY_CHANGE = (
+    "output",
+    "resume",
+    "audit",
+    "tracking",
+    "train.strategy",
+    "train.devices",
+    "train.nodes",
+    "train.shards",
+    "train.replica_gib",
+    "train.bucket_mib",
+)
+"""Keys in which two starts of one run may differ: where it is stored, what is measured on the way, and the processes
+that train it."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -113,8 +114,8 @@ COMMAND_LINE = "command line"
 def value_origins(path: Path, overrides: Sequence[str]) -> Callable[[str], str]:
     """Where each value of the resolved config comes from: a function from its dotted key.
 
-    A file is named by its path; ``overrides`` are the command line. A value that an interpolation stands for, and one
-    that was given under an old name, says so. The config must have been read by :func:`load_config` without an error.
+    A file is named by its path; ``overrides`` are the command line. A value that an interpolation stands for says so.
+    The config must have been read by :func:`load_config` without an error.
     """
     # Built by the functions that build the config, of the same sections and lists, with origins in place of values:
     # so a list that a later file replaces takes the origins of its items with it.
@@ -128,14 +129,7 @@ def value_origins(path: Path, overrides: Sequence[str]) -> Callable[[str], str]:
         _set(tree, Config, key.split("."), _with_origin(item, COMMAND_LINE), key)
 
     def origin(key: str) -> str:
-        own = _origin_at(tree, key)
-        if own not in (None, DEFAULT):
-            return str(own)
-        for old_key in old_names_of(key):
-            under_old_name = _origin_at(tree, old_key)
-            if under_old_name is not None:
-                return f"{under_old_name}, as {old_key}, its old name"
-        return DEFAULT
+        return _origin_at(tree, key) or DEFAULT
 
     return origin
 
@@ -170,19 +164,6 @@ def _origin_at(tree: Any, key: str) -> str | None:
     return None
 
 
-def standalone_text(path: Path) -> str:
-    """The text of a config file, to be stored elsewhere; where it extends another, that file's keys are merged in."""
-    from omegaconf import OmegaConf
-
-    files = _read_files(path)
-    if len(files) == 1:
-        return path.read_text()  # verbatim, with the comments of its author
-    merged: dict[str, Any] = {}
-    for _, content in files:
-        _merge_all(merged, content)
-    return OmegaConf.to_yaml(OmegaConf.create(merged))
-
-
 def _read_files(path: Path) -> list[tuple[Path, dict[str, Any]]]:
     """The files that ``path`` extends and it itself, each with the keys that it sets; later ones win.
 
@@ -203,6 +184,7 @@ def _add_file(
     A file that is reached twice is read at its first place only. At its second it would undo what the files in between
     changed: of two files that extend one base, the second would bring back the base's values.
     """
+    _check_schema(file, content.pop(SCHEMA_KEY, SCHEMA))
     bases: list[Path] = []
     if EXTENDS in content:
         with error_prefix(f"{file}: {EXTENDS}"):
@@ -221,6 +203,13 @@ def _add_file(
             base_content = read_named_config(base, apart_from=chain)
         _add_file(base, base_content, chain, files)
     files.append((file, content))
+
+
+def _check_schema(file: Path, number: Any) -> None:
+    """Raise :class:`UserError` for a layout that this code does not know: its keys may mean other things."""
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= SCHEMA:
+        why = "it was written by another version of kl_comedy"
+        raise UserError(f"{file}: {bad_value(SCHEMA_KEY, number, str(SCHEMA), why)}")
 
 
 def _bases(file: Path, names: Any) -> list[Path]:
@@ -245,7 +234,7 @@ def read_named_config(path: Path, *, apart_from: Sequence[Path] = ()) -> dict[st
     elsewhere may name every file that its user can read, and messages go to logs and job outputs.
     """
     content = read_yaml(path, apart_from=apart_from)
-    known = [EXTENDS, *field_types(Config)]
+    known = [SCHEMA_KEY, EXTENDS, *field_types(Config)]
     if content and not set(content) & set(known):
         raise UserError(f"{path}: is not a config: it has none of the keys {', '.join(known)}")
     return content
@@ -271,8 +260,10 @@ def _finish(plain: dict[str, Any], overrides: Sequence[str]) -> Config:
     resolved = _resolve(plain)
     # After the interpolations, which may put a secret together from parts.
     refuse_secrets(resolved)
-    # Before the schema, which does not know the old names.
-    read_old_names(resolved)
+    for key, reason in REASONS.items():
+        value = _value_at(resolved, key)
+        if value is not None:
+            raise UserError(f"{key}: no such key (given {shown(value)}): {reason}")
     config = parse_record(Config, resolved)
     check_combinations(config)
     return config
@@ -390,6 +381,11 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(to_plain(config)))
 
 
+def stored_text(config: Config) -> str:
+    """As :func:`to_yaml`, for the folder of a run: the first line is the number of the layout of keys."""
+    return f"{SCHEMA_KEY}: {SCHEMA}\n{to_yaml(config)}"
+
+
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted keys to leaves.
 
@@ -412,111 +408,39 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def differing_keys(stored: Config, given: Config) -> list[str]:
+    """The dotted keys in which two configs are different runs; none where they differ in :data:`MAY_CHANGE` alone.
+
+    Both have their defaults filled in, so that a config from before a key existed is equal to one with its default.
+    """
+    stored_values = identity(stored)
+    given_values = identity(given)
+    keys = []
+    for key in dict.fromkeys([*given_values, *stored_values]):
+        in_both = key in stored_values and key in given_values
+        if not in_both or stored_values[key] != given_values[key]:
+            keys.append(key)
+    # An empty section beside one with keys: those are named.
+    return [key for key in keys if not any(other.startswith(f"{key}.") for other in keys)]
+
+
+def identity(config: Config) -> dict[str, Any]:
+    """The values that make ``config`` the run that it is, by dotted key: all but :data:`MAY_CHANGE`."""
+    return {key: value for key, value in flatten(to_plain(config)).items() if not may_change(key)}
+
+
+def may_change(key: str) -> bool:
+    """Whether the dotted ``key`` is one of :data:`MAY_CHANGE`, or within one."""
+    return any(f"{key}.".startswith(f"{name}.") for name in MAY_CHANGE)
+
+
 def config_hash(config: Config, *, without: Sequence[str] = ()) -> str:
-    """sha256 (first 12 hex digits) of what the run is; ``without=("seed",)`` makes seeds share a hash.
+    """sha256 (first 12 hex digits) of what the run is; ``without=("seed",)`` gives all seeds one hash.
 
-    The source of its plugins (:func:`plugins_of`) is a key of it, ``plugins``.
+    It is a tag for readers. Nothing is found by it, so that another version may hash the same config to another value.
     """
-    identity = _identity(config, without)
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def differing_keys(config: Config, other: Config) -> list[str]:
-    """The dotted keys in which two configs are different runs; none where they have one hash."""
-    identity = flatten(_identity(config))
-    other_identity = flatten(_identity(other))
-    keys: dict[str, None] = {}
-    for old_key in [*identity, *other_identity]:
-        in_both = old_key in identity and old_key in other_identity
-        if not in_both or identity[old_key] != other_identity[old_key]:
-            keys[current_name(old_key)] = None
-    return list(keys)
-
-
-def _identity(config: Config, without: Sequence[str] = ()) -> dict[str, Any]:
-    """What :func:`config_hash` is the hash of, in the layout of version 0.1."""
-    # Every line of this function is frozen by the hashes of stored runs: a new config key changes all of them, unless
-    # it enters NOT_IDENTITY_AT_DEFAULT (nested) or NOT_IDENTITY_WHERE_EMPTY (top level).
-    plain = in_layout_of_0_1(to_plain(config))
-    plain["plugins"] = plugins_of(config).hashes
-    for name in (*NOT_IDENTITY, *without):
-        del plain[name]
-    for name in NOT_IDENTITY_WHERE_EMPTY:
-        if not plain.get(name, True):
-            del plain[name]
-    for (section, name), default in NOT_IDENTITY_AT_DEFAULT.items():
-        if plain[section][name] == default:
-            del plain[section][name]
-    for section, names in NOT_IDENTITY_WITHIN.items():
-        plain[section] = {name: item for name, item in plain[section].items() if name not in names}
-    return plain
-
-
-def plugins_of(config: Config, *records: Any) -> PluginSet:
-    """Every plugin file that this process loaded, and the packages from outside whose parts the config uses.
-
-    ``records``: further dataclasses whose parts count, as an evaluation suite.
-    """
-    names = dict.fromkeys([*_named_parts(config), *_names_in_fields(records)])
-    # A name that is registered nowhere is reported where it is used, with the nearest right one.
-    entries = [KINDS[kind].get(name) for kind, name in names if name in KINDS[kind]]
-    return plugins_with(module for entry in entries for module in entry.modules)
-
-
-def _named_parts(config: Config) -> Iterator[tuple[str, str]]:
-    """Kind and name of each registered part that the config names, also within a recipe or a suite.
-
-    What lies in higher layers is imported by name, as the rule ``check`` of an option is.
-    """
-    yield from _names_in_fields(config)
-    yield "rollouts", importlib.import_module("kl_comedy.rollouts.sampler").sampler_name(config)
-    for name in config.algorithm.correction:
-        yield "policy_corrections", name
-    if config.kl:
-        yield from _names_in_terms(config.kl)
-    # An audit that never happens uses no part.
-    if config.audit.every:
-        for terms in config.audit.terms:
-            yield from _names_in_terms(terms)
-    for name in config.eval.suites:
-        yield "suites", name
-        # Built-in suites use built-in parts only; reading each of their files here would cost every start its time.
-        is_file = name.endswith((".yaml", ".yml"))
-        if is_file or (name in KINDS["suites"] and KINDS["suites"].get(name).modules):
-            with contextlib.suppress(UserError):  # a missing file is reported where the suite is loaded
-                suites = importlib.import_module("kl_comedy.evaluation.suites")
-                yield from _names_in_fields(suites.get_suite(name))
-
-
-def _names_in_fields(record: Any) -> Iterator[tuple[str, str]]:
-    """Kind and name in each field with the rule ``registry`` of a dataclass, of those within it too."""
-    if isinstance(record, Mapping):
-        record = list(record.values())
-    if isinstance(record, list | tuple):
-        for item in record:
-            yield from _names_in_fields(item)
-    if not dataclasses.is_dataclass(record) or isinstance(record, type):
-        return
-    for item in dataclasses.fields(record):
-        value = getattr(record, item.name)
-        if "registry" in item.metadata:
-            yield item.metadata["registry"], value
-        yield from _names_in_fields(value)
-
-
-def _names_in_terms(value: Any) -> Iterator[tuple[str, str]]:
-    """Kind and name of the recipes and parts in KL terms as a config writes them."""
-    items = [value]
-    if isinstance(value, list):
-        items = value
-    for item in items:
-        recipe = item
-        if isinstance(item, Mapping):
-            recipe = item.get("recipe")
-        if isinstance(recipe, str):
-            yield "recipes", recipe
-    with contextlib.suppress(UserError):  # `own` and `panel` of an audit are not recipes
-        yield from _names_in_fields(importlib.import_module("kl_comedy.kl.recipes").resolve_terms(value))
+    values = {key: value for key, value in identity(config).items() if key not in without}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def _refuse_lost(plain: Mapping[str, Any], values: Sequence[tuple[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kl_comedy.config.trainer_arguments import check_trainer_arguments
 from kl_comedy.config.validate import option
 from kl_comedy.errors import bad_value
 from kl_comedy.redaction import check_address
@@ -431,8 +432,8 @@ class Config:
     output: str = option("runs", "Folder of run folders.")
     resume: str = option(
         "never",
-        "`auto`: resume the newest run with this config hash; the folder of a run: train it to more `train.steps`.",
-        check="kl_comedy.config.schema:check_resume",
+        "`auto`: the newest run of this `name` and config, or extend one of fewer `train.steps`; a folder: that run.",
+        check=check_resume,
     )
     model: ModelConfig = option(ModelConfig)
     data: DataConfig = option(DataConfig)
@@ -446,7 +447,7 @@ class Config:
         list,
         "[KL terms](#kl-terms), a [recipe's](#recipes) name, or `{recipe: NAME, beta: BETA}`. Override: "
         "`kl.0.beta=0.1`, of a recipe `kl.beta=0.1`.",
-        check="kl_comedy.kl.recipes:resolve_terms",
+        terms="recipes",
     )
     reference: ReferenceConfig = option(ReferenceConfig)
     lag: LagConfig = option(LagConfig)
@@ -458,7 +459,7 @@ class Config:
     trainer: dict[str, Any] = option(
         dict,
         "Further arguments of `lightning.Trainer`; those that a run sets are refused.",
-        check_keys="kl_comedy.config.trainer_arguments:check_trainer_arguments",
+        check_keys=check_trainer_arguments,
     )
     tracking: TrackingConfig = option(TrackingConfig)
 

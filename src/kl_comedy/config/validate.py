@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import math
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kl_comedy.errors import UserError, bad_value, error_prefix, unknown_key
@@ -32,8 +31,8 @@ def option(default: Any, doc: str = "", **rules: Any) -> Any:
 
     Rules: ``choices`` (allowed values), ``registry`` (a kind whose names are allowed), ``minimum``, ``maximum`` and
     ``above`` (bounds of a number), ``parse`` (a function of value and key that returns the value to store), ``check``
-    (``"module:function"`` of value and key that raises; imported when first needed), ``check_keys`` (the same, of a
-    mapping whose keys are at fault). A value of None is not checked.
+    (a function of value and key that raises), ``check_keys`` (the same, of a mapping with keys at fault), ``terms``
+    (a kind that says what else than a name is allowed). A value of None is not checked.
     """
     metadata = {"doc": doc, **rules}
     if default is ...:
@@ -108,7 +107,7 @@ def _check_keys(hint: Any, raw: Any, key: str) -> None:
             if isinstance(item, Mapping):
                 _check_keys(hints[name], item, _joined(key, name))
                 if "check_keys" in rules:
-                    _call(rules["check_keys"], item, _joined(key, name))
+                    rules["check_keys"](item, _joined(key, name))
             else:
                 _check_keys(hints[name], item, _joined(key, name))
     elif isinstance(raw, Mapping) and len(args) == 2:
@@ -245,13 +244,25 @@ def check_rules(value: Any, rules: Mapping[str, Any], key: str) -> None:
     if rules.get("whole") and value != int(value):
         raise bad_value(key, value, "a whole number")
     if "check" in rules:
-        _call(rules["check"], value, key)
+        rules["check"](value, key)
+    if "terms" in rules:
+        KINDS[rules["terms"]].check(value, key)
 
 
-def _call(path: str, value: Any, key: str) -> None:
-    """Call the function ``module:function``, which raises for a wrong value."""
-    module, _, function = path.partition(":")
-    getattr(importlib.import_module(module), function)(value, key)
+def fields_with_registry(record: Any) -> Iterator[tuple[str, str]]:
+    """Kind and name in each field with the rule ``registry`` of a dataclass, of those within it too."""
+    if isinstance(record, Mapping):
+        record = list(record.values())
+    if isinstance(record, list | tuple):
+        for item in record:
+            yield from fields_with_registry(item)
+    if not dataclasses.is_dataclass(record) or isinstance(record, type):
+        return
+    for item in dataclasses.fields(record):
+        value = getattr(record, item.name)
+        if "registry" in item.metadata:
+            yield item.metadata["registry"], value
+        yield from fields_with_registry(value)
 
 
 def _describe(hint: Any) -> str:

@@ -272,6 +272,7 @@ class RecipeUse:
     beta: Beta | None = option(None, "Replaces the beta of each of its terms.", parse=_optional_beta)
 
 
+@RECIPES.checked_by
 def resolve_terms(value: Any, key: str = "kl") -> tuple[KLTerm, ...]:
     """Config data to terms: a list of mappings, a recipe's name, or ``{recipe: NAME, beta: ...}``; none for None.
 

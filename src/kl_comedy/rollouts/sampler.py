@@ -42,7 +42,7 @@ def sampler_name(config: Config) -> str:
     """The backend that draws: ``rollout.backend``, or the engine of its kind beside the trainer."""
     backend = config.rollout.backend
     # A backend in the ranks cannot draw while they learn. One without an engine of its kind keeps its name, and
-    # conflicts() refuses it.
+    # check_sampler() refuses it.
     if config.lag.mode == "async":
         return ENGINE_BESIDE.get(backend, backend)
     return backend
@@ -227,12 +227,19 @@ def _too_few_gpus(ranks: int, servers: int, per_server: int, count: int) -> User
     return bad_value("rollout.options.servers", servers, f"at most {most}", reason)
 
 
-def conflicts(config: Config) -> Iterator[Conflict]:
-    """Settings of strategy and lag that the sampler cannot serve, in order of importance.
+@ROLLOUTS.checked_by
+def check_sampler(config: Config, key: str = "rollout") -> None:
+    """Raise :class:`UserError` for the first setting of strategy and lag that the sampler cannot serve.
 
     :func:`kl_comedy.config.combinations.check_combinations` asks for every config. Options are not parsed here: the
     other commands that read a config must work where the sampler's options are wrong.
     """
+    for conflict in _conflicts(config):
+        raise bad_value(*conflict)
+
+
+def _conflicts(config: Config) -> Iterator[Conflict]:
+    """Settings of strategy and lag that the sampler cannot serve, in order of importance."""
     backend = config.rollout.backend
     lag = config.lag
     capabilities = capabilities_of(sampler_name(config))

@@ -1,12 +1,12 @@
-"""A sweep's folder: the manifest, frozen in one JSON file, and the journal of submissions and attempts.
+"""A sweep's folder: the manifest, frozen in one JSON file, its cells, and the journal of submissions and attempts.
 
-    sweeps/NAME/  manifest.json  base.yaml  plugins/  *.sbatch  submissions.jsonl  cells/  logs/  runs/  evaluations/
-                  report/
+    sweeps/NAME/             manifest.json  plugins/  *.sbatch  submissions.jsonl  logs/  report/
+    sweeps/NAME/cells/0007/  config.yaml  attempts.jsonl  run/  evaluation.json  evaluation/
 
-A cell is the base file plus overrides, and has the hash of that config. Every config is loaded and checked when the
-sweep is planned, so that no job dies of a typo. The manifest is written once: planning the same grid again leaves it
-unchanged, planning another one under its name is refused. A line of the journal is one ``write``, so that concurrent
-writers do not tear each other's; a line cut by a kill is skipped and counted.
+A cell trains its own config.yaml, which was resolved and checked when the sweep was planned: no job dies of a typo, and
+all cells train what was planned, whenever they start. The manifest and the configs are written once: planning the same
+grid again leaves them unchanged, planning another one under its name is refused. A line of a journal is one ``write``,
+so that concurrent writers do not tear each other's; a line cut by a kill is skipped and counted.
 """
 
 from __future__ import annotations
@@ -25,18 +25,40 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import kl_comedy
-from kl_comedy.config import Config, config_hash, config_reader, plugins_of, standalone_text
+from kl_comedy.config import Config, config_reader, stored_text
+from kl_comedy.config.load import differing_keys, identity, load_config
 from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import UserError, bad_value, error_prefix, nearest
-from kl_comedy.io import atomic_write, check_tree, decode_json, encode_json, file_lock, open_file, read_json
-from kl_comedy.redaction import redact_source
-from kl_comedy.registry import PACKAGES, PLUGIN_FILES, PluginPackage, PluginSet, changed_names
+from kl_comedy.io import (
+    atomic_write,
+    check_tree,
+    decode_json,
+    encode_json,
+    file_lock,
+    open_file,
+    read_json,
+    write_yaml,
+    yaml_is_changed,
+)
+from kl_comedy.plugins import PACKAGES, PLUGIN_FILES, PluginPackage, PluginSet, listed, plugin_sources
 from kl_comedy.slurm.grid import RESERVED, Grid, GridPoint, expand, override
+from kl_comedy.training.run_plugins import (
+    PLUGIN_FOLDER,
+    PLUGINS,
+    differing_plugins,
+    plugins_of,
+    stored_record,
+    write_plugins,
+)
 
 T = TypeVar("T")
-VERSION = 1
+VERSION = 2
 STAGES = ("train", "evaluate", "report")
 FILE = "manifest.json"
+CELLS = "cells"
+CONFIG = "config.yaml"
+ATTEMPTS = "attempts.jsonl"
+EVALUATION = "evaluation.json"
 SUBMISSIONS = "submissions.jsonl"
 SUBMIT_LOCK = ".submit.lock"
 """Held while the sweep is written, and while its missing cells are submitted."""
@@ -45,7 +67,7 @@ SUBMIT_WAIT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run: ``overrides`` on the base make a config with ``config_hash``. ``name`` is shared by its seeds.
+    """One run, by its number. ``name`` is shared by its seeds; ``values`` are those of the grid, as texts.
 
     ``nodes`` and ``devices`` (processes on each) are its config's ``train.nodes`` and ``train.devices``.
     """
@@ -54,9 +76,7 @@ class Cell:
     name: str
     seed: int
     steps: int
-    config_hash: str
     values: Mapping[str, str]
-    overrides: tuple[str, ...]
     nodes: int = 1
     devices: int = 1
 
@@ -65,21 +85,14 @@ class Cell:
         """Nodes, and processes on each."""
         return self.nodes, self.devices
 
-    @property
-    def run_stem(self) -> str:
-        """The name of its run's folder without the number at the end."""
-        return f"{self.name}-{self.config_hash}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A planned sweep. Its fields are the keys of manifest.json, so a new one needs a default: old files lack it."""
+    """A planned sweep. Its fields are the keys of manifest.json."""
 
     name: str
     directory: str
     """Paths in configs are relative to it."""
-    base: str
-    base_sha256: str
     plugins: tuple[str, ...]
     """The files of ``--plugin``."""
     evaluate: tuple[str, ...] | None
@@ -89,10 +102,6 @@ class Manifest:
     """Pairs of an MLflow uri and an experiment."""
     package_version: str
     cells: tuple[Cell, ...]
-    plugin_hashes: Mapping[str, str] = field(default_factory=dict)
-    """Hashes of the source of ``plugins``, of the local modules they import, and of ``packages``, by name."""
-    packages: tuple[str, ...] = ()
-    """Names of the packages from outside whose parts the configs use."""
 
     @cached_property
     def digest(self) -> str:
@@ -100,18 +109,21 @@ class Manifest:
         return hashlib.sha256(json.dumps(self.data(), sort_keys=True).encode()).hexdigest()[:12]
 
     def data(self) -> dict[str, Any]:
-        """As written to the file. Sizes of 1 and no plugins are left out, as in manifests from before these keys."""
-        data = asdict(self)
-        # The digest is made of this: older sweeps, as tests/golden/sweep_manifest.json, must keep theirs.
-        for key in ("plugin_hashes", "packages"):
-            if not data[key]:
-                del data[key]
-        for cell in data["cells"]:
-            # They came later than the first sweeps, and 1 is what those had.
-            for key in ("nodes", "devices"):
-                if cell[key] == 1:
-                    del cell[key]
-        return data
+        """As written to the file."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A sweep that is not written yet."""
+
+    manifest: Manifest
+    configs: tuple[Config, ...]
+    """That of each cell."""
+    evaluation: Config | None
+    """The config of the first cell under the overrides of the evaluation; None where cells are not evaluated."""
+    plugins: PluginSet
+    """What the cells are trained with: the files of ``--plugin``, and the packages whose parts the configs use."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,14 +189,6 @@ class Sweep:
     """How many lines of each journal that was read were damaged."""
 
     @property
-    def base(self) -> Path:
-        return self.path / "base.yaml"
-
-    @property
-    def runs(self) -> Path:
-        return self.path / "runs"
-
-    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -193,44 +197,81 @@ class Sweep:
         """The names of its SLURM jobs."""
         return [f"{self.manifest.name}-{stage}" for stage in STAGES]
 
+    def folder(self, index: int) -> Path:
+        """The folder of a cell."""
+        return self.path / CELLS / f"{index:04d}"
+
+    def config(self, index: int) -> Path:
+        """The config that a cell trains."""
+        return self.folder(index) / CONFIG
+
+    def run(self, index: int) -> Path:
+        """The folder of a cell's run, which is there when the cell has begun."""
+        return self.folder(index) / "run"
+
     def evaluation(self, index: int) -> Path:
         """The scores of a cell's evaluation job; the folder of the same name has every sample that suites drew."""
-        return self.path / "evaluations" / f"{index:05d}.json"
+        return self.folder(index) / EVALUATION
 
     def cell(self, index: int) -> Cell:
         if not 0 <= index < len(self.manifest.cells):
             raise bad_value("cell", index, f"0 to {len(self.manifest.cells) - 1}")
         return self.manifest.cells[index]
 
-    def overrides(self, cell: Cell) -> list[str]:
-        """The cell's overrides, with its output folder and tags, which are not part of the config hash."""
-        return [
-            *cell.overrides,
+    def placed(self, index: int, config: Config) -> Config:
+        """The config of a cell, with its folder and the sweep's tags, which do not change what it trains."""
+        tags = {**config.tracking.tags, "sweep": self.manifest.name, "cell": str(index)}
+        return replace(
+            config,
             # Absolute: a job starts in the sweep's working folder, and a user may be anywhere.
-            override("output", str(self.runs)),
-            # A requeued or resubmitted cell resumes from its checkpoint.
-            "resume=auto",
-            override("tracking.tags.sweep", self.manifest.name),
-            override("tracking.tags.cell", str(cell.index)),
-        ]
+            output=str(self.folder(index)),
+            resume="auto",
+            tracking=replace(config.tracking, tags=tags),
+        )
+
+    def read_config(self, index: int) -> Config:
+        """The config that a cell trains. Raises :class:`UserError` where it is not as it was planned."""
+        file = self.config(index)
+        # A missing checksum counts too: the cells of a sweep are compared with each other.
+        if file.is_file() and yaml_is_changed(file) is not False:
+            raise UserError(f"{file} was changed after the sweep was planned; plan another sweep")
+        return load_config(file)
 
     def command(self, cell: Cell) -> str:
-        """The command that trains this cell alone."""
-        words = ["kl-comedy", "train", str(self.base), *self.overrides(cell)]
-        for file in self.manifest.plugins:
-            words += ["--plugin", file]
-        return shlex.join(words)
+        """The command that trains this cell alone, or resumes it."""
+        return shlex.join(["kl-comedy", "cell", str(self.path), str(cell.index)])
 
-    def changed_plugins(self, now: Mapping[str, str]) -> str | None:
-        """A message that names the plugins whose hashes ``now`` are not those of the plan; None if all are equal."""
-        before = self.manifest.plugin_hashes
-        # Hashes and not versions: an edit of a file in place changes no version.
-        if before == now:
+    def changed_plugins(self, now: PluginSet) -> str | None:
+        """A message that names the sources of ``now`` that are not those of the plan; None if all are equal."""
+        names = differing_plugins(self.path, now)
+        if not names:
             return None
-        names = changed_names(before, now)
-        if not before:
-            return f"the source of {names} was not recorded when {self.path} was planned"
-        return f"{names} changed since {self.path} was planned (the older source is in its folder plugins)"
+        return f"{listed(names)} changed since {self.path} was planned (the older source is in its folder plugins)"
+
+    def loaded_plugins(self) -> PluginSet:
+        """Its plugins as this process has loaded them."""
+        packages = [PACKAGES.get(name) or PluginPackage.read(name) for name in self.package_names]
+        files: Mapping[str, bytes] = {}
+        # Without --plugin, files that this process loaded for something else are not the sweep's.
+        if self.manifest.plugins:
+            files = PLUGIN_FILES
+        return PluginSet(files=files, packages=tuple(packages))
+
+    def plugins_on_disk(self) -> PluginSet:
+        """Its plugins as their files are now; without those that are gone. Nothing of them is imported."""
+        sources: dict[str, bytes] = {}
+        for name in self.manifest.plugins:
+            file = Path(name)
+            # A plugin that is gone counts as changed, by the name that is missing.
+            if file.is_file():
+                sources |= plugin_sources(file)
+        return PluginSet(files=sources, packages=tuple(PluginPackage.read(name) for name in self.package_names))
+
+    @property
+    def package_names(self) -> list[str]:
+        """The packages from outside whose parts its configs use."""
+        record = stored_record(self.path)
+        return [] if record is None else list(record.packages)
 
     def record_submission(self, submission: Submission) -> None:
         _append(self.path / SUBMISSIONS, asdict(submission))
@@ -303,7 +344,7 @@ class Sweep:
         return [attempt for attempt in self._records(Attempt, starts, journal) if attempt.stage == stage]
 
     def _journal(self, index: int) -> Path:
-        return self.path / "cells" / f"{index:05d}.jsonl"
+        return self.folder(index) / ATTEMPTS
 
     def _read(self, path: Path) -> list[dict[str, Any]]:
         """The rows of a journal; lines that cannot be read are counted."""
@@ -338,64 +379,60 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
         file.write(encode_json(row))
 
 
-def write_sweep(folder: Path, manifest: Manifest, base_text: str) -> Sweep:
-    """Write the manifest once. The same one again is fine; another one in the same folder is refused."""
-    sweep = Sweep(path=folder.resolve(), manifest=manifest)
-    if redact_source(base_text) != base_text:
-        raise UserError(f"{manifest.base}: a comment looks like a secret, and the file is copied into the sweep")
+def write_sweep(folder: Path, plan: Plan) -> Sweep:
+    """Write the manifest and the configs once. The same ones again are fine; others in the same folder are refused."""
+    sweep = Sweep(path=folder.resolve(), manifest=plan.manifest)
     try:
         # Two that are planned at the same moment would both find no manifest, and run their cells in one folder.
         with file_lock(sweep.path / SUBMIT_LOCK, wait_s=SUBMIT_WAIT_S):
             if (sweep.path / FILE).exists():
-                _check_same(folder, read_sweep(sweep.path).manifest, manifest)
+                _check_same(folder, read_sweep(sweep.path), sweep, plan)
             else:
-                _write_files(sweep, base_text)
+                _write_files(sweep, plan)
     except OSError as error:
         raise UserError(f"--output: cannot write {folder}: {error.strerror}") from None
     return sweep
 
 
-def _check_same(folder: Path, old: Manifest, new: Manifest) -> None:
-    """Raise :class:`UserError` where ``folder`` has a manifest that differs from the ``new`` one."""
-    if old.digest != new.digest:
+def _check_same(folder: Path, old: Sweep, new: Sweep, plan: Plan) -> None:
+    """Raise :class:`UserError` where ``folder`` has a manifest or a config that differs from the ``new`` ones."""
+    difference = None
+    if old.manifest.digest != new.manifest.digest:
+        difference = _difference(old.manifest, new.manifest)
+    else:
+        for index, config in enumerate(plan.configs):
+            # By its text first: reading a thousand configs takes a minute.
+            file = old.config(index)
+            text = stored_text(new.placed(index, config)).encode()
+            if file.is_file() and file.read_bytes().endswith(b"\n" + text):
+                continue
+            keys = differing_keys(old.read_config(index), config)
+            if keys:
+                difference = f"cell {index} has another {', '.join(keys)}"
+                break
+    if difference is not None:
         raise UserError(
-            f"{folder} holds another sweep of this name ({_difference(old, new)}); "
+            f"{folder} holds another sweep of this name ({difference}); "
             "give the grid another name, or --output another folder"
         )
 
 
-def _write_files(sweep: Sweep, base_text: str) -> None:
-    for name in ("cells", "logs", "runs", "evaluations"):
-        (sweep.path / name).mkdir(parents=True, exist_ok=True)
-    atomic_write(sweep.base, base_text, private=True)
-    for name, content in planned_plugins(sweep.manifest).archive.items():
-        source = content.decode("utf-8", "replace")
-        atomic_write(sweep.path / "plugins" / name, redact_source(source))
+def _write_files(sweep: Sweep, plan: Plan) -> None:
+    sweep.logs.mkdir(parents=True, exist_ok=True)
+    for index, config in enumerate(plan.configs):
+        sweep.folder(index).mkdir(parents=True, exist_ok=True)
+        write_yaml(sweep.config(index), stored_text(sweep.placed(index, config)))
+    write_plugins(sweep.path, plan.plugins)
     # Written last: a folder without a manifest is not yet a sweep, and planning again writes all of it.
     manifest = sweep.manifest
     text = json.dumps({"version": VERSION, "digest": manifest.digest, **manifest.data()}, indent=1)
     atomic_write(sweep.path / FILE, text + "\n", private=True)
 
 
-def planned_plugins(manifest: Manifest) -> PluginSet:
-    """The plugins of a sweep as this process has loaded them: its files, and the packages whose parts it uses."""
-    packages = []
-    for name in manifest.packages:
-        packages.append(PACKAGES.get(name) or PluginPackage.read(name))
-    files: Mapping[str, bytes] = {}
-    # Without --plugin, files that this process loaded for something else are not the sweep's.
-    if manifest.plugins:
-        files = PLUGIN_FILES
-    return PluginSet(files=files, packages=tuple(packages))
-
-
 def read_sweep(path: Path) -> Sweep:
     """A sweep's folder, or its name under sweeps/. Raises :class:`UserError` where it cannot be read."""
     folder = _find_sweep(path)
-    # Not runs/: it may be a link to another disk, and each run's folder is checked by who reads it.
-    check_tree(
-        folder, (FILE, SUBMISSIONS, "base.yaml", SUBMIT_LOCK), ("cells", "logs", "evaluations", "plugins", "report")
-    )
+    check_tree(folder, (FILE, SUBMISSIONS, SUBMIT_LOCK, PLUGINS), ("logs", PLUGIN_FOLDER, "report"))
     file = folder / FILE
     try:
         data = read_json(file, "manifest", {"version": int})
@@ -409,7 +446,11 @@ def read_sweep(path: Path) -> Sweep:
     manifest = parse_record(Manifest, data, origin=str(file))
     if manifest.digest != digest:
         raise UserError(f"{file} was changed by hand; a manifest is written once: plan another sweep instead")
-    return Sweep(path=folder.resolve(), manifest=manifest)
+    sweep = Sweep(path=folder.resolve(), manifest=manifest)
+    # Not the runs: each is checked by who reads it.
+    for cell in manifest.cells:
+        check_tree(sweep.folder(cell.index), (CONFIG, ATTEMPTS, EVALUATION), ("evaluation",))
+    return sweep
 
 
 def _find_sweep(path: Path) -> Path:
@@ -447,7 +488,7 @@ class _CheckedConfigs:
     """The configs of a sweep: the base file with overrides, each loaded and checked once."""
 
     def __init__(self, base: Path) -> None:
-        self.packages: set[str] = set()
+        self.packages: dict[str, PluginPackage] = {}
         """The packages from outside whose parts the configs use that have been loaded so far."""
         self._read = config_reader(base)
         self._configs: dict[tuple[str, ...], Config] = {}
@@ -457,18 +498,17 @@ class _CheckedConfigs:
         if overrides not in self._configs:
             config = self._read(overrides)
             # Imported after the config was read: a typo in it is refused before torch is imported.
-            from kl_comedy.kl import resolve_terms
-            from kl_comedy.objective import PolicyTerm, check_policy_term
+            from kl_comedy.training.build import build_run
 
-            resolve_terms(config.kl)
-            check_policy_term(PolicyTerm.of(config.algorithm))
-            self.packages.update(package.name for package in plugins_of(config).packages)
+            build_run(config)
+            for package in plugins_of(config).packages:
+                self.packages[package.name] = package
             self._configs[overrides] = config
         return self._configs[overrides]
 
 
-def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Sequence[str] = ()) -> Manifest:
-    """Check every cell and write them down. ``extra``: ``key=value`` for every cell, from the command line.
+def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Sequence[str] = ()) -> Plan:
+    """Resolve and check the config of every cell. ``extra``: ``key=value`` for every cell, from the command line.
 
     The plugins must have been loaded. Raises :class:`UserError` naming the cell for any mistake, and for two cells
     that are the same run.
@@ -476,37 +516,38 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
     from kl_comedy.tracking.store import check_uri
 
     _check_extra(grid, extra)
-    configs = _CheckedConfigs(Path(grid.base))
+    checked = _CheckedConfigs(Path(grid.base))
     common = (*_overrides(grid.overrides), *extra)
     cells: list[Cell] = []
+    configs: list[Config] = []
     cells_by_run: dict[str, Cell] = {}
     # A dict and not a set: the order of the stores is part of the digest.
     stores: dict[tuple[str, str], None] = {}
     for index, point in enumerate(expand(grid)):
-        cell, config = _plan_cell(index, point, common, configs)
+        cell, config = _plan_cell(index, point, common, checked)
         # Without its name, a config is what the run does: two names for one run would train it twice.
-        run = config_hash(replace(config, name=""))
+        run = json.dumps(identity(replace(config, name="")))
         if run in cells_by_run:
             twin = cells_by_run[run]
             names = f"{twin.index} ({twin.name}) and {cell.index} ({cell.name})"
             raise UserError(f"cells {names} are the same run, seed {cell.seed}")
         cells_by_run[run] = cell
         cells.append(cell)
+        configs.append(config)
         stores[check_uri(config.tracking.uri), config.tracking.experiment] = None
 
     # An evaluation is checked with one cell: what differs between cells was checked above.
     evaluate = None
+    evaluation = None
     if grid.evaluate is not None:
         evaluate = tuple(_overrides(grid.evaluate))
+        first = next(iter(expand(grid)))
         # A mistake in them is the same in every cell.
         with error_prefix("evaluate"):
-            configs.load((*cells[0].overrides, *evaluate))
+            evaluation = checked.load((*_cell_overrides(first, common), *evaluate))
     manifest = Manifest(
         name=grid.name,
         directory=str(directory.resolve()),
-        base=grid.base,
-        # The text with the files that the base extends, because they may change too.
-        base_sha256=hashlib.sha256(standalone_text(Path(grid.base)).encode()).hexdigest(),
         # Absolute, since jobs load them from other folders.
         plugins=tuple(str(file.resolve()) for file in plugins),
         evaluate=evaluate,
@@ -514,9 +555,11 @@ def plan(grid: Grid, *, directory: Path, plugins: Sequence[Path] = (), extra: Se
         stores=tuple(stores),
         package_version=kl_comedy.__version__,
         cells=tuple(cells),
-        packages=tuple(sorted(configs.packages)),
     )
-    return replace(manifest, plugin_hashes=planned_plugins(manifest).hashes)
+    # Without --plugin, files that this process loaded for something else are not the sweep's.
+    files = dict(PLUGIN_FILES) if plugins else {}
+    used = PluginSet(files=files, packages=tuple(checked.packages[name] for name in sorted(checked.packages)))
+    return Plan(manifest=manifest, configs=tuple(configs), evaluation=evaluation, plugins=used)
 
 
 def _check_extra(grid: Grid, extra: Sequence[str]) -> None:
@@ -529,25 +572,26 @@ def _check_extra(grid: Grid, extra: Sequence[str]) -> None:
             raise UserError(f"{text}: {key} is set by the sweep, cell by cell")
 
 
-def _plan_cell(index: int, point: GridPoint, common: tuple[str, ...], configs: _CheckedConfigs) -> tuple[Cell, Config]:
-    """A point as a cell, and its config. ``common`` are the overrides of every cell."""
+def _cell_overrides(point: GridPoint, common: tuple[str, ...]) -> tuple[str, ...]:
+    """What makes a cell's config of the base, but for its seed. ``common`` are the overrides of every cell."""
     # Short keys first: kl.0.beta changes a list that kl sets.
     settings = dict(sorted(point.settings.items(), key=lambda item: item[0].count(".")))
-    overrides = (*common, override("name", point.label), *_overrides(settings))
+    return (*common, override("name", point.label), *_overrides(settings))
+
+
+def _plan_cell(index: int, point: GridPoint, common: tuple[str, ...], checked: _CheckedConfigs) -> tuple[Cell, Config]:
+    """A point as a cell, and its config."""
     with error_prefix(f"cell {index} ({point.label})"):
-        config = configs.load(overrides)
+        config = checked.load(_cell_overrides(point, common))
     if point.seed is not None:
         # After the config was loaded: cells that differ in their seed alone are loaded once.
-        overrides = (*overrides, override("seed", point.seed))
         config = replace(config, seed=point.seed)
     cell = Cell(
         index=index,
         name=config.name,
         seed=config.seed,
         steps=config.train.steps,
-        config_hash=config_hash(config),
         values=dict(point.values),
-        overrides=overrides,
         nodes=config.train.nodes,
         devices=config.train.devices,
     )

@@ -253,7 +253,6 @@ def filled_in(words: Sequence[str], host: str, index: int, port: int) -> tuple[S
 
 def cell_command(sweep: Path, cell: int, folder: Path, host: str, port: int) -> tuple[Sequence[str], Environment]:
     """The command of a server for a cell, by its config. Raises :class:`UserError` where its run uses no server."""
-    from kl_comedy.config import load_config
     from kl_comedy.registry import load_plugin_file
     from kl_comedy.rollouts.engines.jobs import job_server
     from kl_comedy.slurm.manifest import read_sweep
@@ -262,7 +261,7 @@ def cell_command(sweep: Path, cell: int, folder: Path, host: str, port: int) -> 
     # The config may name parts that the plugins register, and loading it checks every name.
     for plugin in loaded.manifest.plugins:
         load_plugin_file(Path(plugin))
-    config = load_config(loaded.base, loaded.overrides(loaded.cell(cell)))
+    config = loaded.read_config(loaded.cell(cell).index)
     words, environment = job_server(config, folder, host=host, port=port)
     return [sys.executable, *words], environment
 

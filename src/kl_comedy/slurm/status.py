@@ -159,11 +159,12 @@ def read_status(sweep: Sweep) -> SweepStatus:
     jobs, notes = _ask_slurm(sweep, _slurm_tasks(training) | _slurm_tasks(evaluation))
 
     cancelled_at = sweep.cancelled_at()
-    runs = newest_runs(sweep)
     rows = []
     damage: list[str] = []
     for cell in sweep.manifest.cells:
-        run = runs.get(cell.run_stem)
+        run = None
+        if sweep.run(cell.index).is_dir():
+            run = sweep.run(cell.index)
         files = _read_cell_files(sweep, cell, run)
         damage.extend(files.damage)
         submission = training.get(cell.index)
@@ -401,19 +402,6 @@ def _state_after_attempt(cell: CellHistory, attempt: Attempt) -> tuple[str, str]
     if cell.job is not None:
         reason = cell.job.reason
     return "DIED", f"ended without a message: {reason}"
-
-
-def newest_runs(sweep: Sweep) -> dict[str, Path]:
-    """The newest run folder of each cell that began, by the cell's ``run_stem``."""
-    if not sweep.runs.is_dir():
-        return {}
-    # One listing for all cells: a glob for each would read the folder as often as there are cells.
-    newest: dict[str, int] = {}
-    for name in os.listdir(sweep.runs):
-        stem, _, number = name.rpartition("-")
-        if number.isdigit():
-            newest[stem] = max(int(number), newest.get(stem, 0))
-    return {stem: sweep.runs / f"{stem}-{number}" for stem, number in newest.items()}
 
 
 def last_update(run: Path) -> int:

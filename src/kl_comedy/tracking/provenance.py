@@ -22,8 +22,8 @@ import psutil
 
 import kl_comedy
 from kl_comedy.io import atomic_write
+from kl_comedy.plugins import PLUGIN_FILES, PluginSet
 from kl_comedy.redaction import redact_command, redact_source
-from kl_comedy.registry import PLUGIN_FILES, PluginSet
 
 HOST = "process.host"
 PID = "process.pid"
@@ -163,7 +163,7 @@ def provenance_tags(repo: Path | None = None, *, plugins: PluginSet | None = Non
     untracked files of the package. ``repo`` is the checkout whose commit counts; by default the one this package is
     tracked in, if any (an installed package inside someone else's repository does not count). ``code.package`` is a
     hash of the package's files; ``plugins`` has name and hash of each plugin in the argument of that name
-    (:func:`kl_comedy.config.plugins_of`; by default the files that this process loaded), and is absent without any.
+    (by default the files that this process loaded), and is absent without any.
     """
     host = {
         "host.python": platform.python_version(),

@@ -89,8 +89,8 @@ class SyncState:
 def run_name(params: Mapping[str, Any], folder_name: str) -> str:
     """The run's name in a store: the config's name and the seed. The folder's name where ``params`` lack them.
 
-    >>> run_name({"name": "k3-loss", "seed": 1}, "k3-loss-90e6ce2481c8-1"), run_name({}, "k3-loss-90e6ce2481c8-1")
-    ('k3-loss s1', 'k3-loss-90e6ce2481c8-1')
+    >>> run_name({"name": "k3-loss", "seed": 1}, "k3-loss-1"), run_name({}, "k3-loss-1")
+    ('k3-loss s1', 'k3-loss-1')
     """
     if "name" in params and "seed" in params:
         return f"{params['name']} s{params['seed']}"

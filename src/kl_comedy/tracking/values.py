@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.config import Config, flatten, to_plain
-from kl_comedy.config.load import NOT_IDENTITY, NOT_IDENTITY_WITHIN
-from kl_comedy.config.old_names import default_params
+from kl_comedy.config.load import MAY_CHANGE
 from kl_comedy.errors import bad_value
 from kl_comedy.statistics import Condition
 from kl_comedy.tracking import store
@@ -24,15 +23,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def _names_outside_the_hash() -> tuple[str, ...]:
-    names = [f"params.{name}" for name in NOT_IDENTITY]
-    for section, section_names in NOT_IDENTITY_WITHIN.items():
-        names += [f"params.{section}.{name}" for name in section_names]
-    return tuple(names)
-
-
-NOT_A_SETTING = _names_outside_the_hash()
-"""Params, and beginnings of params, that are not part of the config's hash: runs that differ in them are the same."""
+NOT_A_SETTING = tuple(f"params.{key}" for key in MAY_CHANGE)
+"""Params, and beginnings of params, in which runs may differ and be the same run."""
 
 RULES = {
     "last": "the value at the run's last update; none where that update did not measure it",
@@ -121,8 +113,6 @@ def mixed_code(frame: pd.DataFrame, groups: Sequence[str]) -> list[str]:
 def _settings(frame: pd.DataFrame) -> pd.DataFrame:
     """What makes a run's configuration, seed included: a param that a run lacks is at its default."""
     defaults = store.param_texts(flatten(to_plain(Config())))
-    # Runs of earlier versions have params that no longer exist or have other names now.
-    defaults |= store.param_texts(flatten(default_params()))
     settings: dict[str, pd.Series[Any]] = {}
     for name in frame.columns:
         if _is_setting(name):

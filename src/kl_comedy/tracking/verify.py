@@ -57,11 +57,13 @@ def find_run(uri: str, run: str) -> pd.Series[Any]:
         problem = f"RUN: got {run!r}, which matches {len(matches)} runs of the store"
         if len(matches) == 0:
             raise UserError(f"{problem}; see `kl-comedy results export`")
-        folders = list(_folders(matches))
-        shown = ", ".join(folders[:MOST_SHOWN])
-        if len(folders) > MOST_SHOWN:
+        # Runs of several folders have folders of the same names, so that ids are shown too.
+        folders = _folders(matches)
+        names = [f"{run_id[:8]} ({folder})" for run_id, folder in zip(matches["run_id"], folders, strict=True)]
+        shown = ", ".join(names[:MOST_SHOWN])
+        if len(names) > MOST_SHOWN:
             shown += ", ..."
-        raise UserError(f"{problem}; name one by its folder or id: {shown}")
+        raise UserError(f"{problem}; name one by its id or folder: {shown}")
     return matches.iloc[0].dropna()
 
 

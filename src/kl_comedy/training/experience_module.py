@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch.utils.data import DataLoader
 from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed, bad_value
 from kl_comedy.evaluation.records import check_golds
+from kl_comedy.plugins import changed_names
 from kl_comedy.records import Prompt, Rollout
-from kl_comedy.registry import changed_names
 from kl_comedy.rewards import RewardSum, Scorer
 from kl_comedy.rollouts import ReplayRollouts, RolloutBackend
 from kl_comedy.training.asynchronous import Producer
@@ -33,15 +34,24 @@ from kl_comedy.training.sampling import ShardedScorer, build_backend, build_engi
 
 
 class ExperienceModule(lightning.LightningDataModule):
-    """``prompts``, ``backend``, ``scorer`` and ``stream`` are there after :meth:`setup` (or :meth:`build`)."""
+    """``prompts``, ``backend``, ``scorer`` and ``stream`` are there after :meth:`setup` (or :meth:`build`).
+
+    ``on_connected`` is called on all ranks when they can exchange something, before the policy is loaded.
+    """
 
     prompts: PromptSets
     backend: RolloutBackend
     scorer: Scorer
     stream: ExperienceStream
 
-    def __init__(self, config: Config, problems: ProblemSets | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        problems: ProblemSets | None = None,
+        on_connected: Callable[[Ranks], None] | None = None,
+    ) -> None:
         super().__init__()
+        self._on_connected = on_connected
         self.config = config
         self._problems = problems
         self._to_close = contextlib.ExitStack()
@@ -55,6 +65,8 @@ class ExperienceModule(lightning.LightningDataModule):
     def setup(self, stage: str) -> None:
         """Here the processes are connected. Prompts need the policy's tokenizer, so the policy is loaded here too."""
         trainer: Any = self.trainer
+        if self._on_connected is not None:
+            self._on_connected(trainer.strategy.ranks)
         self.build(trainer.lightning_module, trainer.strategy.ranks)
 
     def build(self, module: PolicyModule, ranks: Ranks = SINGLE_PROCESS) -> None:

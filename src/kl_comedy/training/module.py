@@ -536,5 +536,3 @@ class PolicyModule(lightning.LightningModule):
         self.replaced_at = {int(version): now - age for version, age in state.get("version_ages", {}).items()}
         self.old_policy = state.get("first_use")
         torch.set_rng_state(state["torch_rng"])
-        if "stream" in state:  # checkpoints of version 0.1.0 hold the state of the data module here
-            checkpoint["ExperienceModule"] = state["stream"]

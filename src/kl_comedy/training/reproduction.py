@@ -18,14 +18,15 @@ from typing import Any
 
 from rich.console import Console
 
-from kl_comedy.config import Config, config_hash, load_config, plugins_of
+from kl_comedy.config import Config, load_config
 from kl_comedy.errors import UserError
 from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.tracking import provenance_tags, verify
 from kl_comedy.tracking.provenance import FOLDER
 from kl_comedy.tracking.runs import open_runs
 from kl_comedy.tracking.store import clean_path
-from kl_comedy.training.run_folder import PLUGIN_FOLDER, Outcome, PluginRecord, load_stored_plugins, stored_record
+from kl_comedy.training.run_folder import Outcome
+from kl_comedy.training.run_plugins import PLUGIN_FOLDER, PluginRecord, load_stored_plugins, plugins_of, stored_record
 
 SUMMARY_ORDER = ("equal", "near", "different", "absent", "new")
 """Verdicts of :func:`kl_comedy.tracking.verify.compare_metrics`, in the order of the summary."""
@@ -85,9 +86,9 @@ def find_original(uri: str, run: str) -> OriginalRun:
 
 def make_inputs_folder(original: OriginalRun, output: Path) -> Path:
     """Create the folder below ``output`` that the run's config and plugins are fetched to."""
-    # Runs of one name and seed may differ in other keys; their folders have different names.
+    # With the id: runs of other folders have folders of the same names.
     name = original.tags.get(FOLDER, original.name)
-    folder = output / f"{clean_path(name)}.inputs"
+    folder = output / f"{clean_path(name)}-{original.run_id[:8]}.inputs"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -104,7 +105,7 @@ class StoredPlugins:
     @property
     def files(self) -> list[Path]:
         """The stored files that ``--plugin`` takes."""
-        return [self.folder / PLUGIN_FOLDER / name for name in self.record.files or ()]
+        return [self.folder / PLUGIN_FOLDER / name for name in self.record.files]
 
 
 def fetch_plugins(original: OriginalRun, folder: Path, *, given: Sequence[Path]) -> StoredPlugins:
@@ -119,7 +120,7 @@ def fetch_plugins(original: OriginalRun, folder: Path, *, given: Sequence[Path])
         # Earlier versions kept no record: their plugins were single files, which the run's command names.
         names = original.plugin_names
         stored_names = tuple(name for name in names if folder / PLUGIN_FOLDER / name in written)
-        record = PluginRecord(sources={}, files=stored_names)
+        record = PluginRecord(files=stored_names)
         if names and not given and not stored_names:
             needed = original.plugin_options or names
             raise UserError(f"--plugin: the run needs parts of {', '.join(needed)}; name the file")
@@ -176,19 +177,11 @@ def plan_reproduction(original: OriginalRun, folder: Path, output: Path, plugins
 
 
 def _differences(original: OriginalRun, config: Config) -> list[str]:
-    """What differs in code, packages, plugins and machine, and whether the config means something else now."""
+    """What differs in code, packages, plugins and machine."""
     tags_now = {**provenance_tags(plugins=plugins_of(config)), "host.products": linear_library()}
     notes = verify.environment_differences(original.tags, tags_now)
     if not notes:
         notes = ["code, packages and machine are what they were"]
-
-    hash_then = original.tags.get("config.hash")
-    hash_now = config_hash(config)
-    same_plugins = original.tags.get("plugins") == tags_now.get("plugins")
-    # Plugins are part of the hash: where they differ, a new hash says nothing about the config itself.
-    if hash_then is not None and hash_then != hash_now and same_plugins:
-        meaning = f"the stored config is {hash_now} to this code and was {hash_then}"
-        notes.insert(0, f"{meaning}: what a config means has changed")
     return notes
 
 

@@ -1,74 +1,43 @@
-"""The folder of a run: where it is, who trains in it, what to resume.
+"""The folder of a run: what is in it, and who trains in it.
 
-runs/<name>-<config hash>-<n>/  config.yaml  plugins/  checkpoints/  policy/  spool.jsonl  tables/  summary.json
+runs/NAME-N/  config.yaml  plugins/  checkpoints/  policy/  spool.jsonl  tables/  summary.json
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
-import importlib.util
 import logging
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.config import Config, config_hash, config_reader, load_config, plugins_of, to_yaml
-from kl_comedy.config.load import differing_keys
-from kl_comedy.config.validate import parse_record
+from kl_comedy.config import Config, config_reader
 from kl_comedy.errors import UserError
 from kl_comedy.io import (
     LockHeld,
-    atomic_write,
     check_tree,
     file_lock,
     inside,
     read_json,
     set_aside,
     write_json,
-    write_yaml,
     yaml_is_changed,
-)
-from kl_comedy.redaction import redact_source
-from kl_comedy.registry import (
-    KINDS,
-    PACKAGES,
-    PLUGIN_FILES,
-    changed_names,
-    import_modules,
-    load_plugin_file,
-    plugin_hashes,
-    plugin_sources,
 )
 
 log = logging.getLogger("kl_comedy")
-
-PLUGINS = "plugins.json"
-"""In the folder of a run with plugins: their record (:meth:`kl_comedy.registry.PluginSet.record`) with the hash of the
-config without them."""
-
-PLUGIN_FOLDER = "plugins"
-"""Their source, credentials hidden."""
-
-PLUGIN_KEYS = {"config_hash": str, "sources": dict}
-REDACTED = "credentials are hidden in the stored source, or it was edited"
 
 CONFIG = "config.yaml"
 SUMMARY = "summary.json"
 EXTENSION = "extends.json"
 """In the folder of a run that extends another (:mod:`kl_comedy.training.extension`)."""
-NAMED_ALIKE = 10
-"""The most runs of the same name that are compared with one that is not found; each takes a few hundredths of a second.
-"""
 
 # A folder may come from elsewhere, with links in these places that lead out of it.
 RUN_FILES = (
     CONFIG,
     SUMMARY,
-    PLUGINS,
+    "plugins.json",
     EXTENSION,
     "spool.jsonl",
     "tracking.json",
@@ -90,7 +59,9 @@ RUN_FOLDERS = (
     "tensorboard",
 )
 """What a run writes and reads in its folder. W&B's folder is not here: its own links lead to the user's cache."""
-SUMMARY_KEYS = dict.fromkeys(("status", "name", "kl", "command", "evaluate_command", "mlflow_uri"), str)
+SUMMARY_KEYS = dict.fromkeys(("status", "name", "kl", "command", "evaluate_command", "mlflow_uri"), str) | {
+    "steps": int
+}
 
 
 class RunDir:
@@ -101,6 +72,15 @@ class RunDir:
         self.checkpoints = path / "checkpoints"
         self.policy = path / "policy"
         self.adapter = path / "adapter"
+
+    @property
+    def label(self) -> str:
+        """Its name among other runs: that of its folder. Those of a sweep's cells are all called ``run``."""
+        path = self.path.resolve()
+        is_of_cell = path.name == "run" and path.parent.parent.name == "cells"
+        if is_of_cell:
+            return f"{path.parents[2].name}-{path.parent.name}"
+        return path.name
 
     @property
     def checkpoint(self) -> Path | None:
@@ -126,6 +106,16 @@ class RunDir:
         if file.is_file() and re.search(rb"^name:", file.read_bytes(), re.MULTILINE) is None:
             raise UserError(f"{file} is damaged: it does not hold the config of a run")
         return config_reader(file)
+
+    def stored_config(self) -> Config:
+        """The config that the run was started with. Raises :class:`UserError` for a file that is not as it was written.
+
+        It says which run this is, so that a changed digit in it must not make another run of it.
+        """
+        self.check_links()
+        if yaml_is_changed(self.path / CONFIG):
+            raise UserError(f"{self.path / CONFIG} is damaged: it is not as it was written")
+        return self.config_reader()([])
 
     def summary(self) -> dict[str, Any] | None:
         """What the run ended with, or None while it has not ended. Raises :class:`UserError` for a damaged file."""
@@ -163,48 +153,6 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.stem.split("-")[1])
 
 
-def find_run(config: Config) -> RunDir | None:
-    """With ``resume=auto``, the newest folder of a run of the same config, finished or not; else None.
-
-    The same where ``resume`` is a folder, which comes first where it is one of them. Raises :class:`UserError` as
-    :meth:`RunDir.check_links`.
-    """
-    if config.resume == "never":
-        return None
-    earlier = _earlier(config)
-    if not earlier:
-        return None
-    newest = earlier[-1]
-    for path in earlier:
-        if path.resolve() == Path(config.resume).resolve():
-            newest = path
-    run = RunDir(path=newest)
-    run.check_links()
-    return run
-
-
-def create_run(config: Config) -> RunDir:
-    """A new folder, numbered after those of the same config, with the resolved config in it."""
-    # After the largest number and not the count: runs may have been deleted.
-    number = max((_number(path) for path in _earlier(config)), default=0) + 1
-    run = RunDir(path=Path(config.output) / f"{config.name}-{config_hash(config)}-{number}")
-    try:
-        run.path.mkdir(parents=True)
-    except FileExistsError:
-        return create_run(config)  # another process was faster
-    except OSError as error:
-        raise UserError(f"output: cannot create {run.path}: {error.strerror}") from None
-    run.checkpoints.mkdir()
-    write_yaml(run.path / CONFIG, to_yaml(config))
-    # The source of the plugins as they were: commands on this run load it, after their files have changed.
-    plugins = plugins_of(config)
-    for name, content in plugins.archive.items():
-        atomic_write(run.path / PLUGIN_FOLDER / name, redact_source(content.decode("utf-8", "replace")))
-    if plugins.hashes:
-        write_json(run.path / PLUGINS, {"config_hash": _hash_without_plugins(config), **plugins.record()})
-    return run
-
-
 def readable_summary(run: RunDir) -> dict[str, Any] | None:
     """The run's summary. A damaged one is renamed with a warning, and None: the run then resumes and writes it anew."""
     try:
@@ -223,266 +171,13 @@ class Outcome:
     already_finished: bool = False
 
 
-def finished_run(config: Config) -> Outcome | None:
-    """Unless ``resume`` is ``never``, the run that :func:`find_run` finds if it is finished; else None."""
-    run = find_run(config)
-    if run is None:
-        return None
-    summary = readable_summary(run)
-    # A failed run has a summary too; it is resumed.
-    if summary is None or summary["status"] != "FINISHED":
-        return None
+def finished_outcome(run: RunDir) -> Outcome:
+    """The outcome of a run that has finished earlier."""
+    summary = run.summary()
+    assert summary is not None
     return Outcome(run=run, summary=summary, already_finished=True)
-
-
-def repair_config(run: RunDir, config: Config) -> None:
-    """Write the config of a resumed run again where its file is damaged, which is renamed with a warning."""
-    file = run.path / CONFIG
-    if _is_damaged(file, config):
-        _set_aside(file, f"{file} is damaged; it is written again")
-        write_yaml(file, to_yaml(config))
-
-
-def _is_damaged(file: Path, config: Config) -> bool:
-    """Whether the file is not the config that was written there: by its checksum, or without one by its hash."""
-    # Older runs have a config without a checksum.
-    is_changed = yaml_is_changed(file)
-    if is_changed is not None:
-        return is_changed
-    try:
-        return config_hash(load_config(file)) != config_hash(config)
-    except UserError:
-        return True
 
 
 def _set_aside(file: Path, message: str) -> None:
     with contextlib.suppress(FileNotFoundError):  # another process was faster
         log.warning("%s (it is now %s)", message, set_aside(file).name)
-
-
-def changed_plugins(config: Config) -> str | None:
-    """Why ``resume=auto`` resumes no run of this config, in one line that names the changed sources; else None."""
-    current_hashes = plugins_of(config).hashes
-    if config.resume != "auto" or not current_hashes:
-        return None
-    hash_without_plugins = _hash_without_plugins(config)
-    folders = Path(config.output).glob(f"{config.name}-*-[0-9]*")
-    # The newest first: it is the run that the user means to resume.
-    for path in sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True):
-        stored_hash, stored_sources = _stored_identity(path, config.name)
-        if stored_hash != hash_without_plugins:
-            continue
-        names = changed_names(stored_sources, current_hashes)
-        reason = f"{path} did not record its plugins ({names})"
-        if stored_sources:
-            reason = f"{names} changed since {path}"
-        return f"{reason}: this is another run, which starts at update 0"
-    return None
-
-
-def runs_named_alike(config: Config) -> str | None:
-    """Why ``resume=auto`` resumes no run, where runs of that name exist: the keys in which they differ; else None."""
-    if config.resume != "auto":
-        return None
-    names = re.compile(rf"{re.escape(config.name)}-[0-9a-f]{{12}}-[0-9]+")
-    folders = [path for path in Path(config.output).glob("*") if names.fullmatch(path.name)]
-    folders.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    different: list[Path] = []
-    keys: dict[str, None] = {}
-    shorter: list[Path] = []
-    for path in folders[:NAMED_ALIKE]:
-        other = _stored_config(path)
-        if other is None:
-            continue
-        different_keys = differing_keys(config, other)
-        # Seeds of one config, as the cells of a sweep, are no mistake.
-        if different_keys == ["seed"]:
-            continue
-        different.append(path)
-        keys |= dict.fromkeys(different_keys)
-        if different_keys == ["train.steps"] and other.train.steps < config.train.steps:
-            shorter.append(path)
-    if not different:
-        return None
-    number = f"{len(different)} other runs are"
-    pronoun = "they differ"
-    if len(different) == 1:
-        number = "1 other run is"
-        pronoun = "it differs"
-    text = f"{number} named {config.name!r}; {pronoun} in {', '.join(keys)}"
-    if shorter:
-        text += f" (resume={shorter[0]} trains that run to {config.train.steps} updates)"
-    return text
-
-
-def _stored_config(path: Path) -> Config | None:
-    """The config of a run's folder; None where it cannot be read. Its warnings are those of another run."""
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        return RunDir(path=path).config_reader()([])
-    except UserError:
-        return None
-    finally:
-        log.setLevel(level)
-
-
-def _stored_identity(path: Path, name: str) -> tuple[str, dict[str, str]]:
-    """The hash of a run's config without plugins, and the hashes of its plugins; none where it recorded none."""
-    try:
-        record = read_json(path / PLUGINS, "record of plugins", PLUGIN_KEYS, root=path)
-    except UserError:
-        # Without plugins the hash in the folder's name is that of the config alone.
-        return path.name.removeprefix(f"{name}-").rpartition("-")[0], {}
-    return record["config_hash"], record["sources"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PackageRecord:
-    """A package of a run: its version, the modules that register its parts, and the names of its sources."""
-
-    version: str | None = None
-    modules: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PluginRecord:
-    """:data:`PLUGINS`: hashes by the name of the source, and what to load; ``files``: None in earlier versions."""
-
-    config_hash: str = ""
-    sources: dict[str, str]
-    files: tuple[str, ...] | None = None
-    packages: dict[str, PackageRecord] = field(default_factory=dict)
-
-
-def stored_record(folder: Path) -> PluginRecord | None:
-    """The record of the plugins stored in a folder; None where there is none.
-
-    Raises :class:`UserError` where it is damaged.
-    """
-    file = folder / PLUGINS
-    if not file.is_file():
-        file = folder / PLUGIN_FOLDER / PLUGINS  # where a tracking store keeps it
-    if not file.is_file():
-        return None
-    try:
-        content = read_json(file, "record of plugins", PLUGIN_KEYS, root=file.parent)
-        record = parse_record(PluginRecord, content, origin=str(file))
-    except UserError as error:
-        raise UserError(f"{error}; name the run's plugins with --plugin, and remove {file}") from None
-    if record.files is None:
-        record = replace(record, files=_imported_by_none(folder / PLUGIN_FOLDER, record.sources))
-    return record
-
-
-def load_stored_plugins(folder: Path, record: PluginRecord, *, files: bool = True) -> list[str]:
-    """Load the plugins stored with a run, which is to run their code. What was done, in lines to print.
-
-    ``record`` is :func:`stored_record`. A package that is installed is used as it is, since a copy of its Python source
-    alone may not work. ``files`` is false where ``--plugin`` replaces the stored files. Raises :class:`UserError` for a
-    plugin that fails on import.
-    """
-    # Built-in parts first: a plugin that registers one of their names is refused, whatever is loaded later.
-    for table in KINDS.values():
-        table.load()
-    lines = []
-    for name in record.packages:
-        lines += _load_stored_package(folder, name, record)
-    missing = _missing_files(record) if files else []
-    if missing:
-        lines.append(f"plugins of {folder}: {', '.join(missing)}")
-        _put_first(folder)  # the modules that they import, as they were
-    for name in missing:
-        load_plugin_file(folder / PLUGIN_FOLDER / name)
-    if missing:
-        # A package's source is stored beside the files, which may import it; it is the package's source all the same.
-        for package in record.packages.values():
-            for name in package.sources:
-                PLUGIN_FILES.pop(name, None)
-    loaded = {name: digest for name, digest in plugin_hashes(PLUGIN_FILES).items() if name in record.sources}
-    before = {name: record.sources[name] for name in loaded}
-    if before != loaded:
-        reason = REDACTED if missing else "the one given is used"
-        lines.append(f"{changed_names(before, loaded)} is not what {folder} was trained with ({reason})")
-    return lines
-
-
-def _missing_files(record: PluginRecord) -> list[str]:
-    """The stored plugin files that are not loaded yet. A name with a folder would lead out of the stored ones."""
-    missing = []
-    for name in record.files or ():
-        is_loaded = name in PLUGIN_FILES
-        is_plain_name = Path(name).name == name
-        if is_plain_name and not is_loaded:
-            missing.append(name)
-    return missing
-
-
-def _load_stored_package(folder: Path, name: str, record: PluginRecord) -> list[str]:
-    """Import the modules of a package that register parts, from where it is installed, else from the folder."""
-    package = record.packages[name]
-    stored = folder / PLUGIN_FOLDER
-    is_installed = _is_installed(name, stored)
-    has_copy = (stored / name).is_dir() or (stored / f"{name}.py").is_file()
-    lines = []
-    if not is_installed and has_copy:
-        lines.append(f"{name} is not installed: its source in {stored} is used")
-        _put_first(folder)
-    elif not is_installed:
-        lines.append(f"{name} {package.version or ''} is not installed, and {folder} has no copy of its source")
-    import_modules(package.modules, f"the package {name} of {folder}")
-    before = {path: record.sources.get(path, "") for path in package.sources}
-    if name in PACKAGES and before != PACKAGES[name].hashes:
-        changed = changed_names(before, PACKAGES[name].hashes)
-        reason = REDACTED
-        if is_installed:
-            reason = f"the package {name} is used as it is installed, not as it was"
-        lines.append(f"{changed} changed since {folder}: {reason}")
-    return lines
-
-
-def _put_first(folder: Path) -> None:
-    """Let Python find the plugins stored in the folder before others of their names."""
-    stored = str((folder / PLUGIN_FOLDER).resolve())
-    if stored not in sys.path:
-        sys.path.insert(0, stored)
-
-
-def _is_installed(package: str, stored: Path) -> bool:
-    """Whether Python finds the package elsewhere than in the folder of stored plugins."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return False
-    if spec is None:
-        return False
-    locations = list(spec.submodule_search_locations or [spec.origin or ""])
-    folder = stored.resolve()
-    return not any(Path(location).resolve().is_relative_to(folder) for location in locations)
-
-
-def _imported_by_none(stored: Path, names: Iterable[str]) -> tuple[str, ...]:
-    """The plugin files among the stored ones, of a run that did not record which: those that no other imports."""
-    files = [name for name in names if "/" not in name and (stored / name).is_file()]
-    imported: set[str] = set()
-    for name in files:
-        imported |= set(plugin_sources(stored / name)) - {name}
-    plugin_files = [name for name in files if name not in imported]
-    # Files that import each other: all of them.
-    return tuple(plugin_files or files)
-
-
-def _hash_without_plugins(config: Config) -> str:
-    return config_hash(config, without=("plugins",))
-
-
-def _number(path: Path) -> int:
-    return int(path.name.rsplit("-", 1)[1])
-
-
-def _earlier(config: Config) -> list[Path]:
-    """The folders of runs of the same config, in the order of their numbers."""
-    paths = Path(config.output).glob(f"{glob.escape(config.name)}-{config_hash(config)}-[0-9]*")
-    numbered = [path for path in paths if path.name.rsplit("-", 1)[1].isdecimal()]
-    return sorted(numbered, key=_number)

@@ -20,6 +20,9 @@ from kl_comedy.training.run_folder import RunDir
 
 def resume_command(command: str) -> str:
     """The command that resumes the run that ``command`` started."""
+    # A sweep's cell has one run, and its command resumes it.
+    if command.startswith("kl-comedy cell "):
+        return command
     # A command that is resumed twice need not have it twice, and resume=runs/RUN finds the run that it began.
     values = [word.removeprefix("resume=") for word in command.split() if word.startswith("resume=")]
     if values and values[-1] != "never":

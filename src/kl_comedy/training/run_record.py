@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from rich.console import Console
 
-from kl_comedy.config import Config, config_hash, flatten, plugins_of, to_plain
+from kl_comedy.config import Config, config_hash, flatten, to_plain
 from kl_comedy.errors import RunFailed, RunInterrupted, RunStopped
 from kl_comedy.models.onednn_linear import linear_library
 from kl_comedy.redaction import redact
@@ -22,25 +22,19 @@ from kl_comedy.registry import plugin_line
 from kl_comedy.tracking import provenance_files, provenance_tags
 from kl_comedy.tracking.logger import NullLogger, ResumedFrom, RunLogger
 from kl_comedy.tracking.loggers import build_loggers
-from kl_comedy.tracking.provenance import NOTE
+from kl_comedy.tracking.provenance import FOLDER, NOTE
 from kl_comedy.tracking.store import param_texts
 from kl_comedy.tracking.upload import run_name
 from kl_comedy.training.checkpoint import newest_checkpoint
 from kl_comedy.training.distributed import RankFailed, Ranks, RankWatch
 from kl_comedy.training.export import save_policy, write_card
-from kl_comedy.training.extension import Extension, begin_extension, extension_of
+from kl_comedy.training.extension import Extension, extension_of
 from kl_comedy.training.module import PolicyModule
+from kl_comedy.training.open_run import Opened, create_run, open_run
 from kl_comedy.training.problems import PromptSets
-from kl_comedy.training.run_folder import (
-    PLUGIN_FOLDER,
-    PLUGINS,
-    RunDir,
-    create_run,
-    find_run,
-    repair_config,
-    step_of,
-)
+from kl_comedy.training.run_folder import RunDir, step_of
 from kl_comedy.training.run_outcome import resume_command, run_summary, write_failed_batch
+from kl_comedy.training.run_plugins import PLUGIN_FOLDER, PLUGINS, plugins_of
 from kl_comedy.training.stop_signals import StopRequest
 from kl_comedy.training.strategies import RankLauncher
 from kl_comedy.training.tags import description, kl_label, policy_tags, term_tags
@@ -48,8 +42,16 @@ from kl_comedy.training.tags import description, kl_label, policy_tags, term_tag
 log = logging.getLogger("kl_comedy")
 
 
+class AlreadyFinished(Exception):
+    """The run was finished before, which rank 0 saw when the processes were connected. Raised on all of them."""
+
+    def __init__(self, run: RunDir) -> None:
+        super().__init__(f"{run.path} is finished")
+        self.run = run
+
+
 @dataclass(frozen=True, kw_only=True)
-class OpenedRun:
+class Beginning:
     """A run's folder, locked for this process, and where training begins in it."""
 
     run: RunDir
@@ -74,26 +76,25 @@ class OpenedRun:
         return step_of(self.checkpoint)
 
 
-def open_run(config: Config, ranks: Ranks, lock: contextlib.ExitStack) -> OpenedRun:
-    """Find or create the folder, and lock it until ``lock`` is closed. All ranks call.
+def begin(
+    opened: Opened, config: Config, ranks: Ranks, lock: contextlib.ExitStack, folder: Path | None = None
+) -> Beginning:
+    """Make the folder where it is new, and lock it until ``lock`` is closed. All ranks call, with rank 0's answer.
 
     Raises :class:`UserError` on all ranks where another process trains in the folder.
     """
-    # Rank 0 looks for all: on a shared disk, ranks that look at different times could find different folders.
-    earlier = ranks.broadcast(ranks.on_rank_zero(lambda: find_run(config)))
-    run = earlier
-    if run is None:
-        run = ranks.broadcast(ranks.on_rank_zero(lambda: create_run(config)))
-    assert run is not None
-    locked: RunDir = run
-    ranks.on_rank_zero(lambda: lock.enter_context(locked.lock()))
-    ranks.on_rank_zero(lambda: repair_config(locked, config))
-    ranks.on_rank_zero(lambda: begin_extension(locked, config))
-    extension = ranks.broadcast(ranks.on_rank_zero(lambda: extension_of(locked)))
+    is_new = opened.is_new_folder
+    if is_new:
+        created = ranks.broadcast(ranks.on_rank_zero(lambda: create_run(opened, config, folder)))
+        assert created is not None
+        opened = created
+    run = RunDir(path=opened.folder)
+    ranks.on_rank_zero(lambda: lock.enter_context(run.lock()))
+    extension = ranks.broadcast(ranks.on_rank_zero(lambda: extension_of(run)))
     checkpoint = None
-    if earlier is not None or extension is not None:
+    if opened.kind != "new":
         checkpoint = newest_checkpoint(run.checkpoints, ranks)
-    return OpenedRun(run=run, is_new=earlier is None, checkpoint=checkpoint, extension=extension)
+    return Beginning(run=run, is_new=is_new, checkpoint=checkpoint, extension=extension)
 
 
 def stop_reason(callbacks: Sequence[Any]) -> str:
@@ -116,8 +117,19 @@ def stop_reason(callbacks: Sequence[Any]) -> str:
 class RunRecord(Callback):
     """The run's folder, its logger, and how it ended. ``run`` is None until everything is built."""
 
-    def __init__(self, config: Config, console: Console, command: str, request: StopRequest) -> None:
+    def __init__(
+        self,
+        config: Config,
+        console: Console,
+        command: str,
+        request: StopRequest,
+        *,
+        opened: Opened | None = None,
+        folder: Path | None = None,
+    ) -> None:
         self.run: RunDir | None = None
+        self._opened = opened
+        self._folder = folder
         self._config = config
         self._console = console
         self._command = command
@@ -134,14 +146,31 @@ class RunRecord(Callback):
 
     # --- beginning ---
 
+    def ask(self, ranks: Ranks) -> None:
+        """Which run this is, on all ranks as rank 0 sees it. Called when they are connected, before anything is loaded.
+
+        Raises :class:`AlreadyFinished` where there is nothing to train.
+        """
+        opened = ranks.broadcast(ranks.on_rank_zero(lambda: self._opened or open_run(self._config, self._folder)))
+        assert opened is not None
+        self._opened = opened
+        if opened.kind == "finished":
+            raise AlreadyFinished(RunDir(path=opened.folder))
+        if opened.reason is not None:
+            self._print(opened.reason)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True, highlight=False)
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Find or create the folder, once data and policy are there: a mistake leaves no folder behind."""
+        """Lock the folder, made now where it is new: data and policy are there, and a mistake leaves none behind."""
         module: PolicyModule = pl_module
         self._ranks = module.ranks
         self._watch.watch_others(self._ranks)
         self._kl_label = kl_label(list(module.terms.values()))
         self._sampler = module.run.sampler
-        opened = open_run(self._config, self._ranks, self._lock)
+        assert self._opened is not None, "ask() comes first"
+        opened = begin(self._opened, self._config, self._ranks, self._lock, self._folder)
         trainer.strategy.newest_checkpoint = opened.checkpoint
         self._prepare_sampler(trainer.datamodule.backend, opened)
         self._start_loggers(trainer, module, opened)
@@ -150,7 +179,7 @@ class RunRecord(Callback):
         module.run_folder = opened.run.path
         self._announce(opened)
 
-    def _prepare_sampler(self, backend: Any, opened: OpenedRun) -> None:
+    def _prepare_sampler(self, backend: Any, opened: Beginning) -> None:
         if self._sampler.capabilities.needs_folder:
             backend.work_in(opened.run.path)
         if self._sampler.beside and opened.checkpoint is None:
@@ -158,7 +187,7 @@ class RunRecord(Callback):
             # A resumed run publishes when its weights are restored.
             backend.publish(0)
 
-    def _start_loggers(self, trainer: Any, module: PolicyModule, opened: OpenedRun) -> None:
+    def _start_loggers(self, trainer: Any, module: PolicyModule, opened: Beginning) -> None:
         hash_tags: dict[str, str] = {}
         if opened.extension is not None:
             hash_tags |= opened.extension.tags()
@@ -176,7 +205,7 @@ class RunRecord(Callback):
         trainer.loggers = [self._logger, *others]  # trainer.logger is the first
 
     def _start_logger(
-        self, module: PolicyModule, prompts: PromptSets, opened: OpenedRun, hash_tags: dict[str, str]
+        self, module: PolicyModule, prompts: PromptSets, opened: Beginning, hash_tags: dict[str, str]
     ) -> RunLogger:
         """The run's own logger, with what a reader needs to repeat the run: tags, provenance, plugins."""
         config = self._config
@@ -225,6 +254,7 @@ class RunRecord(Callback):
             **policy_tags(config),
             "run.command": self._command,
             "run.dir": str(run.path),
+            FOLDER: run.label,
         }
         return {**tags, NOTE: description(tags)}
 
@@ -243,7 +273,7 @@ class RunRecord(Callback):
                 logger.describe(note, shown)
         return loggers
 
-    def _announce(self, opened: OpenedRun) -> None:
+    def _announce(self, opened: Beginning) -> None:
         train = self._config.train
         if self._ranks.size > 1 or self._sampler.beside:
             nodes = "1 node" if train.nodes == 1 else f"{train.nodes} nodes"

@@ -62,7 +62,7 @@ def run_audit(
     updates later. Runs in one process, whatever ``train.strategy`` says. Raises :class:`UserError` for unknown names,
     too few updates, and training that stops early.
     """
-    from kl_comedy.training.run import make_trainer
+    from kl_comedy.training.fit import make_trainer
 
     lag = staleness(source.config)
     select_terms(names, source.config, key="--terms")  # refuses unknown names before anything is trained
