@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "results/speed/answer_times.json"
 TABLE = OUT.with_suffix(".md")
-CASES = "tests/lab/cases"
+CASES = "tests/peers/cases"
 COMMAND = (sys.executable, "-m", "kl_comedy.cli")
 NOT_STORED = "verl:use_kl_loss=true,kl_loss_coef=0.02,use_kl_in_reward=true,kl_ctrl.kl_coef=0.007"
 """Two terms whose coefficients have an unusual ratio."""

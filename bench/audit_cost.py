@@ -35,7 +35,7 @@ def timed_run(config: Any) -> tuple[list[float], list[float]]:
     import torch
     from rich.console import Console
 
-    from kl_comedy.lab.audit.run import AuditCallback
+    from kl_comedy.audit.run import AuditCallback
     from kl_comedy.training.experience import ExperienceStream
     from kl_comedy.training.run import train
 

@@ -72,7 +72,7 @@ class Sizes:
 @contextlib.contextmanager
 def shape_folder(name: str, sizes: Sizes) -> Iterator[Path]:
     """A folder with the config.json of Qwen/Qwen2.5-``name``, without weights."""
-    from kl_comedy.lab.planning.sizes import known_config
+    from kl_comedy.planning.sizes import known_config
 
     changes = SMALL if sizes.tiny else {}
     config = known_config(f"Qwen/Qwen2.5-{name}", **changes)
@@ -217,7 +217,7 @@ def known_device() -> Any:
     """
     import torch
 
-    from kl_comedy.lab.planning.sizes import GPUS, device_named
+    from kl_comedy.planning.sizes import GPUS, device_named
 
     if not torch.cuda.is_available():
         return device_named("cpu")
@@ -340,7 +340,7 @@ def update_timer(labels: Sequence[str], device: str, updates: dict[str, list[flo
 def learn(name: str, sizes: Sizes, *settings: str, modes: Sequence[str] = (DEFAULT,)) -> dict[str, Any]:
     """Updates of fixed rows through Lightning's Trainer: seconds and tokens/s, and memory next to the plan's."""
     from kl_comedy.config import load_config
-    from kl_comedy.lab.planning.plan import PHASES, Plan
+    from kl_comedy.planning.plan import PHASES, Plan
     from kl_comedy.training.fit import make_trainer
     from kl_comedy.training.module import PolicyModule
 

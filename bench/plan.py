@@ -127,8 +127,8 @@ def has_changes() -> bool:
 def planned(row: dict[str, Any]) -> dict[str, Any]:
     """The row, with the memory that is planned for its cell and its measured lengths."""
     from kl_comedy.config import load_config
-    from kl_comedy.lab.planning.plan import Lengths, Plan
-    from kl_comedy.lab.planning.sizes import GPUS
+    from kl_comedy.planning.plan import Lengths, Plan
+    from kl_comedy.planning.sizes import GPUS
 
     # Planned for the lengths that were measured: how long completions get is no question of memory.
     config = load_config(None, CELLS[row["cell"]])

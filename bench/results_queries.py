@@ -128,7 +128,7 @@ TASKS = {
 def run_task(name: str, folder: Path, *, through_client: bool) -> None:
     """Run one command in this process. ``through_client``: reading one run at a time, as from a server."""
     from kl_comedy.cli import main as cli
-    from kl_comedy.tracking import database
+    from kl_comedy.results import database
 
     if through_client:
         database._backend = lambda client: None

@@ -153,8 +153,8 @@ def this_core() -> dict[str, Any]:
     """This machine with one thread, as a device of the plan. Its link is what FSDP over two processes reaches."""
     import torch
 
-    from kl_comedy.lab.planning.sizes import this_machine
-    from kl_comedy.lab.planning.timing import Assumed
+    from kl_comedy.planning.sizes import this_machine
+    from kl_comedy.planning.timing import Assumed
 
     # As in the cells: a core per process.
     torch.set_num_threads(1)
@@ -204,8 +204,8 @@ def time_fsdp(rank: int, folder: str) -> None:
 def planned(row: dict[str, Any], device: dict[str, Any]) -> dict[str, float]:
     """The seconds that the plan gives for the cell of a row, by part."""
     from kl_comedy.config import load_config
-    from kl_comedy.lab.planning.plan import Lengths, Plan
-    from kl_comedy.lab.planning.sizes import Device
+    from kl_comedy.planning.plan import Lengths, Plan
+    from kl_comedy.planning.sizes import Device
 
     config = load_config(None, [*COMMON, *CELLS[row["cell"]]])
     lengths = Lengths(prompt=6, completion=row["completion_tokens"], longest=32)
@@ -222,7 +222,7 @@ def planned(row: dict[str, Any], device: dict[str, Any]) -> dict[str, float]:
 
 def page(result: dict[str, Any]) -> str:
     """The content of results/scaling/README.md."""
-    from kl_comedy.lab.planning.timing import Assumed
+    from kl_comedy.planning.timing import Assumed
 
     machine = result["machine"]
     device = result["device"]

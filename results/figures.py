@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from kl_comedy.tracking.figures import save_figure
-from kl_comedy.tracking.looks import family_look
-from kl_comedy.tracking.plots import plot_curves
-from kl_comedy.tracking.runs import FAMILY, LABEL, with_derived
+from kl_comedy.results.figures import save_figure
+from kl_comedy.results.looks import family_look
+from kl_comedy.results.plots import plot_curves
+from kl_comedy.results.runs import FAMILY, LABEL, with_derived
 
 HERE = Path(__file__).parent
 

@@ -23,7 +23,7 @@ from operations import Operations
 ROOT = Path(__file__).parents[1] / "src" / "kl_comedy"
 TINY = Path(__file__).parent / "support" / "tiny.yaml"
 # What runs on the device of the policy during a run. The oracle and the making of the pocket policy are on the CPU.
-TRAINED = ("cuda.py", "kl", "objective", "models", "rollouts", "training", "evaluation", "lab/audit")
+TRAINED = ("cuda.py", "kl", "objective", "models", "rollouts", "training", "evaluation", "audit")
 ON_THE_CPU = ("kl/oracle/", "models/pocket.py")
 
 RAISING = {

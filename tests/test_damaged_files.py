@@ -29,14 +29,15 @@ from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import CHECKSUMS, decode_json, encode_json, find_damage, read_json, sha256_file, write_json
 from kl_comedy.models import load_model, weights_hash
+from kl_comedy.results import runs as run_tables
+from kl_comedy.results import verify
 from kl_comedy.rollouts.recording import ReplayOptions, ReplayRollouts
 from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.manifest import Submission, plan, read_sweep, write_sweep
 from kl_comedy.slurm.status import cell_metrics, read_status
 from kl_comedy.tracking import logger as logger_module
-from kl_comedy.tracking import runs as run_tables
 from kl_comedy.tracking import spool as spool_module
-from kl_comedy.tracking import store, upload, verify
+from kl_comedy.tracking import store, upload
 from kl_comedy.tracking.provenance import process_tags
 from kl_comedy.tracking.spool import Spool
 from kl_comedy.training.checkpoint import (

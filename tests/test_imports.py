@@ -25,8 +25,8 @@ LAYERS = [
         "progress",
     ],
     ["kl", "objective", "statistics"],
-    ["models", "rewards", "data", "rollouts", "tracking"],
-    ["evaluation", "training", "slurm", "lab", "integrations", "conformance"],
+    ["models", "rewards", "data", "rollouts", "tracking", "results"],
+    ["evaluation", "training", "slurm", "audit", "planning", "peers", "integrations", "conformance"],
     ["api", "pytest_plugin"],
     ["cli"],
 ]
@@ -51,8 +51,9 @@ WITHIN_A_LAYER = {
     ("rollouts", "models"),  # the sampler runs the policy with the models' attention
     ("training", "evaluation"),  # a run evaluates between updates
     ("slurm", "training"),  # cells are runs: their plugins and folders
-    ("lab", "training"),  # audits train and load policies
-    ("integrations", "lab"),  # the audit inside other trainers
+    ("results", "tracking"),  # what reads the store knows how it is written
+    ("audit", "training"),  # audits train and load policies
+    ("integrations", "audit"),  # the audit inside other trainers
 }
 LIGHT = [  # one process each, in this order: a package is light if nothing before it is heavier
     {
@@ -65,12 +66,12 @@ LIGHT = [  # one process each, in this order: a package is light if nothing befo
         # Terms are data: torch takes longer to import than `kl-comedy explain` takes to answer.
         "kl_comedy.kl": ["torch", "omegaconf"],
         "kl_comedy.kl.oracle.stored_certificates": ["torch", "omegaconf"],
-        "kl_comedy.lab.launch_files": ["torch", "omegaconf"],
+        "kl_comedy.peers.launch_files": ["torch", "omegaconf"],
     },
     {
         "kl_comedy.kl": ["omegaconf", "transformers", "lightning", "mlflow", "vllm", "datasets", "pandas"],
         "kl_comedy.objective": ["omegaconf", "transformers", "lightning", "mlflow", "vllm"],
-        "kl_comedy.lab.peers": ["transformers", "lightning", "mlflow", "vllm", "pandas", "omegaconf"],
+        "kl_comedy.peers.systems": ["transformers", "lightning", "mlflow", "vllm", "pandas", "omegaconf"],
         "kl_comedy.api": ["transformers", "lightning", "mlflow", "datasets", "pandas", "typer"],
         "kl_comedy.conformance": ["transformers", "lightning", "mlflow", "datasets", "pandas"],
         "kl_comedy.data": ["datasets", "reasoning_gym", "transformers"],

@@ -15,7 +15,7 @@ import pytest
 from commands import run_here
 from kl_comedy import plugins
 from kl_comedy.registry import ESTIMATORS, REWARDS
-from kl_comedy.tracking.verify import final_tags
+from kl_comedy.results.verify import final_tags
 
 ROOT = Path(__file__).parents[1]
 TINY = Path(__file__).parent / "support" / "tiny.yaml"

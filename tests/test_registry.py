@@ -515,6 +515,6 @@ def test_a_script_in_a_package_counts_with_the_package(script_folder):
 
 def test_built_in_parts_have_one_order_whichever_package_is_imported_first(tmp_path):
     """`audit` is of the second package of callbacks, which a study imports before any lookup."""
-    program = "import kl_comedy.lab.audit; from kl_comedy.registry import CALLBACKS; print(CALLBACKS.names())"
+    program = "import kl_comedy.audit; from kl_comedy.registry import CALLBACKS; print(CALLBACKS.names())"
     names = run_python("-c", program, cwd=tmp_path, path=tmp_path)
     assert names.strip() == "['record_rollouts', 'audit']"

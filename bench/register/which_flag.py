@@ -15,7 +15,7 @@ from typing import Any
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle.certificate import certify
-from kl_comedy.lab.peers import NAMES, SYSTEMS, Flag, Reading, System, Value, format_value, read_flags
+from kl_comedy.peers.systems import NAMES, SYSTEMS, Flag, Reading, System, Value, format_value, read_flags
 
 REGIMES = ("on_policy", "off_policy")
 MOST_ANSWERS = 30_000

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from kl_comedy.tracking.runs import runs_frame, short
+from kl_comedy.results.runs import runs_frame, short
 
 COLUMNS = (
     "run_id",

@@ -2,14 +2,14 @@
 
 python research/scripts/draw_launch_files.py [--seed HASH] [--count 20] [--wanted 200]
 
-The candidates stand in tests/lab/launch_file_candidates.txt: one line "# owner/name commit system|user" for each
+The candidates stand in tests/peers/launch_file_candidates.txt: one line "# owner/name commit system|user" for each
 repository, then the paths of its candidate files. A candidate is a file of the repository's newest commit whose
 path looks like a launch of a training; at most 40 of one repository stand there, the ones with the lowest
 sha256(repository + path). A file that another repository has with the same bytes stands there once.
 
 The files are ranked by sha256(seed + repository + path). The drawn ones are the first of that order, with at most
 ``--cap`` files of one repository and at least ``--users`` (a share of ``--wanted``) of users' repositories. A file
-that a person labelled "not a training" (tests/lab/drawn_launch_files.jsonl) is passed over: it counts neither among
+that a person labelled "not a training" (tests/peers/drawn_launch_files.jsonl) is passed over: it counts neither among
 the wanted ones nor toward its repository's cap. The script prints the next ``--count`` files that have no label.
 
 The third draw (``--third``) ranks by another seed the candidates that the first two draws left without a label. Here
@@ -17,7 +17,7 @@ a file that is no training counts like any other. The first 60 files are in draw
 mended on them. The 72 that follow (62 launches of trainings) are in drawn_launch_files_4.jsonl and test it.
 
 So do the 56 files of drawn_launch_files_5.jsonl (``--new-users``), which the same seed draws from other
-repositories (tests/lab/launch_file_candidates_2.txt), at most 3 of each. They are repositories of users that were
+repositories (tests/peers/launch_file_candidates_2.txt), at most 3 of each. They are repositories of users that were
 found by their names (grpo, rlvr, openrlhf, rlhf, -R1) or by a search for launch scripts, and of which a snapshot could
 be had. In that list a candidate is a shell script, a config (YAML, TOML), a notebook or a Python script whose path has
 a word of training (train, grpo, ppo, rloo, rlhf, sft, dpo, ...) and none of tests, evaluation, serving, data or setup.
@@ -40,7 +40,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-LAB = Path(__file__).resolve().parents[2] / "tests" / "lab"
+LAB = Path(__file__).resolve().parents[2] / "tests" / "peers"
 CANDIDATES = LAB / "launch_file_candidates.txt"
 LABELS = LAB / "drawn_launch_files.jsonl"
 PASSED_OVER = "not a training"

@@ -24,7 +24,7 @@ from kl_comedy.config.validate import field_types, without_none
 from kl_comedy.kl import KLTerm, claimed_target, recipe, verdict
 from kl_comedy.kl.claims import KIND_WORDS, NO_TARGET, TARGET_MEANINGS, TARGETS, off_policy_kind, own_targets
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
-from kl_comedy.lab.advice import MEASURED, read_advice
+from kl_comedy.peers.advice import MEASURED, read_advice
 from kl_comedy.registry import KINDS, RECIPES
 
 # The tables of the studies come from research.studies, which is a package of the repository's root.
@@ -368,7 +368,7 @@ def stale_pages(pages: Sequence[str]) -> list[str]:
 
 
 def measured_text() -> str:
-    """What training showed of the advice, measured from the exports: the text of kl_comedy/lab/advice_measured.yaml."""
+    """What training showed of the advice, measured from the exports: the text of peers/advice_measured.yaml."""
     from research.studies.advice import measure, text_of
 
     return text_of(measure(read_advice()))
@@ -378,7 +378,7 @@ def main() -> None:
     """Write every page; with ``--check``, exit with the names of those that would change."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is stale")
-    parser.add_argument("--advice", action="store_true", help="only what comes from lab/advice.yaml")
+    parser.add_argument("--advice", action="store_true", help="only what comes from peers/advice.yaml")
     arguments = parser.parse_args()
 
     every_page = (*PAGES, *kl_terms.WHOLE)

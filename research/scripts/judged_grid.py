@@ -16,8 +16,8 @@ import pandas as pd
 import yaml
 
 from kl_comedy.config import load_config
+from kl_comedy.results.runs import read_runs
 from kl_comedy.slurm.grid import GridPoint, expand, read_grid
-from kl_comedy.tracking.runs import read_runs
 
 ROOT = Path(__file__).parents[2]
 TUNED = ROOT / "configs" / "hack" / "tune.yaml"

@@ -18,7 +18,7 @@ from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient
 from kl_comedy.kl.pull import force
 from kl_comedy.registry import ESTIMATORS
-from kl_comedy.tracking.figures import Look, look, new_figure, paper_style, save_figure
+from kl_comedy.results.figures import Look, look, new_figure, paper_style, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kl_comedy.tracking.figures import new_figure, paper_style, save_figure
-from kl_comedy.tracking.looks import family_look
-from kl_comedy.tracking.runs import NO_KL
-from kl_comedy.tracking.tables import markdown
+from kl_comedy.results.figures import new_figure, paper_style, save_figure
+from kl_comedy.results.looks import family_look
+from kl_comedy.results.runs import NO_KL
+from kl_comedy.results.tables import markdown
 
 if TYPE_CHECKING:
     import pandas as pd

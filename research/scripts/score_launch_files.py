@@ -2,7 +2,7 @@
 
 python research/scripts/score_launch_files.py --sources DIR
 
-reads every labelled file (tests/lab/drawn_launch_files*.jsonl), and writes results/launch_files/score.json and the
+reads every labelled file (tests/peers/drawn_launch_files*.jsonl), and writes results/launch_files/score.json and the
 tables of the README beside it. DIR holds the drawn files: clones of their repositories, bare or with a work tree, at
 any depth, or the files themselves under any name. A file is the drawn one if the sha256 of its bytes is the label's.
 Each is read alone, in an empty folder under its own name, as a user reads a file that someone sent: no base config lies
@@ -58,7 +58,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from table_comments import with_unchecked_comments
 
 ROOT = Path(__file__).resolve().parents[2]
-LABELS = ROOT / "tests" / "lab"
+LABELS = ROOT / "tests" / "peers"
 RESULTS = ROOT / "results" / "launch_files"
 SCORE = RESULTS / "score.json"
 DRAWS = {
@@ -177,7 +177,7 @@ def _from_clone(clone: Path, label: Mapping[str, Any]) -> bytes:
 def explain_alone(name: str, content: bytes) -> Answer:
     """What the installed reader says of a file that lies in a folder of its own."""
     from kl_comedy.errors import UserError
-    from kl_comedy.lab.launch_files import read_launch_file
+    from kl_comedy.peers.launch_files import read_launch_file
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
@@ -514,7 +514,7 @@ def row_of(label: Mapping[str, Any], answer: Answer, systems: Mapping[str, str])
 
 def score(sources: Mapping[str, bytes], labels: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows of all labelled files. Raises :class:`SystemExit` for one that is not among the sources."""
-    from kl_comedy.lab.peers import SYSTEMS
+    from kl_comedy.peers.systems import SYSTEMS
 
     systems = {name: system.title for name, system in SYSTEMS.items()}
     rows = []

@@ -19,7 +19,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, KLTerm
 from kl_comedy.kl.oracle.certificate import certify
 from kl_comedy.kl.oracle.stored_certificates import FILE, key_of, source_hash, to_plain
-from kl_comedy.lab.peers import SYSTEMS, System, advise, read, read_flags, switched_on
+from kl_comedy.peers.systems import SYSTEMS, System, advise, read, read_flags, switched_on
 from kl_comedy.registry import RECIPES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))

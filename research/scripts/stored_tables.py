@@ -259,7 +259,7 @@ def advice() -> str:
     from doc_tables.advice import evidence, ranges
     from research.studies.advice import measure
 
-    from kl_comedy.lab.advice import read_advice
+    from kl_comedy.peers.advice import read_advice
 
     table = read_advice()
     measured = measure(table)
@@ -302,8 +302,8 @@ def lags() -> str:
 
 def lags_heldout() -> str:
     """Means with Student's interval, as `kl-comedy results table` prints them."""
-    from kl_comedy.tracking.runs import family_of, sort_key
-    from kl_comedy.tracking.tables import markdown
+    from kl_comedy.results.runs import family_of, sort_key
+    from kl_comedy.results.tables import markdown
 
     def order(run: dict[str, Any]) -> tuple[Any, ...]:
         return run["lag"], *map(sort_key, family_of(run["kl"]))
@@ -323,7 +323,7 @@ def lags_heldout() -> str:
 
 def quickstart() -> str:
     """The quickstart's row of results/README.md, from results/runs.csv."""
-    from kl_comedy.tracking.tables import markdown
+    from kl_comedy.results.tables import markdown
 
     runs = read_frame("runs.csv")
     runs = runs[runs["name"] == "quickstart"]
@@ -335,8 +335,8 @@ def quickstart() -> str:
 
 def _mean_cell(values: list[float]) -> str:
     """The mean with its interval over seeds."""
+    from kl_comedy.results.tables import number
     from kl_comedy.statistics import interval
-    from kl_comedy.tracking.tables import number
 
     mean = interval(values)
     return f"{number(mean.mean)} [{number(mean.low)}, {number(mean.high)}]"

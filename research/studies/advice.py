@@ -1,4 +1,4 @@
-"""What training showed of each advice: the contrasts of ``kl_comedy/lab/advice.yaml``, from the exports of results/.
+"""What training showed of each advice: the contrasts of ``kl_comedy/peers/advice.yaml``, from the exports of results/.
 
 :func:`measure` computes every number; :func:`text_of` is the file in which the package stores them.
 """
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl.recipes import resolve_terms
-from kl_comedy.lab.advice import AdviceTable, Cell, Contrast, Export, Measured, Range, Side, Spread
+from kl_comedy.peers.advice import AdviceTable, Cell, Contrast, Export, Measured, Range, Side, Spread
+from kl_comedy.results import values
+from kl_comedy.results.compare import SEED
+from kl_comedy.results.runs import BETA, FAMILY, NO_KL, read_runs
 from kl_comedy.statistics import paired_difference, parse_rule
-from kl_comedy.tracking import values
-from kl_comedy.tracking.compare import SEED
-from kl_comedy.tracking.runs import BETA, FAMILY, NO_KL, read_runs
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_comedy.tracking.figures import MARKERS, Look, legend_below
-from kl_comedy.tracking.plots import SEEDS_OF_AN_INTERVAL
+from kl_comedy.results.figures import MARKERS, Look, legend_below
+from kl_comedy.results.plots import SEEDS_OF_AN_INTERVAL
 from research.studies import pages
 from research.studies.evidence import LABELS, MARGIN, REWARDS, Row
 from research.studies.pages import Looks

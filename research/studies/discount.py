@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import Tree, exact_moments_by_loss, target_gradient, terms_loss
-from kl_comedy.tracking.figures import legend_below, plain_ticks
-from kl_comedy.tracking.looks import METHODS, Line, line_looks
+from kl_comedy.results.figures import legend_below, plain_ticks
+from kl_comedy.results.looks import METHODS, Line, line_looks
 from research.studies.bias_variance import DISTANCE, relative_figures, shared_setting
 from research.studies.open_problem import errors_at
 from research.studies.pages import figure, save_csv, write_page

@@ -14,7 +14,7 @@ from typing import Any
 from kl_comedy.io import read_yaml
 from kl_comedy.kl import resolve_terms
 from kl_comedy.kl.oracle.certificate import Certificate, certify
-from kl_comedy.tracking import tables
+from kl_comedy.results import tables
 from research.studies.pages import three_digits
 
 CLAIMS = Path(__file__).with_name("enumerated.yaml")

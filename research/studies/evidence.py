@@ -1,7 +1,7 @@
 """The claims of docs/protocol.md as a results page, from an export of its runs.
 
 A claim is data: parts, each a list of contrasts. A contrast is paired by seed and computed by
-:func:`kl_comedy.tracking.compare.compare_families` in every cell (learning rate, beta, lag) that the grids in
+:func:`kl_comedy.results.compare.compare_families` in every cell (learning rate, beta, lag) that the grids in
 ``configs/evidence/`` plan for both of its sides. All contrasts of a claim are one family for Holm's adjustment.
 """
 
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.io import read_yaml
+from kl_comedy.results import tables, values
+from kl_comedy.results.compare import SEED, EqualKL, compare_families, groups_of
+from kl_comedy.results.runs import BETA, FAMILY, NO_KL, history, read_runs
 from kl_comedy.slurm.grid import GridPoint, expand, read_grid
 from kl_comedy.statistics import holm, parse_rule
-from kl_comedy.tracking import tables, values
-from kl_comedy.tracking.compare import SEED, EqualKL, compare_families, groups_of
-from kl_comedy.tracking.runs import BETA, FAMILY, NO_KL, history, read_runs
 from research.studies import enumerated, pages
 
 if TYPE_CHECKING:

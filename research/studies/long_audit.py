@@ -28,11 +28,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from kl_comedy.config import Config, load_config
-from kl_comedy.errors import UserError, bad_value
-from kl_comedy.kl import KLTerm, kl_parts, kl_surrogate
-from kl_comedy.kl.surrogate import own_baseline
-from kl_comedy.lab.audit.grams import (
+from kl_comedy.audit.grams import (
     delivered,
     difference_gram,
     estimate,
@@ -41,12 +37,16 @@ from kl_comedy.lab.audit.grams import (
     p_of_zero_mean,
     squared_bias,
 )
+from kl_comedy.config import Config, load_config
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.kl import KLTerm, kl_parts, kl_surrogate
+from kl_comedy.kl.surrogate import own_baseline
 from kl_comedy.models import load_model
 from kl_comedy.models.introspection import head_weights
 from kl_comedy.models.logprobs import completion_hidden
 from kl_comedy.records import Rollout
+from kl_comedy.results.figures import legend_below
 from kl_comedy.rollouts import sampling_from
-from kl_comedy.tracking.figures import legend_below
 from research.studies.pages import figure, looks_of, save_csv, write_page
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ from kl_comedy.kl.oracle import (
     terms_loss,
 )
 from kl_comedy.kl.oracle.gradients import ScoreTables, score_tables
-from kl_comedy.tracking.figures import legend_below, plain_ticks
-from kl_comedy.tracking.looks import other_look
+from kl_comedy.results.figures import legend_below, plain_ticks
+from kl_comedy.results.looks import other_look
 from research.studies.bias_variance import debiased_norm, relative_figures
 from research.studies.pages import (
     Looks,

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kl_comedy.tracking import tables
-from kl_comedy.tracking.figures import PAGE, Look, legend_below, new_figure, paper_style, plain_ticks, save_figure
-from kl_comedy.tracking.looks import METHODS, VARIANTS, looks_of_families
-from kl_comedy.tracking.runs import NO_KL
+from kl_comedy.results import tables
+from kl_comedy.results.figures import PAGE, Look, legend_below, new_figure, paper_style, plain_ticks, save_figure
+from kl_comedy.results.looks import METHODS, VARIANTS, looks_of_families
+from kl_comedy.results.runs import NO_KL
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -15,7 +15,7 @@ from kl_comedy.kl.oracle import exact_moments_by_loss
 from kl_comedy.kl.oracle.gradients import silent_shares
 from kl_comedy.kl.oracle.policy_certificate import DECOUPLED, reward_gradient, reward_loss
 from kl_comedy.objective import PolicyTerm
-from kl_comedy.tracking.looks import other_look
+from kl_comedy.results.looks import other_look
 from research.studies.bias_variance import relative_figures
 from research.studies.open_problem import PARAMETERS, STALENESS, errors_at, random_settings
 from research.studies.pages import by_length_and_staleness, lines_by_length, save_csv, write_page

@@ -25,26 +25,26 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from kl_comedy.config import load_config
-from kl_comedy.config.combinations import is_off_policy
-from kl_comedy.errors import UserError
-from kl_comedy.kl import KLTerm
-from kl_comedy.lab.audit.gradients import (
+from kl_comedy.audit.gradients import (
     AuditedTerm,
     GradientSketch,
     block_gradients,
     layer_groups,
     reference_term,
 )
-from kl_comedy.lab.audit.grams import kl_projection, mean_product, noise
-from kl_comedy.lab.audit.measure import equal_blocks
-from kl_comedy.lab.audit.run import draw_completions
+from kl_comedy.audit.grams import kl_projection, mean_product, noise
+from kl_comedy.audit.measure import equal_blocks
+from kl_comedy.audit.run import draw_completions
+from kl_comedy.config import load_config
+from kl_comedy.config.combinations import is_off_policy
+from kl_comedy.errors import UserError
+from kl_comedy.kl import KLTerm
 from kl_comedy.records import Scored
 from kl_comedy.registry import RECIPES
-from kl_comedy.tracking.figures import legend_below
-from kl_comedy.tracking.looks import looks_of_families
-from kl_comedy.tracking.plots import in_words
-from kl_comedy.tracking.runs import NO_KL
+from kl_comedy.results.figures import legend_below
+from kl_comedy.results.looks import looks_of_families
+from kl_comedy.results.plots import in_words
+from kl_comedy.results.runs import NO_KL
 from kl_comedy.training.experience_module import ExperienceModule
 from kl_comedy.training.fit import make_trainer
 from kl_comedy.training.metrics import MetricAccumulator
@@ -438,7 +438,7 @@ def _store_runs(source: str, experiment: str | None) -> pd.DataFrame:
     """The finished runs of an MLflow store or an export; an export's path is relative to the project."""
     import pandas as pd
 
-    from kl_comedy.tracking.runs import runs_frame
+    from kl_comedy.results.runs import runs_frame
 
     path = str(ROOT / source) if source.endswith(".parquet") else source
     runs = runs_frame(path, experiment)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kl_comedy.results.figures import Look, legend_below, plain_ticks
 from kl_comedy.tracking import provenance_tags
-from kl_comedy.tracking.figures import Look, legend_below, plain_ticks
 from research.studies import bias_variance, optimum
 from research.studies.bias_variance import CLAMPED, OPTIMIZED, RECOVERING, gap_table
 from research.studies.optimum import Optimization

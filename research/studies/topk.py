@@ -27,8 +27,8 @@ from kl_comedy.kl.oracle.certificate import certify
 from kl_comedy.models.head import HeadSettings, head_columns
 from kl_comedy.models.introspection import decoder_body
 from kl_comedy.models.types import Wanted
-from kl_comedy.tracking.figures import legend_below, plain_ticks
-from kl_comedy.tracking.looks import family_look
+from kl_comedy.results.figures import legend_below, plain_ticks
+from kl_comedy.results.looks import family_look
 from research.studies.pages import figure, save_csv, write_page
 
 if TYPE_CHECKING:

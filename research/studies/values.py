@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kl_comedy.registry import ESTIMATORS
-from kl_comedy.tracking.figures import legend_below
+from kl_comedy.results.figures import legend_below
 from research.studies.pages import figure, looks_of, markdown, save_csv, three_digits
 
 if TYPE_CHECKING:

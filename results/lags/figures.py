@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from kl_comedy.tracking.figures import save_figure
-from kl_comedy.tracking.plots import plot_curves
-from kl_comedy.tracking.runs import LABEL, with_derived
+from kl_comedy.results.figures import save_figure
+from kl_comedy.results.plots import plot_curves
+from kl_comedy.results.runs import LABEL, with_derived
 
 HERE = Path(__file__).parent
 COLUMNS = {

@@ -7,9 +7,9 @@ the rows of updates.md of which none, some or all collapsed are those of its tab
 
 from pathlib import Path
 
-from kl_comedy.tracking.figures import save_figure
-from kl_comedy.tracking.plots import frontier, heatmap
-from kl_comedy.tracking.runs import BETA, FAMILY, read_runs, sort_by_groups
+from kl_comedy.results.figures import save_figure
+from kl_comedy.results.plots import frontier, heatmap
+from kl_comedy.results.runs import BETA, FAMILY, read_runs, sort_by_groups
 
 HERE = Path(__file__).parent
 REWARD, KL, RATE = "eval/heldout/reward", "metrics.eval/heldout/kl/exact_reverse_sequence", "params.optimizer.lr"

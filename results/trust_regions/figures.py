@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from kl_comedy.tracking.figures import save_figure
-from kl_comedy.tracking.plots import plot_curves
-from kl_comedy.tracking.runs import FAMILY, NO_KL, history, read_runs
+from kl_comedy.results.figures import save_figure
+from kl_comedy.results.plots import plot_curves
+from kl_comedy.results.runs import FAMILY, NO_KL, history, read_runs
 
 EXPORT = str(Path(__file__).parent / "export.parquet")
 METRICS = ("train/reward", "kl/exact_reverse_sequence")

@@ -21,9 +21,9 @@ from kl_comedy.kl import REGIMES, KLTerm, recipe
 from kl_comedy.kl.oracle.certificate import certify as certify_terms
 from kl_comedy.kl.oracle.certificate_record import Certificate
 from kl_comedy.kl.oracle.part_claims import check_parts
-from kl_comedy.lab.advice import what_to_use
-from kl_comedy.lab.launch_files import read_launch_file
-from kl_comedy.lab.peers import Advice, Reading, advise, find_system, is_peer, read
+from kl_comedy.peers.advice import what_to_use
+from kl_comedy.peers.launch_files import read_launch_file
+from kl_comedy.peers.systems import Advice, Reading, advise, find_system, is_peer, read
 from kl_comedy.records import RUN_SCORES
 from kl_comedy.registry import ESTIMATORS, RECIPES
 
@@ -379,9 +379,9 @@ def results_table(
     # MLflow writes them in capitals.
     counted = [name.upper() for name in status]
     with named_extras():
-        from kl_comedy.tracking.compare import summarize
-        from kl_comedy.tracking.runs import short
-        from kl_comedy.tracking.selection import OptionNames, RunQuery, choose_runs, with_run_values
+        from kl_comedy.results.compare import summarize
+        from kl_comedy.results.runs import short
+        from kl_comedy.results.selection import OptionNames, RunQuery, choose_runs, with_run_values
 
         query = RunQuery(
             uri=str(uri),

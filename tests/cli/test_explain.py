@@ -13,8 +13,8 @@ from kl_comedy.cli.first_answer import POLICIES
 from kl_comedy.errors import UserError
 from kl_comedy.kl import KLTerm, resolve_terms
 from kl_comedy.kl.oracle.certificate_record import BATTERY_WORDS
-from kl_comedy.lab.launch_files import read_launch_file
-from kl_comedy.lab.peers import SYSTEMS, config_of, read
+from kl_comedy.peers.launch_files import read_launch_file
+from kl_comedy.peers.systems import SYSTEMS, config_of, read
 
 
 def test_verl_low_var_kl_in_words(kl_comedy):

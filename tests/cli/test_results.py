@@ -10,9 +10,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from kl_comedy.tracking.runs import history, runs_frame
+from kl_comedy.results.runs import history, runs_frame
+from kl_comedy.results.values import tidy, with_values
 from kl_comedy.tracking.store import sqlite_file
-from kl_comedy.tracking.values import tidy, with_values
 from study_runs import COMMIT, EVAL, track
 
 K1 = "k1_reverse_token in reward total"

@@ -12,9 +12,9 @@ import pytest
 
 from commands import run_here
 from kl_comedy.errors import UserError
-from kl_comedy.tracking.export import thinned
-from kl_comedy.tracking.runs import curves_file, history, nested, open_runs, runs_frame
-from kl_comedy.tracking.values import with_values
+from kl_comedy.results.export import thinned
+from kl_comedy.results.runs import curves_file, history, nested, open_runs, runs_frame
+from kl_comedy.results.values import with_values
 from study_runs import EVAL, HOSTILE
 
 ROOT = Path(__file__).parents[2]
@@ -200,7 +200,7 @@ def test_a_curve_that_is_short_enough_stays_whole(long_curve, points):
 def test_values_of_a_thinned_curve(long_curve, monkeypatch):
     """The best one is kept; a mean over more than the whole end of the curve cannot be taken."""
     thin = thinned(long_curve, 200)
-    monkeypatch.setattr("kl_comedy.tracking.values.history", lambda *_: thin)
+    monkeypatch.setattr("kl_comedy.results.values.history", lambda *_: thin)
     frame = pd.DataFrame({"run_id": ["a"], "metrics.m": [0.0]})
     assert with_values("", frame, ["metrics.m"], "best")["metrics.m"].tolist() == [9.0]
     with pytest.raises(UserError, match="mean:100 at most"):

@@ -20,9 +20,9 @@ from kl_comedy.config.schema import CallbackConfig, DatasetConfig, LoggerConfig,
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError
 from kl_comedy.registry import KINDS
+from kl_comedy.results.runs import open_runs
 from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.manifest import plan
-from kl_comedy.tracking.runs import open_runs
 from kl_comedy.training.build import check_training
 from kl_comedy.training.run_plugins import plugins_of
 

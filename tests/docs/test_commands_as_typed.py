@@ -48,7 +48,7 @@ NOT_RUN = {
         "trains for minutes; OTHERS reproduces a small run"
     ),
     "kl-comedy reproduce k3-loss-94e1 --uri results/study/export.parquet --tolerance 'eval/*/reward=0.1'": "as above",
-    "kl-comedy results verify results": "minutes; tests/tracking/test_verify.py runs it",
+    "kl-comedy results verify results": "minutes; tests/results/test_verify.py runs it",
 }
 """Examples that are not run, each with the reason."""
 
@@ -71,7 +71,7 @@ LESS_WORK = {
     ("--samples", "2048"): "256",
 }
 """Options of ``audit`` and their values, in the place of what takes half a minute; what an audit measures from so few
-samples is tested in tests/lab/test_audit.py."""
+samples is tested in tests/audit/test_audit.py."""
 
 READ_ONLY = ("certify", "check", "conformance", "doctor", "explain", "list", "plan")
 """Commands that answer and leave nothing: one that stands on several pages is typed on the first of them."""

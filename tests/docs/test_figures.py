@@ -10,9 +10,9 @@ import pytest
 from research.studies.evidence import FORMS
 from research.studies.pages import FAMILIES
 
-from kl_comedy.tracking.looks import METHODS, VARIANTS, family_look
-from kl_comedy.tracking.plots import plain_words
-from kl_comedy.tracking.runs import NO_KL
+from kl_comedy.results.looks import METHODS, VARIANTS, family_look
+from kl_comedy.results.plots import plain_words
+from kl_comedy.results.runs import NO_KL
 
 ROOT = Path(__file__).parents[2]
 FIGURES = sorted((ROOT / "results").rglob("*.svg"))

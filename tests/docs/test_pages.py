@@ -14,8 +14,8 @@ import torch
 from kl_comedy.config import schema as schema_module
 from kl_comedy.evaluation import EvalResult
 from kl_comedy.evaluation.scores import score_choices, score_completions
-from kl_comedy.lab.advice import advice
 from kl_comedy.models.types import TokenPass
+from kl_comedy.peers.advice import advice
 from kl_comedy.records import Experience, Problem, Prompt, Reward, Rollout, Scored
 from kl_comedy.statistics import Interval
 from kl_comedy.training.metrics import MetricAccumulator, accumulate_behaviour, accumulate_divergence, row_metrics
@@ -249,7 +249,7 @@ def texts_of(file):
 
 
 def logged_patterns() -> set[str]:
-    """Every string in training, evaluation and lab/audit that is a metric's name, ``*`` where a value is filled in."""
+    """Every string in training, evaluation and audit that is a metric's name, ``*`` where a value is filled in."""
     patterns = set()
     for file in files_that_log():
         for text in texts_of(file):

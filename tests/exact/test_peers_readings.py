@@ -15,7 +15,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, recipe
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, exact_moments, terms_loss
 from kl_comedy.kl.oracle.certificate import certify
-from kl_comedy.lab.peers import GOALS, SYSTEMS, advise, read, render, switched_on
+from kl_comedy.peers.systems import GOALS, SYSTEMS, advise, read, render, switched_on
 from kl_comedy.registry import POLICY_CORRECTIONS
 
 TREE = Tree.build(vocabulary=3, length=3)

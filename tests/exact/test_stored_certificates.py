@@ -12,7 +12,7 @@ from kl_comedy.kl import REGIMES, KLTerm, resolve_terms
 from kl_comedy.kl.oracle import certificate, stored_certificates
 from kl_comedy.kl.oracle.certificate import certify
 from kl_comedy.kl.oracle.stored_certificates import FILE, certificates, key_of, source_hash, to_plain
-from kl_comedy.lab.peers import SYSTEMS, advise, read, read_flags, switched_on
+from kl_comedy.peers.systems import SYSTEMS, advise, read, read_flags, switched_on
 from kl_comedy.registry import ESTIMATORS
 
 STORED = json.loads(FILE.read_text())

@@ -12,10 +12,10 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from kl_comedy.config.schema import LoraConfig, ModelConfig
 from kl_comedy.errors import UserError
-from kl_comedy.lab.planning.sizes import shape_of
 from kl_comedy.models import load_model
 from kl_comedy.models.load import load_tokenizer
 from kl_comedy.models.sources import check_source
+from kl_comedy.planning.sizes import shape_of
 from saved_models import llama, load, save, tokenizer
 
 

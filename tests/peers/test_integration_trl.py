@@ -397,7 +397,7 @@ def test_training_with_a_schedule_and_the_gradient_check(folder, algorithm):
 
 def exact_kl_gradient(model, ref_model, temperature):
     """The gradient of the exact KL of completions one by one, without padding, in the order of the layer groups."""
-    from kl_comedy.lab.audit.gradients import layer_groups
+    from kl_comedy.audit.gradients import layer_groups
 
     tokenizer = pocket.build_tokenizer()
     total = 0.0
@@ -414,8 +414,8 @@ def exact_kl_gradient(model, ref_model, temperature):
 
 @both_algorithms
 def test_the_audits_reference_gradient_is_that_of_the_exact_kl(folder, algorithm):
+    from kl_comedy.audit.gradients import GradientSketch, layer_groups
     from kl_comedy.integrations.kl_audit import KLAudit
-    from kl_comedy.lab.audit.gradients import GradientSketch, layer_groups
 
     trainer = build(folder, algorithm=algorithm, kl=[K3], temperature=0.8)
     audit = KLAudit(trainer, every=1, blocks=4, target="token_reverse", coefficient="kl_scale")

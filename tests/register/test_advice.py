@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kl_comedy.kl import claimed_target
-from kl_comedy.lab.advice import FILE, advice, read_advice
+from kl_comedy.peers.advice import FILE, advice, read_advice
 
 ROOT = Path(__file__).resolve().parents[2]
 STORED = ROOT / "results" / "register"

@@ -18,9 +18,9 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
 from kl_comedy.kl.oracle.stored_certificates import certificates
 from kl_comedy.kl.recipes import resolve_terms
-from kl_comedy.lab.advice import advice
-from kl_comedy.lab.freshness import freshness_of
-from kl_comedy.lab.peers import SENTENCES, SYSTEMS, advise, flag_key, read, read_flags, resolve
+from kl_comedy.peers.advice import advice
+from kl_comedy.peers.freshness import freshness_of
+from kl_comedy.peers.systems import SENTENCES, SYSTEMS, advise, flag_key, read, read_flags, resolve
 from kl_comedy.registry import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -147,7 +147,7 @@ def test_the_form_gives_the_answer_of_explain():
     """The place of an answer, computed as the page's script does: the first flag changes slowest."""
     from register.which_flag import _answer, offered, options_of
 
-    from kl_comedy.lab.peers import SYSTEMS
+    from kl_comedy.peers.systems import SYSTEMS
 
     data = json.loads((STORED / "which_flag.json").read_text())
     for name, wanted in (("tunix", 100), ("oat", 5), ("rlinf", 17)):

@@ -5,7 +5,7 @@ import pytest
 from research.studies.advice import cells_of, family, measure, range_of, rate, restricted, setting_in_words, text_of
 
 from kl_comedy.errors import UserError
-from kl_comedy.lab.advice import MEASURED, Contrast, Measured, Side, Spread, read_advice, read_measured
+from kl_comedy.peers.advice import MEASURED, Contrast, Measured, Side, Spread, read_advice, read_measured
 
 REWARD = "metrics.eval/heldout/reward"
 

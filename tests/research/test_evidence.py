@@ -25,9 +25,9 @@ from research.studies.evidence import (
 )
 
 from kl_comedy.errors import UserError
+from kl_comedy.results.pages import markdown_tables
+from kl_comedy.results.runs import FAMILY
 from kl_comedy.statistics import Point, holm, reward_at_kl
-from kl_comedy.tracking.pages import markdown_tables
-from kl_comedy.tracking.runs import FAMILY
 
 CLAIMS = {claim.name: claim for claim in read_claims()}
 MADE = ("core", "core_betas", "fix", "smollm2")

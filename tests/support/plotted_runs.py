@@ -4,7 +4,7 @@ from itertools import product
 
 import pandas as pd
 
-from kl_comedy.tracking.runs import with_derived
+from kl_comedy.results.runs import with_derived
 
 LABEL = "tags.kl.label"
 FAMILY = "tags.kl.family"

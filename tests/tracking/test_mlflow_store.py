@@ -17,10 +17,10 @@ from types import SimpleNamespace
 import pytest
 
 from kl_comedy.errors import UserError
+from kl_comedy.results.runs import history, runs_frame
 from kl_comedy.tracking import logger as logger_module
 from kl_comedy.tracking import mark_dead_runs, provenance, store, sync
 from kl_comedy.tracking.logger import ResumedFrom, RunLogger
-from kl_comedy.tracking.runs import history, runs_frame
 from kl_comedy.tracking.store import connect
 
 DEAD_URI = "http://127.0.0.1:9"

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from kl_comedy.errors import RunFailed
+from kl_comedy.results.runs import history, runs_frame
 from kl_comedy.slurm.manifest import Manifest
 from kl_comedy.slurm.submit import create_stores
 from kl_comedy.tracking.logger import RunLogger
-from kl_comedy.tracking.runs import history, runs_frame
 from kl_comedy.tracking.upload import sync
 from mlflow_servers import empty_postgres, mlflow_server
 

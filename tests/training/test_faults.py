@@ -149,7 +149,7 @@ def ended_within(process, seconds):
 
 def check_whole(folder, undisturbed):
     """The run of ``folder`` has the undisturbed one's bits, and each of its points once, also in a usable store."""
-    from kl_comedy.tracking.runs import runs_frame
+    from kl_comedy.results.runs import runs_frame
     from kl_comedy.tracking.store import connect
 
     done = go(folder, f"tracking.uri=sqlite:///{folder}/store.db")

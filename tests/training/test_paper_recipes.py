@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from kl_comedy.cli.check import what_starts
 from kl_comedy.config import load_config
-from kl_comedy.lab.planning.plan import Plan
-from kl_comedy.lab.planning.sizes import KNOWN, device_named, known_config
+from kl_comedy.planning.plan import Plan
+from kl_comedy.planning.sizes import KNOWN, device_named, known_config
 from kl_comedy.rollouts.engines.jobs import check_job_servers
 from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.manifest import Sweep, plan

@@ -177,7 +177,7 @@ def test_value_settings_without_a_critic_are_refused_before_a_run_folder_exists(
 
 
 def test_the_audit_uses_the_policy_term_of_the_run(module_of):
-    from kl_comedy.lab.audit.gradients import AuditedTerm, loss_of
+    from kl_comedy.audit.gradients import AuditedTerm, loss_of
     from kl_comedy.training.loss import prepare
 
     module = module_of(*GAE, "algorithm.proximal=recomputed", "algorithm.correction={tis: {}}")

@@ -1,4 +1,4 @@
-"""The tables that come from kl_comedy/lab/advice.yaml.
+"""The tables that come from kl_comedy/peers/advice.yaml.
 
 They stand in docs/decision.md, docs/open_problem.md, README.md and results/advice/README.md.
 """
@@ -13,7 +13,7 @@ from doc_tables.common import code_span, table
 from kl_comedy.kl import KLTerm, claimed_target
 from kl_comedy.kl.claims import NO_TARGET, TARGET_WORDS, off_policy_kind
 from kl_comedy.kl.recipes import resolve_terms
-from kl_comedy.lab.advice import (
+from kl_comedy.peers.advice import (
     REGIME_OF_SAMPLES,
     UNTRAINED,
     AdviceTable,

@@ -15,7 +15,7 @@ from kl_comedy.kl.claims import all_terms
 from kl_comedy.kl.oracle import AlgorithmContext
 from kl_comedy.kl.oracle.algorithm_context import effects
 from kl_comedy.kl.oracle.certificate import Certificate, certify
-from kl_comedy.lab.advice import REGIME_OF_SAMPLES, advice
+from kl_comedy.peers.advice import REGIME_OF_SAMPLES, advice
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS, Entry
 
 MATRIX_TEST = "tests/exact/test_claims.py::test_every_term_hits_exactly_the_target_it_claims"

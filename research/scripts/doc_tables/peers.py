@@ -7,7 +7,7 @@ from collections.abc import Callable
 from doc_tables.common import code_span, table
 from doc_tables.kl_terms import noise, outcome
 
-from kl_comedy.lab.peers import SYSTEMS, Advice, Reading, advise, format_value, read, switched_on
+from kl_comedy.peers.systems import SYSTEMS, Advice, Reading, advise, format_value, read, switched_on
 
 SETTINGS: tuple[str, ...] = (
     "verl:use_kl_loss=true,kl_loss_type=k1",

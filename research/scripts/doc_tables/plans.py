@@ -9,9 +9,9 @@ from functools import cache, partial
 from doc_tables.common import ROOT, code_span, table
 
 from kl_comedy.config import load_config
-from kl_comedy.lab.planning.plan import splits
-from kl_comedy.lab.planning.sizes import GIB, GPUS, Device, Shape, shape_of
-from kl_comedy.lab.planning.timing import (
+from kl_comedy.planning.plan import splits
+from kl_comedy.planning.sizes import GIB, GPUS, Device, Shape, shape_of
+from kl_comedy.planning.timing import (
     IPC,
     NCCL,
     TRANSPORT_COSTS,

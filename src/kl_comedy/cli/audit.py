@@ -26,8 +26,8 @@ from kl_comedy.io import check_writable
 from kl_comedy.progress import stages
 
 if TYPE_CHECKING:
-    from kl_comedy.lab.audit.report import AuditReport
-    from kl_comedy.lab.audit.source import AuditSource
+    from kl_comedy.audit.report import AuditReport
+    from kl_comedy.audit.source import AuditSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def audit(wanted: AuditOptions) -> None:
     load_plugins(wanted.plugin)
     target = find_config(wanted.config)
     load_run_plugins(target, given=wanted.plugin)
-    from kl_comedy.lab.audit.source import AuditSource, check_term_names
+    from kl_comedy.audit.source import AuditSource, check_term_names
 
     # Empty parts are dropped: a trailing comma names no term.
     names = [name.strip() for name in wanted.terms.split(",") if name.strip()]
@@ -78,7 +78,7 @@ def audit(wanted: AuditOptions) -> None:
     # The report is written last, after minutes of work.
     check_writable(folder, "--out", is_folder=True)
     # Imports Lightning, which takes seconds: a mistake in the config is reported before it.
-    from kl_comedy.lab.audit.run import run_audit
+    from kl_comedy.audit.run import run_audit
 
     with stages(stderr_console()) as show_progress:
         report = run_audit(

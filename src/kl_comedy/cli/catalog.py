@@ -107,7 +107,7 @@ def _list_kinds(format: str) -> None:
 
 def _peer_rows() -> list[dict[str, Any]]:
     """One row per flag of each system that ``explain`` reads."""
-    from kl_comedy.lab.peers import SYSTEMS
+    from kl_comedy.peers.systems import SYSTEMS
 
     rows = []
     for system in SYSTEMS.values():

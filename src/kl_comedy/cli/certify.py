@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate_record import Certificate
     from kl_comedy.kl.oracle.part_claims import PartsCoverage
     from kl_comedy.kl.oracle.policy_certificate import PolicyCertificate
-    from kl_comedy.lab.ranges import Ranges
+    from kl_comedy.kl.oracle.ranges import Ranges
     from kl_comedy.objective import PolicyTerm
 
 Item = TypeVar("Item")
@@ -138,7 +138,7 @@ def certify(wanted: CertifyOptions) -> None:
 
 def _check_plot(plot: Path) -> None:
     """Raise :class:`UserError` where the picture could not be drawn or written, or has an unknown format."""
-    from kl_comedy.tracking.figures import check_suffix
+    from kl_comedy.results.figures import check_suffix
 
     require_module("matplotlib", "--plot")
     check_suffix(plot, "--plot")
@@ -389,7 +389,7 @@ def _certify_terms(request: _Request, wanted: CertifyOptions) -> list[str]:
             _print_certificates(shown, len(certificates), checked, wanted.format, ranges, is_brief=is_brief)
         _print_effects(in_training, wanted.format)
     if wanted.plot is not None:
-        from kl_comedy.lab.certificate_plot import plot_certificates  # imports matplotlib
+        from kl_comedy.cli.certify_plot import plot_certificates  # imports matplotlib
 
         plot_certificates(certificates, wanted.plot)
         message(f"figure: {wanted.plot}")
@@ -415,7 +415,7 @@ def _check_parts(request: _Request, seed: int) -> tuple[list[str], PartsCoverage
 
 def _ranges(certificates: Sequence[Certificate], seed: int) -> dict[tuple[str, str], Ranges]:
     """The ranges of each certificate, by its name and regime."""
-    from kl_comedy.lab.ranges import ranges
+    from kl_comedy.kl.oracle.ranges import ranges
 
     by_row = {}
     with progress_bar("drawing policies", len(certificates)) as advance:

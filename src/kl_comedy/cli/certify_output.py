@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kl_comedy.kl.oracle.certificate_record import Certificate
     from kl_comedy.kl.oracle.part_claims import PartsCoverage
     from kl_comedy.kl.oracle.policy_certificate import PolicyCertificate
-    from kl_comedy.lab.ranges import Ranges, Span
+    from kl_comedy.kl.oracle.ranges import Ranges, Span
 
 TERM_LEGEND = (
     "bias, cosine: of the expected gradient, against that of the sequence-level reverse KL; noise: the variance of one "
@@ -337,7 +337,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], format: str, notes: Sequence[
     """Print rows and notes; as text no line is wider than the terminal, and long cells follow below their row."""
     import pandas as pd
 
-    from kl_comedy.tracking.tables import render
+    from kl_comedy.results.tables import render
 
     # Formats that programs read are never wrapped.
     if format in ("csv", "latex", "markdown"):
@@ -359,7 +359,7 @@ def _narrow(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     """The rows as text of at most ``width`` columns: names wrapped, sentences below their row."""
     import pandas as pd
 
-    from kl_comedy.tracking.tables import render
+    from kl_comedy.results.tables import render
 
     beneath = [name for name in rows[0] if name in LONG_CELLS]
     short_rows = [{name: value for name, value in row.items() if name not in beneath} for row in rows]

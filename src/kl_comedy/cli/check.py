@@ -264,9 +264,9 @@ def _learning(config: Config) -> str:
 
 def _memory(config: Config, gpu: str | None, gpus: int | None) -> str:
     """The largest memory of one process, and whether it fits the device."""
-    from kl_comedy.lab.planning.plan import Plan
-    from kl_comedy.lab.planning.sizes import device_named
     from kl_comedy.models.load import pick_device
+    from kl_comedy.planning.plan import Plan
+    from kl_comedy.planning.sizes import device_named
 
     if gpu is None:
         # --gpus describes another machine; without it this one counts.

@@ -143,18 +143,18 @@ def command_line() -> str:
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], format: str) -> None:
-    """Print rows in a format of :func:`kl_comedy.tracking.tables.render`; text fits the terminal."""
+    """Print rows in a format of :func:`kl_comedy.results.tables.render`; text fits the terminal."""
     import pandas as pd
 
     print_frame(pd.DataFrame(rows), format)
 
 
 def print_frame(frame: pd.DataFrame, format: str = "text", notes: Sequence[str] = ()) -> None:
-    """Print a table in a format of :func:`kl_comedy.tracking.tables.render`, with ``notes`` below.
+    """Print a table in a format of :func:`kl_comedy.results.tables.render`, with ``notes`` below.
 
     On a terminal no line of a text is wider than that; in a pipe its lines are as long as they are.
     """
-    from kl_comedy.tracking.tables import fitted, render
+    from kl_comedy.results.tables import fitted, render
 
     if format not in ("text", "table"):
         typer.echo(render(frame, format, notes))

@@ -234,7 +234,7 @@ def show_suites(rows: Sequence[Mapping[str, Any]], format: str) -> None:
         print(json.dumps(rows, indent=1))
         return
     if format == "csv":
-        from kl_comedy.tracking.tables import csv_cell
+        from kl_comedy.results.tables import csv_cell
 
         # Suites of choices have other scores than suites that generate: the columns are those of all rows.
         writer = csv.DictWriter(sys.stdout, _all_keys(rows), lineterminator="\n")
@@ -245,7 +245,7 @@ def show_suites(rows: Sequence[Mapping[str, Any]], format: str) -> None:
         return
 
     if format == "markdown":
-        from kl_comedy.tracking.tables import markdown
+        from kl_comedy.results.tables import markdown
 
         cells = [{"suite": row["suite"], "problems": _size(row), **_scores(row)} for row in rows]
         names = _all_keys(cells)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from kl_comedy.kl import KLTerm
     from kl_comedy.kl.oracle.certificate_record import Certificate
-    from kl_comedy.lab.launch_files import LaunchFile
-    from kl_comedy.lab.peers import Advice, Reading
+    from kl_comedy.peers.launch_files import LaunchFile
+    from kl_comedy.peers.systems import Advice, Reading
 
 REST = "--full shows the table of all rows, notes, our config, and what else can be set (docs/decision.md)"
 LEGEND = (
@@ -68,7 +68,7 @@ def explain(
 
     Example: `kl-comedy explain run_grpo.sh --as-config`
     """
-    from kl_comedy.lab.peers import is_peer, read
+    from kl_comedy.peers.systems import is_peer, read
 
     load_plugins(plugin)
     text = " ".join(what)
@@ -108,7 +108,7 @@ def is_pasted(text: str) -> bool:
 
 
 def _pasted(text: str, system: str | None, overrides: Sequence[str]) -> LaunchFile:
-    from kl_comedy.lab.launch_files import read_launch_text
+    from kl_comedy.peers.launch_files import read_launch_text
 
     with error_prefix(PASTED):
         return read_launch_text(text, system=system, overrides=overrides)
@@ -116,7 +116,7 @@ def _pasted(text: str, system: str | None, overrides: Sequence[str]) -> LaunchFi
 
 def _launch_file(path: Path, system: str | None, overrides: Sequence[str]) -> LaunchFile:
     """The file with its flags; the overrides come last, as they do on the system's own command line."""
-    from kl_comedy.lab.launch_files import read_launch_file
+    from kl_comedy.peers.launch_files import read_launch_file
 
     if not path.is_file():
         raise UserError(f"{path}: no such file")
@@ -127,7 +127,7 @@ def _print_config(launch: LaunchFile) -> None:
     """Print the part of our config that trains the same KL; remarks as comments."""
     from omegaconf import OmegaConf
 
-    from kl_comedy.lab.peers import config_of
+    from kl_comedy.peers.systems import config_of
 
     reading = launch.reading()
     first_line = f"The KL of {launch.system.title} {launch.system.version} with the flags {reading.text}"
@@ -222,7 +222,7 @@ def _traps(reading: Reading) -> list[str]:
     """What a user of these flags may not expect: a KL counted twice, a flag that does nothing, a wrong gradient."""
     from kl_comedy.kl.claims import TARGET_MEANINGS
     from kl_comedy.kl.oracle.certificate_record import pulls_to_sampler
-    from kl_comedy.lab.peers import SENTENCES
+    from kl_comedy.peers.systems import SENTENCES
 
     traps = []
     if SENTENCES["both"] in reading.notes:
@@ -248,7 +248,7 @@ def _explain_recipe(name: str, format: str, full: bool) -> None:
     from kl_comedy.cli.first_answer import recipe_answer
     from kl_comedy.kl import verdict
     from kl_comedy.kl.oracle.stored_certificates import certificates as stored_or_enumerated
-    from kl_comedy.lab.advice import what_to_use
+    from kl_comedy.peers.advice import what_to_use
     from kl_comedy.registry import OWN_PART, RECIPES
 
     if name not in RECIPES:
@@ -286,8 +286,8 @@ def _explain_peer(
     ``summary`` is what JSON has besides, of a file, and ``read_as`` the line that says as what it was read.
     """
     from kl_comedy.cli.first_answer import first_answer
-    from kl_comedy.lab.freshness import freshness_of
-    from kl_comedy.lab.peers import find_system
+    from kl_comedy.peers.freshness import freshness_of
+    from kl_comedy.peers.systems import find_system
 
     if format == "json":
         print(json.dumps({**(summary or {}), **_peer_row(reading)}, indent=1))
@@ -307,8 +307,8 @@ def _explain_peer(
 
 def _peer_row(reading: Reading) -> dict[str, Any]:
     """The whole answer as plain data."""
-    from kl_comedy.lab.freshness import freshness_of
-    from kl_comedy.lab.peers import advise, find_system, switched_on
+    from kl_comedy.peers.freshness import freshness_of
+    from kl_comedy.peers.systems import advise, find_system, switched_on
 
     acting = switched_on(reading)
     acting_plain = None
@@ -325,7 +325,7 @@ def _peer_row(reading: Reading) -> dict[str, Any]:
 
 def _what_to_use(reading: Reading, acting: Reading | None) -> list[str]:
     """Flags without a KL say nothing to advise against; what they would be switched on does."""
-    from kl_comedy.lab.advice import what_to_use
+    from kl_comedy.peers.advice import what_to_use
 
     asked = acting or reading
     return what_to_use(asked.terms or (), asked.holds_in)
@@ -333,7 +333,7 @@ def _what_to_use(reading: Reading, acting: Reading | None) -> list[str]:
 
 def _print_all(reading: Reading, summary: Mapping[str, Any] | None) -> None:
     """Print what is behind the first answer: all rows, notes, our config, and what else can be set."""
-    from kl_comedy.lab.peers import advise, find_system, switched_on
+    from kl_comedy.peers.systems import advise, find_system, switched_on
 
     # Many users ask about flags that turn the KL off by default: what they would get is shown too.
     acting = switched_on(reading)
@@ -452,7 +452,7 @@ def _advice_row(advice: Advice) -> dict[str, Any]:
 
 
 def _advised_noise(advice: Advice) -> str:
-    from kl_comedy.lab.peers import read
+    from kl_comedy.peers.systems import read
 
     if advice.flags is None:
         return "-"

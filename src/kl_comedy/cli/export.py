@@ -75,7 +75,7 @@ def reproduce(
 
     Example: `kl-comedy reproduce k3-loss-94e1 --uri results/study/export.parquet --tolerance 'eval/*/reward=0.1'`
     """
-    from kl_comedy.tracking.verify import parse_tolerance
+    from kl_comedy.results.verify import parse_tolerance
     from kl_comedy.training import reproduction
 
     console = Console(stderr=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kl_comedy.kl.claims import TARGET_WORDS
-from kl_comedy.lab.advice import (
+from kl_comedy.peers.advice import (
     REGIME_OF_SAMPLES,
     Candidate,
     Situation,
@@ -18,7 +18,7 @@ from kl_comedy.lab.advice import (
     measured,
     strength,
 )
-from kl_comedy.lab.peers import (
+from kl_comedy.peers.systems import (
     SENTENCES,
     SYSTEMS,
     Reading,
@@ -34,7 +34,7 @@ from kl_comedy.lab.peers import (
 if TYPE_CHECKING:
     from kl_comedy.kl import KLTerm
     from kl_comedy.kl.oracle.certificate_record import Certificate
-    from kl_comedy.lab.freshness import FreshnessAnswer
+    from kl_comedy.peers.freshness import FreshnessAnswer
 
 WIDTH = 100
 LABEL = 13

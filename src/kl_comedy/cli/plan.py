@@ -16,7 +16,7 @@ from kl_comedy.errors import RunFailed
 from kl_comedy.redaction import one_line
 
 if TYPE_CHECKING:
-    from kl_comedy.lab.planning.plan import Plan, Split
+    from kl_comedy.planning.plan import Plan, Split
 
 GIB = 2**30
 MIB = 2**20
@@ -55,8 +55,8 @@ def plan(wanted: PlanOptions) -> None:
 
     Example: `kl-comedy plan configs/paper/on_policy_math_qwen.yaml --gpu h100-80 --split 8`
     """
-    from kl_comedy.lab.planning.plan import Lengths, Plan, splits
-    from kl_comedy.lab.planning.sizes import device_named
+    from kl_comedy.planning.plan import Lengths, Plan, splits
+    from kl_comedy.planning.sizes import device_named
 
     # The options come last, so that they win over an override of the same key.
     changes = list(wanted.overrides or [])

@@ -57,7 +57,7 @@ from kl_comedy.statistics import MARGIN, POWER
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kl_comedy.tracking.selection import RunQuery, Selection
+    from kl_comedy.results.selection import RunQuery, Selection
 
 Margin = Annotated[
     float | None,
@@ -76,8 +76,8 @@ DEFAULT_KL = (
 
 def kl_column(frame: pd.DataFrame, kl: str | None) -> str | None:
     """The column of the KL asked for, else the exact KL of a completion, held-out before train; None without any."""
-    from kl_comedy.tracking.selection import metric_columns
-    from kl_comedy.tracking.values import stale_notes
+    from kl_comedy.results.selection import metric_columns
+    from kl_comedy.results.values import stale_notes
 
     names = split([kl]) if kl else None
     hits = metric_columns(frame, names, "--kl", DEFAULT_KL)
@@ -132,10 +132,10 @@ def table(wanted: TableOptions) -> None:
 
 def make_table(wanted: TableOptions) -> ResultTable:
     """The table of ``results table``: one column per metric to read, one row per group and metric as data."""
-    from kl_comedy.tracking.compare import summarize
-    from kl_comedy.tracking.runs import short
-    from kl_comedy.tracking.selection import without_second_name
-    from kl_comedy.tracking.tables import readable
+    from kl_comedy.results.compare import summarize
+    from kl_comedy.results.runs import short
+    from kl_comedy.results.selection import without_second_name
+    from kl_comedy.results.tables import readable
 
     wanted.check()
     chosen = select(wanted.run_query(wanted.metric, mark_dead=True))
@@ -227,7 +227,7 @@ def plot(wanted: PlotOptions) -> None:
     in the panels of every family and beta. Axes and legends are in words, widths are a paper's column (3.4 in) or page
     (7 in); on logarithmic axes means are geometric and intervals are of the logarithms.
     """
-    from kl_comedy.tracking.figures import check_suffix, save_figure
+    from kl_comedy.results.figures import check_suffix, save_figure
 
     # Both before runs are read and curves fetched, which takes seconds.
     check_suffix(wanted.out)
@@ -244,9 +244,9 @@ def plot(wanted: PlotOptions) -> None:
 
 def _over_training(wanted: PlotOptions) -> Any:
     """Matplotlib's figure of metrics over updates, or against the KL at the same updates."""
-    from kl_comedy.tracking import plots
-    from kl_comedy.tracking.runs import history, short, sort_by_groups
-    from kl_comedy.tracking.selection import without_second_name
+    from kl_comedy.results import plots
+    from kl_comedy.results.runs import history, short, sort_by_groups
+    from kl_comedy.results.selection import without_second_name
 
     chosen = wanted.counted(wanted.run_query(wanted.metric, panels=split_unless_none(wanted.panels)))
     lines = chosen.groups
@@ -278,8 +278,8 @@ def _over_training(wanted: PlotOptions) -> Any:
 
 
 def _heatmap(wanted: PlotOptions) -> Any:
-    from kl_comedy.tracking import plots
-    from kl_comedy.tracking.runs import short, sort_by_groups
+    from kl_comedy.results import plots
+    from kl_comedy.results.runs import short, sort_by_groups
 
     chosen = _families(wanted)
     # Family and beta are the two axes, so that a key in which runs differ besides needs a panel.
@@ -290,8 +290,8 @@ def _heatmap(wanted: PlotOptions) -> Any:
 
 def _frontier(wanted: PlotOptions) -> Any:
     """Final metric against final KL; with ``--kind plane`` the certificates beside it."""
-    from kl_comedy.tracking import plots
-    from kl_comedy.tracking.runs import short, sort_by_groups
+    from kl_comedy.results import plots
+    from kl_comedy.results.runs import short, sort_by_groups
 
     chosen = _families(wanted)
     frame = sort_by_groups(chosen.frame, [*chosen.panels, *chosen.groups])
@@ -334,7 +334,7 @@ class ExportOptions(Source):
     @property
     def curve_patterns(self) -> Sequence[str]:
         """The metrics whose curves are written."""
-        from kl_comedy.tracking.export import CURVES
+        from kl_comedy.results.export import CURVES
 
         if not self.curves:
             return CURVES
@@ -342,7 +342,7 @@ class ExportOptions(Source):
 
     def check(self) -> None:
         """Raise :class:`UserError` for a format that is unknown, and for an option that it does not have."""
-        from kl_comedy.tracking.runs import NEVER_THINNED
+        from kl_comedy.results.runs import NEVER_THINNED
 
         option = "--format" if self.format else "--out"
         check_choice(option, self.file_format, EXPORT_FORMATS)
@@ -364,9 +364,9 @@ def export(wanted: ExportOptions) -> None:
     A Parquet export, with its curves in FILE.curves.parquet beside it, takes the place of the store in `results table`,
     `compare`, `aggregate`, `plot`, `report`, `verify` and in `reproduce`: `--uri FILE.parquet`.
     """
-    from kl_comedy.tracking.export import write_export
-    from kl_comedy.tracking.runs import curves_file, drop_columns, open_runs
-    from kl_comedy.tracking.selection import read_matching
+    from kl_comedy.results.export import write_export
+    from kl_comedy.results.runs import curves_file, drop_columns, open_runs
+    from kl_comedy.results.selection import read_matching
 
     wanted.check()
     runs = read_matching(wanted.uri, wanted.experiment, wanted.where)
@@ -468,8 +468,8 @@ def compare(wanted: CompareOptions) -> None:
 
 def make_comparison(wanted: CompareOptions) -> ResultTable:
     """The table of ``results compare``."""
-    from kl_comedy.tracking.compare import EqualKL, compare_families
-    from kl_comedy.tracking.values import with_values
+    from kl_comedy.results.compare import EqualKL, compare_families
+    from kl_comedy.results.values import with_values
 
     at_equal_kl = wanted.at_kl is not None
     # A collapsed run is no point of a frontier, so that at equal KL the rule decides.
@@ -570,7 +570,7 @@ def make_power(wanted: PowerOptions) -> ResultTable:
         rows = [row | _power_of(wanted, wanted.sd, wanted.seeds, wanted.margin or MARGIN, wanted.tests or 1)]
         return ResultTable(frame=pd.DataFrame(rows))
 
-    from kl_comedy.tracking.compare import compare_families
+    from kl_comedy.results.compare import compare_families
 
     chosen, column = _one_metric(wanted, wanted.run_query([wanted.metric or ""], [], families=True))
     margin = margin_of(column, wanted.margin)
@@ -630,7 +630,7 @@ def aggregate(wanted: AggregateOptions) -> None:
 
 def make_aggregate(wanted: AggregateOptions) -> ResultTable:
     """The table of ``results aggregate``."""
-    from kl_comedy.tracking.compare import aggregate as over_tasks
+    from kl_comedy.results.compare import aggregate as over_tasks
 
     chosen = wanted.counted(wanted.run_query(wanted.metric, ["kl.label"]))
     scores = over_tasks(chosen.frame, chosen.groups, chosen.metrics, wanted.baseline)
@@ -665,10 +665,10 @@ def report(wanted: ReportOptions) -> None:
 
 def write_report(wanted: ReportOptions) -> None:
     """Write the page of ``results report`` to ``wanted.out``. Notes are printed to stderr."""
-    from kl_comedy.tracking.compare import summarize
-    from kl_comedy.tracking.report import Study
-    from kl_comedy.tracking.selection import OptionNames
-    from kl_comedy.tracking.values import stale_notes
+    from kl_comedy.results.compare import summarize
+    from kl_comedy.results.report import Study
+    from kl_comedy.results.selection import OptionNames
+    from kl_comedy.results.values import stale_notes
 
     query = wanted.run_query(
         wanted.metric,
@@ -711,7 +711,7 @@ class LinkOptions(Source):
     @property
     def pages(self) -> str:
         """The address of MLflow's pages."""
-        from kl_comedy.tracking.mlflow_pages import LOCAL_PAGES
+        from kl_comedy.results.mlflow_pages import LOCAL_PAGES
 
         if self.server is not None:
             return self.server
@@ -721,7 +721,7 @@ class LinkOptions(Source):
 
     def check(self) -> None:
         """Raise :class:`UserError` for a source that MLflow has no pages of, and for an address that is no server's."""
-        from kl_comedy.tracking.runs import EXPORTS
+        from kl_comedy.results.runs import EXPORTS
 
         # The links are sent on: what they begin with must be an address, without a password.
         if self.server is not None:
@@ -736,9 +736,9 @@ def link(wanted: LinkOptions) -> None:
 
     The choice is stored in the experiment (as the button Share of the page stores one), so the links can be sent on.
     """
-    from kl_comedy.tracking.mlflow_pages import LOCAL_PAGES, choose_view, serve_command, share
-    from kl_comedy.tracking.runs import translate
-    from kl_comedy.tracking.selection import read_matching
+    from kl_comedy.results.mlflow_pages import LOCAL_PAGES, choose_view, serve_command, share
+    from kl_comedy.results.runs import translate
+    from kl_comedy.results.selection import read_matching
 
     wanted.check()
     frame = read_matching(wanted.uri, wanted.experiment, wanted.where)
@@ -778,7 +778,7 @@ def verify(
 
 def _verify_pages(pages: Path, format: str) -> None:
     """Compare the tables of Markdown pages with what their commands print now."""
-    from kl_comedy.tracking.pages import summary, verify_pages
+    from kl_comedy.results.pages import summary, verify_pages
 
     # Some tables take minutes: their scripts compute everything again.
     with stages(stderr_console(), transient=True) as show:
@@ -798,8 +798,8 @@ def _verify_pages(pages: Path, format: str) -> None:
 
 def _verify_rows(table: Path, uri: str, format: str) -> None:
     """Compare the rows of a data table with the runs that they name."""
-    from kl_comedy.tracking import verify as checks
-    from kl_comedy.tracking.selection import read_matching
+    from kl_comedy.results import verify as checks
+    from kl_comedy.results.selection import read_matching
 
     existing_file(table, "TABLE")  # before the store is read, which takes seconds
     runs = read_matching(uri)
@@ -835,7 +835,7 @@ TABLE_COMMANDS: dict[str, tuple[type[Any], Callable[[Any], ResultTable]]] = {
 
 def recompute(words: Sequence[str], export: Path) -> str:
     """The Markdown table that ``kl-comedy results *words`` prints for ``export``. Raises what the command raises."""
-    from kl_comedy.tracking.tables import render
+    from kl_comedy.results.tables import render
 
     # The words are a command line, which the options' own parser reads: a table is made as its command makes it.
     record, make = TABLE_COMMANDS[words[0]]

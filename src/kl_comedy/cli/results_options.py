@@ -29,7 +29,7 @@ from kl_comedy.redaction import one_line, redact_command
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kl_comedy.tracking.selection import RunQuery, Selection
+    from kl_comedy.results.selection import RunQuery, Selection
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 STATUSES = ("finished", "running", "failed", "killed", "all")
@@ -118,7 +118,7 @@ class Query(Source):
         self, metrics: Sequence[str] | None, default_group: Sequence[str] | None = None, **further: Any
     ) -> RunQuery:
         """The question that these options ask; ``further`` are fields of the question that a command sets."""
-        from kl_comedy.tracking.selection import RunQuery
+        from kl_comedy.results.selection import RunQuery
 
         group = default_group
         if self.group:
@@ -150,7 +150,7 @@ class Query(Source):
 
 def select(query: RunQuery) -> Selection:
     """The runs of every status, with their values; the notes are printed."""
-    from kl_comedy.tracking.selection import choose_runs, with_run_values
+    from kl_comedy.results.selection import choose_runs, with_run_values
 
     chosen = choose_runs(query)
     # Before the values are read, which takes seconds and may fail: a note often says why.
@@ -195,7 +195,7 @@ def write_table(made: ResultTable, format: str, out: Path | None, uri: str | Non
     The notes were printed to stderr before. They stay with the table in every format; below a text in files only. A
     Markdown file begins with the command that made it from the runs of ``uri``.
     """
-    from kl_comedy.tracking.tables import render
+    from kl_comedy.results.tables import render
 
     if out is None and format == "parquet":
         raise UserError("--out: parquet is binary; name a file")
@@ -227,7 +227,7 @@ def provenance(uri: str, out: Path) -> str:
     Without --out and --format, and with the path of its export from the folder of ``out``. A store's address is left
     out: `results verify` takes the export beside the table.
     """
-    from kl_comedy.tracking.runs import EXPORTS
+    from kl_comedy.results.runs import EXPORTS
 
     words = ["kl-comedy"]
     given = iter(sys.argv[1:])

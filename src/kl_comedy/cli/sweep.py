@@ -334,7 +334,7 @@ def _check_plugins(sweep: Sweep, now: PluginSet, *, missing: bool = True) -> Non
 
 def _finished_in(made: Plan, uri: str) -> frozenset[int]:
     """The cells that have a finished run of the same settings and plugins in the store or export at ``uri``."""
-    from kl_comedy.tracking.runs import read_runs
+    from kl_comedy.results.runs import read_runs
     from kl_comedy.tracking.store import param_texts
 
     def settings(values: Mapping[str, Any], plugins: str) -> frozenset[tuple[str, str]]:

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kl_comedy.audit.gradients import SKETCH, GradientSketch, layer_groups
+from kl_comedy.audit.grams import cosine, delivered, estimate, mean_product, noise, p_of_zero_mean
+from kl_comedy.audit.measure import MINIMUM_BLOCKS
+from kl_comedy.audit.report import UNDEFINED
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.integrations.gradient_check import LossCallback
 from kl_comedy.kl import KLTerm, kl_surrogate
-from kl_comedy.lab.audit.gradients import SKETCH, GradientSketch, layer_groups
-from kl_comedy.lab.audit.grams import cosine, delivered, estimate, mean_product, noise, p_of_zero_mean
-from kl_comedy.lab.audit.measure import MINIMUM_BLOCKS
-from kl_comedy.lab.audit.report import UNDEFINED
 
 TARGETS = {
     "sequence_reverse": KLTerm("exact", placement="reward", credit="to_go"),

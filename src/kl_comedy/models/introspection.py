@@ -178,7 +178,7 @@ def activation_values(config: Any, *, checkpoints: bool) -> int:
     heads = int(getattr(config, "num_attention_heads", 1))
     key_value_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     key_value = 2 * hidden * key_value_heads // heads
-    # Counted from the graph of a Llama layer; tests/lab/test_planning.py compares it with what autograd saves.
+    # Counted from the graph of a Llama layer; tests/planning/test_planning.py compares it with what autograd saves.
     layer = 9 * hidden + 2 * key_value + 4 * inner
     if checkpoints:
         return layers * hidden + layer

@@ -470,7 +470,7 @@ def seeds_table(sweep: Sweep, status: SweepStatus) -> pd.DataFrame | None:
     """Mean and interval over seeds of each metric of the finished cells, a row per configuration; None without any."""
     import pandas as pd
 
-    from kl_comedy.tracking.tables import readable
+    from kl_comedy.results.tables import readable
 
     summary, metrics = _summary(pd.DataFrame(_cells_with_metrics(sweep, status)))
     if not metrics:
@@ -484,7 +484,7 @@ def _cells_with_metrics(sweep: Sweep, status: SweepStatus) -> list[dict[str, Any
 
 def _summary(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
     """Statistics of the metrics of cells over seeds, and these metrics."""
-    from kl_comedy.tracking.compare import summarize
+    from kl_comedy.results.compare import summarize
 
     # Metrics have a slash in their names, and the columns of CellStatus have none.
     metrics = [str(name) for name in frame.columns if "/" in name]
@@ -497,7 +497,7 @@ def write_report(sweep: Sweep, status: SweepStatus) -> Path:
     """Write report/{cells.csv, cells.json, table.csv, report.md}; return the path of report.md."""
     import pandas as pd
 
-    from kl_comedy.tracking.tables import readable, render
+    from kl_comedy.results.tables import readable, render
 
     cells = _cells_with_metrics(sweep, status)
     frame = pd.DataFrame(cells)

@@ -1,8 +1,8 @@
-"""Tracking: every run in a file and in MLflow; tables and plots from MLflow.
+"""Tracking: every run in a file and in MLflow. What reads them is in :mod:`kl_comedy.results`.
 
-    RunLogger -> spool.jsonl -> MLflow store -> queries -> statistics -> tables, plots
+    RunLogger -> spool.jsonl -> MLflow store
 
-mlflow, pandas and matplotlib are imported by the functions that use them, Lightning only by ``tracking.logger``.
+mlflow is imported by the functions that use it, Lightning only by ``tracking.logger``.
 """
 
 from kl_comedy.tracking import loggers

@@ -21,15 +21,16 @@ from rich.console import Console
 from kl_comedy.config import Config, load_config
 from kl_comedy.errors import UserError
 from kl_comedy.models.onednn_linear import linear_library
-from kl_comedy.tracking import provenance_tags, verify
+from kl_comedy.results import verify
+from kl_comedy.results.runs import open_runs
+from kl_comedy.tracking import provenance_tags
 from kl_comedy.tracking.provenance import FOLDER
-from kl_comedy.tracking.runs import open_runs
 from kl_comedy.tracking.store import clean_path
 from kl_comedy.training.run_folder import Outcome
 from kl_comedy.training.run_plugins import PLUGIN_FOLDER, PluginRecord, load_stored_plugins, plugins_of, stored_record
 
 SUMMARY_ORDER = ("equal", "near", "different", "absent", "new")
-"""Verdicts of :func:`kl_comedy.tracking.verify.compare_metrics`, in the order of the summary."""
+"""Verdicts of :func:`kl_comedy.results.verify.compare_metrics`, in the order of the summary."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +206,7 @@ def changed_start(original: OriginalRun, run_folder: Path) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The rows of :func:`kl_comedy.tracking.verify.compare_metrics`, one per metric."""
+    """The rows of :func:`kl_comedy.results.verify.compare_metrics`, one per metric."""
 
     rows: list[dict[str, Any]]
 

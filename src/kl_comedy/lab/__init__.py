@@ -1,1 +1,0 @@
-"""What train, sweep and results never use: audits of gradients, planning, other systems' flags."""
