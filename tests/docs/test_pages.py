@@ -233,7 +233,7 @@ NO_METRICS = {"eval/*", "reference/initial"}
 def files_that_log():
     yield from (generate_docs.SOURCE / "training").rglob("*.py")
     yield from (generate_docs.SOURCE / "evaluation").glob("*.py")
-    yield from (generate_docs.SOURCE / "lab" / "audit").glob("*.py")
+    yield from (generate_docs.SOURCE / "audit").glob("*.py")
 
 
 def texts_of(file):
