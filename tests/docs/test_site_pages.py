@@ -28,35 +28,6 @@ IN_THE_DARK = ["", "evidence/", "register/", "api/kl/", "files/examples/own_trai
 """Prose and pictures, tables, forms of our own, docstrings, code: what has colours of its own."""
 
 
-WIDER_THAN_SCREEN = """
-(() => {
-  const width = document.documentElement.clientWidth;
-  if (document.documentElement.scrollWidth <= width) return [];
-  const wide = [...document.querySelectorAll('article *')].filter((node) => {
-    const box = node.getBoundingClientRect();
-    return box.right > width + 1 && getComputedStyle(node).position !== 'absolute';
-  });
-  return wide.slice(0, 3).map((node) => node.outerHTML.slice(0, 200)).concat(['scrolls sideways']);
-})()
-"""
-
-
-def test_no_page_scrolls_sideways(tab, site, address):
-    """The pages at each width; tables and code have scroll bars of their own."""
-    wide = {}
-    folders = sorted(file.parent.relative_to(site).as_posix() for file in site.rglob("index.html"))
-    # Sources are one block of code, and generated pages of evidence are tables: every eighth stands for them.
-    many = [path for path in folders if path.startswith(("files/", "evidence/"))]
-    for path in [path for path in folders if path not in many] + many[::8]:
-        tab.open(f"{address}/{path}/".replace("/./", "/"), *WIDTHS["desktop"])
-        for size, width_and_height in WIDTHS.items():
-            tab.resize(*width_and_height)
-            too_wide = tab.evaluate(WIDER_THAN_SCREEN)
-            if too_wide:
-                wide[path, size] = too_wide
-    assert wide == {}
-
-
 def axe():
     """The source of axe-core, from the package that ships it."""
     spec = importlib.util.find_spec("axe_core_python")
@@ -123,14 +94,6 @@ def test_no_page_asks_another_host(searching, address):
     searching.requests.clear()
     searching.open(f"{address}/evidence/", *WIDTHS["desktop"])
     assert [request for request in searching.requests if not request.startswith((address, "data:"))] == []
-
-
-@pytest.mark.parametrize("size", WIDTHS)
-def test_the_start_page_shows_its_picture_and_its_doors(tab, address, size):
-    tab.open(f"{address}/", *WIDTHS[size])
-    assert tab.evaluate("document.querySelector('article img').naturalWidth") > 100
-    doors = tab.evaluate("[...document.querySelectorAll('.grid li > p:first-child')].map((door) => door.textContent)")
-    assert doors == ["Ask about my flag", "Train", "Extend", "Read the evidence"]
 
 
 @pytest.mark.parametrize("size", WIDTHS)
