@@ -34,14 +34,20 @@ def pytest_collectreport(report):
     skips.note(report)
 
 
+ON_THE_CLUSTER = tuple(
+    f"tests/slurm/test_{name}.py" for name in ("engine_cells", "real_slurm", "slurm_faults", "two_nodes")
+)
 TAKE_MINUTES = (
-    "tests/slurm/",
+    *ON_THE_CLUSTER,
+    "tests/docs/test_commands_as_typed.py",
     "tests/training/test_distributed.py",
     "tests/config/test_matrix.py",
-    "tests/docs/test_commands_as_typed.py",
-    "tests/docs/test_pages.py",
-    "tests/cli/test_certify.py",
+    "tests/rollouts/test_engine_ranks.py",
+    "tests/slurm/test_local.py",
+    "tests/training/test_faults.py",
+    "tests/training/test_asynchronous.py",
     "tests/training/test_run.py",
+    "tests/cli/test_certify.py",
 )
 
 
@@ -68,8 +74,8 @@ def pytest_xdist_make_scheduler(config, log):
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             file = nodeid.split("::")[0]
-            if file.startswith("tests/slurm/"):
-                return "tests/slurm"
+            if file in ON_THE_CLUSTER:
+                return "the cluster"
             if file == "tests/twin/test_twin.py":
                 # Its tests share nothing and are the last: they fill every worker to the end.
                 return nodeid

@@ -9,7 +9,9 @@
 #   CLUSTER_ROOT  folder for everything (required)
 #   NODES=2 CPUS=2 ACCOUNTING=0 (1: mariadb and slurmdbd, so that sacct answers) PORT_BASE=17600
 #
-# A requeued job may start again after cred_expire seconds (SLURM's default is 120).
+# A requeued job may start again after cred_expire seconds (SLURM's default is 120). The other limits are long: on a
+# loaded machine a daemon answers late, and that is no fault. FirstJobId is another one for each block of ports, because
+# ranks of a job meet at a port that is made of its id, and another cluster of this machine may have such a job too.
 # Does not touch /etc/slurm or the system's munge. Needs no systemd and no cgroups; nodes are simulated, so memory
 # and CPU limits are not enforced.
 set -euo pipefail
@@ -70,7 +72,7 @@ SlurmctldHost=$HOST(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$CLUSTER_ROOT/munge.socket,cred_expire=10
+AuthInfo=socket=$CLUSTER_ROOT/munge.socket,cred_expire=20
 CredType=cred/munge
 SlurmctldPort=$PORT_BASE
 SrunPortRange=$((PORT_BASE + 100))-$((PORT_BASE + 199))
@@ -92,7 +94,10 @@ MailProg=/bin/true
 MinJobAge=3600
 KillWait=20
 MaxArraySize=2001
-MessageTimeout=20
+MessageTimeout=60
+TCPTimeout=30
+BatchStartTimeout=120
+FirstJobId=$((1 + PORT_BASE / 200 % 70 * 28))
 PlugStackConfig=$CLUSTER_ROOT/plugstack.conf
 $storage
 CONF

@@ -138,7 +138,8 @@ def test_the_version_is_printed(stdout_of):
 
 
 @pytest.mark.slow
-def test_the_wheel_installs_with_its_data_and_extras(tmp_path):
+def test_the_wheel_has_its_data_and_extras(tmp_path):
+    """That it installs and runs, CI sees in new environments (research/scripts/light_install.py)."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     copy = tmp_path / "source"  # setuptools writes build/ beside the sources
     subprocess.run(["git", "clone", "--quiet", "--depth=1", f"file://{ROOT}", copy], check=True)
@@ -158,18 +159,8 @@ def test_the_wheel_installs_with_its_data_and_extras(tmp_path):
     assert "Provides-Extra: dev\n" in metadata
     assert "Provides-Extra: gym\n" in metadata
     assert "Classifier: Typing :: Typed\n" in metadata
-    subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
-    environment = {"PYTHONPATH": str(tmp_path / "site"), "PATH": ""}
-    command = [sys.executable, "-m", "kl_comedy.cli"]
-    subprocess.run([*command, "init", "run", "r.yaml"], cwd=tmp_path, env=environment, check=True)
-    check = [*command, "check", "r.yaml", "--no-memory", "--format", "json"]
-    done = subprocess.run(check, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
-    assert json.loads(done.stdout)["processes"] == "1 process"
     # configs/ and slurm/profiles, without the checkout.
     sources = {str(file.relative_to(copy)) for file in (copy / "configs").rglob("*.yaml")}
     sources |= {str(file.relative_to(copy)) for file in (copy / "slurm/profiles").glob("*.yaml")}
     assert len(sources) > 50
     assert {f"kl_comedy/shipped/{name}" for name in sources} <= set(packed)
-    by_name = [*command, "sweep", "pocket_beta", "--slurm", "gpu", "--dry-run", "--format", "json"]
-    done = subprocess.run(by_name, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True)
-    assert len(json.loads(done.stdout)["cells"]) == 55

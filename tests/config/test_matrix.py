@@ -39,7 +39,6 @@ ALGORITHMS = {
 SAMPLERS = {
     "hf, replayed": ["lag.mode=replayed", "lag.steps=1"],
     "hf_server": ["rollout.backend=hf_server"],
-    "hf_server, replayed": ["rollout.backend=hf_server", "lag.mode=replayed", "lag.steps=1"],
     "hf_server, gloo": ["rollout.backend=hf_server", "rollout.options={transport: gloo}"],
     "async, wait": ["lag.mode=async"],
     "LoRA, async, wait": ["lag.mode=async", "model.lora={rank: 4}"],
@@ -48,13 +47,12 @@ SAMPLERS = {
 }
 """Samples are equal in one process and in two. "full" is ``hf`` on-policy."""
 FREE = {
-    "async, one step off": ["lag.mode=async", "lag.max_steps=1"],
     "async, drop": ["lag.mode=async", "lag.max_steps=2", "lag.policy=drop"],
     "async, in flight": ["lag.mode=async", "lag.max_steps=2", "lag.in_flight=true"],
 }
 """Samples depend on who is faster."""
-WITH_DDP = ("full", "lora", "value head", "audit")
-SAMPLERS_WITH_DDP = ("hf, replayed", "hf_server, gloo", "async, wait", "value head, async in memory")
+WITH_DDP = ("full", "value head")
+SAMPLERS_WITH_DDP = ("hf_server, gloo", "value head, async in memory")
 """What trains with ``ddp`` too. The others have nothing that depends on the strategy but the reading of shards, which
 is tested with ``fsdp``; tests/twin draws configs for both."""
 NOT_WITH_FSDP = ("value head, async in memory",)
@@ -79,24 +77,15 @@ def check(tmp_path, single, strategy, settings):
 
 
 def cells(names, with_ddp):
-    """Strategy and name; all are slow but the cell that ``fsdp`` cannot have."""
-    parameters = [pytest.param("ddp", name, marks=slow_with_fsdp(name)) for name in with_ddp]
-    for name in names:
-        if name not in NOT_WITH_FSDP:
-            parameters.append(pytest.param("fsdp", name, marks=pytest.mark.slow))
-    return parameters
-
-
-def slow_with_fsdp(name):
-    if name in NOT_WITH_FSDP:
-        return ()
-    return pytest.mark.slow
+    """Strategy and name."""
+    return [("ddp", name) for name in with_ddp] + [("fsdp", name) for name in names if name not in NOT_WITH_FSDP]
 
 
 def audit_metrics(run):
     return {key: value for key, value in metrics_of(run).items() if key[1].startswith("audit/")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "algorithm"), cells(ALGORITHMS, WITH_DDP))
 def test_algorithms(tmp_path, single, strategy, algorithm):
     settings = ALGORITHMS[algorithm]
@@ -106,6 +95,7 @@ def test_algorithms(tmp_path, single, strategy, algorithm):
     assert bool(audited) == algorithm.startswith("audit")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "sampler"), cells(SAMPLERS, SAMPLERS_WITH_DDP))
 def test_samplers(tmp_path, single, strategy, sampler):
     run = check(tmp_path, single, strategy, SAMPLERS[sampler])
@@ -123,7 +113,7 @@ def test_replay(tmp_path, single, strategy, judged):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "sampler"), [("ddp", "async, in flight"), *(("fsdp", name) for name in FREE)])
+@pytest.mark.parametrize(("strategy", "sampler"), [("ddp", "async, in flight"), ("fsdp", "async, drop")])
 def test_the_age_of_samples_is_bounded_over_processes(tmp_path, strategy, sampler):
     run = over(tmp_path, strategy, *TWO, *FREE[sampler], "train.steps=6")
     ages = {step: value for (step, name), value in metrics_of(run).items() if name == "policy/staleness_max"}

@@ -49,6 +49,8 @@ NOT_RUN = {
     ),
     "kl-comedy reproduce k3-loss-94e1 --uri results/study/export.parquet --tolerance 'eval/*/reward=0.1'": "as above",
     "kl-comedy results verify results": "minutes; tests/results/test_verify.py runs it",
+    "kl-comedy audit CONFIG": "half a minute; the same page has it with --updates and --samples",
+    "kl-comedy train CONFIG train.strategy=fsdp train.devices=8": ("as with ddp; tests/training/test_distributed.py"),
 }
 """Examples that are not run, each with the reason."""
 
@@ -75,6 +77,9 @@ samples is tested in tests/audit/test_audit.py."""
 
 READ_ONLY = ("certify", "check", "conformance", "doctor", "explain", "list", "plan")
 """Commands that answer and leave nothing: one that stands on several pages is typed on the first of them."""
+
+ALONE = ("kl-comedy sweep quickstart seed=0..1 kl.0.beta=0.01,0.03 --local 2",)
+"""Commands that leave what no other one of their pages reads: typed once too."""
 
 SMALL = {
     "train": {"steps": 2, "eval_every": 1, "checkpoint_every": 1, "samples_every": 2},
@@ -114,12 +119,12 @@ FAKE_SLURM = {
 OTHERS = Path(__file__).with_name("other_commands.txt").read_text()
 """Commands with the options that neither a page nor a help text shows, and the bare ones."""
 
-REAL_CELLS = "README.md"
-"""The page whose sweep starts a fresh process for each cell. A process takes six seconds of CPU time to import what it
-needs, and a sweep of four cells starts nine: on the other pages they are forks of the command, which has it all."""
+FOUR_CELLS = "--help"
+"""Where the fourth cell of the sweep is typed."""
 
 WHOLE_PAGES = {
     "docs/your_own.md": "its commands need the files that it writes; test_your_own.py runs all of it",
+    "CONTRIBUTING.md": "tests/test_plugin_walk.py types its commands and reads what they answer",
     **{
         str(page.relative_to(ROOT)): "test_symptoms.py types its commands and compares what they print"
         for page in (ROOT / "docs" / "symptoms").glob("*.md")
@@ -280,8 +285,8 @@ def make_grid_small(file: Path, axes: dict[str, list]) -> None:
     file.write_text(yaml.safe_dump(grid))
 
 
-def run_typed(text: str, folder: Path, page: str = "") -> None:
-    """Run a command of ``page`` in ``folder``, as typed.
+def run_typed(text: str, folder: Path) -> None:
+    """Run a command in ``folder``, as typed.
 
     Raises :class:`AssertionError` where it fails or prints a traceback.
     """
@@ -295,9 +300,8 @@ def run_typed(text: str, folder: Path, page: str = "") -> None:
         words = [words[0], *(LESS_WORK.get(pair, pair[1]) for pair in itertools.pairwise(words))]
     environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "COLUMNS": "100"}
     # The names of configs stand for the small ones in the folder.
-    modules = ["small_configs"]
-    if page != REAL_CELLS:
-        modules.append("forked_servers")
+    # Cells are forks of the command; in real processes they are in tests/slurm and tests/training/test_stop_phases.py.
+    modules = ["small_configs", "forked_servers"]
     command = Command(*words, cwd=folder, env=environment, modules=modules)
     start = time.monotonic()
     code = command.wait()
@@ -312,17 +316,17 @@ def test_what_a_page_shows_runs_as_it_is_typed(session, checkout, answered, tmp_
     """One after the other, in the order of the page, in a folder of the page's own."""
     folder = tmp_path / "checkout"
     shutil.copytree(checkout, folder)
-    if session == REAL_CELLS:
+    if session != FOUR_CELLS:
         # Two cells: one of the grid, and that without KL.
         make_grid_small(folder / "configs/sweeps/pocket_beta.yaml", {"kl.0.estimator": ["k1"]})
     failures = []
     for example in SESSIONS[session]:
         if example.text in NOT_RUN or example.text in answered:
             continue
-        if example.words[1] in READ_ONLY:
+        if example.words[1] in READ_ONLY or example.text in ALONE:
             answered.add(example.text)
         try:
-            run_typed(example.text, folder, session)
+            run_typed(example.text, folder)
         except (AssertionError, TimeoutError) as error:
             failures.append(str(error))
     if failures:

@@ -86,102 +86,10 @@ def test_the_form_answers_for_a_system_and_its_flags(tab, address, size):
 
 
 @browser_test
-def test_a_choice_without_an_answer_says_so(tab, address):
-    """A control without a choice must not show the answer of another one."""
-    tab.open(f"{address}/register/", *WIDTHS["desktop"])
-    tab.wait_for(ANSWER)
-    put(tab, "kl-which-flag", "System", "rlinf")
-    put(tab, "kl-which-flag", "algorithm.kl_beta", "0.01")
-    put(tab, "kl-which-flag", "actor.training_backend", "no such backend")
-    assert tab.evaluate(ANSWER) == "No answer was computed for this choice."
-    put(tab, "kl-which-flag", "actor.training_backend", "megatron")
-    assert "terms: " in tab.evaluate(ANSWER)
-
-
-@browser_test
-def test_a_card_says_its_verdict_and_keeps_its_source_folded(tab, address):
-    tab.open(f"{address}/register/", *WIDTHS["desktop"])
-    tab.wait_for(CARDS)
-    put(tab, "kl-register", "Search the rows", "miles-plus-plus")
-    card = "document.querySelector('.kl-card')"
-    chips = tab.evaluate(f"[...{card}.querySelectorAll('.kl-chip')].map((chip) => chip.textContent)")
-    assert chips == ["optimizes what is meant", "leaks masked tokens"]
-    assert tab.evaluate(f"{card}.querySelector('details').open") is False
-    row = next(row for row in ROWS if row["id"] == "miles-plus-plus")
-    folded = tab.evaluate(f"{card}.querySelector('details').textContent")
-    assert row["function"] in folded
-    assert row["sha256"][:16] in folded
-    assert row["version"] in folded
-
-
-@browser_test
-@pytest.mark.parametrize("size", WIDTHS)
-def test_nothing_is_wider_than_the_screen(tab, address, size):
-    tab.open(f"{address}/register/", *WIDTHS[size])
-    tab.wait_for(CARDS)
-    assert tab.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    wide = tab.evaluate(
-        "[...document.querySelectorAll('#kl-register *, #kl-which-flag *')].filter((node) =>"
-        " node.getBoundingClientRect().right > document.documentElement.clientWidth + 1).map((node) => node.tagName)"
-    )
-    assert wide == []
-
-
-@browser_test
-def test_the_links_of_the_rows_lead_to_the_texts_of_issues(tab, address, site):
-    tab.open(f"{address}/register/", *WIDTHS["desktop"])
-    tab.wait_for(CARDS)
-    links = tab.evaluate("[...document.querySelectorAll('.kl-card a')].map((link) => new URL(link.href).pathname)")
-    assert len(links) == len([row for row in ROWS if row["issue"]])
-    for link in links:
-        assert (site / link.strip("/") / "index.html").is_file(), link
-
-
-@browser_test
 def test_the_page_works_from_a_folder_without_a_server(tab, site):
     tab.open(f"file://{site}/register/index.html", *WIDTHS["desktop"])
     assert tab.wait_for(CARDS) == [row["id"] for row in ROWS]
     assert tab.wait_for(ANSWER)
-
-
-@browser_test
-def test_the_parts_of_the_page_keep_their_headings(tab, address):
-    """A part whose id is that of a heading would be written into the heading."""
-    tab.open(f"{address}/register/", *WIDTHS["desktop"])
-    tab.wait_for(CARDS)
-    headings = tab.evaluate(
-        "[...document.querySelectorAll('article h2')].map((heading) => heading.firstChild.textContent)"
-    )
-    assert headings == ["Which flag?", "Rows"]
-    assert tab.evaluate("document.querySelectorAll('h2 select, h2 .kl-card').length") == 0
-
-
-@browser_test
-def test_it_asks_no_other_host(tab, address):
-    tab.requests.clear()
-    tab.open(f"{address}/register/", *WIDTHS["desktop"])
-    tab.wait_for(CARDS)
-    assert [request for request in tab.requests if not request.startswith((address, "data:"))] == []
-
-
-FIELDS = """
-[...document.querySelectorAll('#kl-which-flag label')].filter((field) => field.offsetHeight)
-  .map((field) => field.querySelector('span').textContent)
-"""
-"""The names of the form's fields that can be seen, in their order."""
-
-
-@browser_test
-def test_the_form_asks_for_the_trainer_first_and_for_its_flags_alone(tab, address):
-    tab.open(f"{address}/register/", *WIDTHS["desktop"])
-    tab.wait_for(ANSWER)
-    put(tab, "kl-which-flag", "System", "trl")
-    assert tab.evaluate(FIELDS)[:3] == ["System", "trainer", "Version"]
-    assert "loss_type" in tab.evaluate(FIELDS)
-    assert "kl_coef" not in tab.evaluate(FIELDS)
-    put(tab, "kl-which-flag", "trainer", "ppo")
-    assert "loss_type" not in tab.evaluate(FIELDS)
-    assert "kl_coef" in tab.evaluate(FIELDS)
 
 
 @browser_test

@@ -1,4 +1,4 @@
-"""The site in a real browser: nothing is wider than the screen, text can be read, code can be copied, search finds."""
+"""The site in a real browser: text can be read, code can be copied, search finds."""
 
 import importlib.util
 from pathlib import Path
@@ -9,52 +9,10 @@ from browser import WIDTHS
 from built_site import IN_A_BROWSER, SEARCH
 
 pytestmark = IN_A_BROWSER
-PAGES = [
-    "",
-    "decision/",
-    "your_own/",
-    "configuration/",
-    "clusters/",
-    "evidence/",
-    "evidence/lags/",
-    "register/",
-    "api/kl/",
-    "api/",
-    "glossary/",
-    "files/examples/own_trainer.py/",
-]
-"""One of each kind: the start, tables, commands, results, docstrings, a file of source."""
-IN_THE_DARK = ["", "evidence/", "register/", "api/kl/", "files/examples/own_trainer.py/"]
-"""Prose and pictures, tables, forms of our own, docstrings, code: what has colours of its own."""
-
-
-WIDER_THAN_SCREEN = """
-(() => {
-  const width = document.documentElement.clientWidth;
-  if (document.documentElement.scrollWidth <= width) return [];
-  const wide = [...document.querySelectorAll('article *')].filter((node) => {
-    const box = node.getBoundingClientRect();
-    return box.right > width + 1 && getComputedStyle(node).position !== 'absolute';
-  });
-  return wide.slice(0, 3).map((node) => node.outerHTML.slice(0, 200)).concat(['scrolls sideways']);
-})()
-"""
-
-
-def test_no_page_scrolls_sideways(tab, site, address):
-    """The pages at each width; tables and code have scroll bars of their own."""
-    wide = {}
-    folders = sorted(file.parent.relative_to(site).as_posix() for file in site.rglob("index.html"))
-    # Sources are one block of code, and generated pages of evidence are tables: every eighth stands for them.
-    many = [path for path in folders if path.startswith(("files/", "evidence/"))]
-    for path in [path for path in folders if path not in many] + many[::8]:
-        tab.open(f"{address}/{path}/".replace("/./", "/"), *WIDTHS["desktop"])
-        for size, width_and_height in WIDTHS.items():
-            tab.resize(*width_and_height)
-            too_wide = tab.evaluate(WIDER_THAN_SCREEN)
-            if too_wide:
-                wide[path, size] = too_wide
-    assert wide == {}
+PAGES = ["", "configuration/", "register/", "api/kl/"]
+"""The start, tables, forms of our own, docstrings."""
+IN_THE_DARK = ["", "register/"]
+"""Prose and pictures, forms: what has colours of its own."""
 
 
 def axe():
@@ -92,7 +50,7 @@ def test_text_has_a_contrast_of_4_5(tab, address, page, scheme):
     assert tab.evaluate(CONTRASTS) == []
 
 
-@pytest.mark.parametrize("page", ["", "your_own/", "clusters/", "evidence/evidence/", "api/kl/"])
+@pytest.mark.parametrize("page", ["", "api/kl/"])
 def test_code_is_highlighted_and_can_be_copied(tab, address, page):
     tab.open(f"{address}/{page}", *WIDTHS["desktop"])
     blocks = tab.evaluate("[...document.querySelectorAll('article pre > code')].length")
@@ -123,14 +81,6 @@ def test_no_page_asks_another_host(searching, address):
     searching.requests.clear()
     searching.open(f"{address}/evidence/", *WIDTHS["desktop"])
     assert [request for request in searching.requests if not request.startswith((address, "data:"))] == []
-
-
-@pytest.mark.parametrize("size", WIDTHS)
-def test_the_start_page_shows_its_picture_and_its_doors(tab, address, size):
-    tab.open(f"{address}/", *WIDTHS[size])
-    assert tab.evaluate("document.querySelector('article img').naturalWidth") > 100
-    doors = tab.evaluate("[...document.querySelectorAll('.grid li > p:first-child')].map((door) => door.textContent)")
-    assert doors == ["Ask about my flag", "Train", "Extend", "Read the evidence"]
 
 
 @pytest.mark.parametrize("size", WIDTHS)

@@ -3,7 +3,6 @@
 import re
 
 from research.studies.claim_figures import draw
-from research.studies.pages import looks_of
 
 
 def row(contrast, forms, *, at="learning rate 0.0001", pairs=5, a=0.5, b=0.4):
@@ -19,11 +18,6 @@ def words_and_paths(rows, folder):
     return re.findall(r"<!-- (.*?) -->", svg, re.DOTALL), svg
 
 
-def bars(svg):
-    """Intervals: matplotlib has a collection of lines for each."""
-    return len(re.findall(r'<g id="LineCollection_\d+">\s*<path', svg))
-
-
 FIRST = row("k1 in reward - k3 in loss", ("k1 in reward", "k3 in loss"))
 SECOND = row("k1 in reward - no KL", ("k1 in reward", "no KL"), b=0.3)
 
@@ -35,28 +29,3 @@ def test_levels_stand_above_their_differences(tmp_path):
     assert "means of 5 seeds" in title
     # Each form has an entry of its own beside the contrasts.
     assert {"k1 in reward", "k3 in loss", "no KL"} <= set(words)
-
-
-def test_each_contrast_has_the_colour_of_the_side_that_varies(tmp_path):
-    looks = looks_of(["k1 in reward", "k3 in loss", "no KL"])
-    _, svg = words_and_paths([FIRST], tmp_path)
-    assert looks["k1 in reward"]["color"].lower() in svg
-    _, svg = words_and_paths([FIRST, SECOND], tmp_path)
-    legend = svg[svg.index('id="legend_1"') :]
-    entry = legend[: legend.index("<!-- k1 in reward - k3 in loss -->")]
-    assert looks["k3 in loss"]["color"].lower() in entry
-    assert looks["k1 in reward"]["color"].lower() not in entry
-
-
-def test_three_seeds_have_no_interval(tmp_path):
-    few = {**FIRST, "pairs": 3}
-    words, svg = words_and_paths([few], tmp_path)
-    _, svg_of_five = words_and_paths([FIRST], tmp_path)
-    assert "no interval below 5 seeds" in " ".join(" ".join(words).split())
-    assert bars(svg) < bars(svg_of_five)
-
-
-def test_a_level_that_two_contrasts_share_stands_there_once(tmp_path):
-    _, svg = words_and_paths([FIRST, SECOND], tmp_path)
-    # Five bars: three levels and two differences; the legend repeats those of the differences.
-    assert bars(svg) == 7

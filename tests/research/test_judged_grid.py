@@ -47,19 +47,3 @@ def test_a_form_is_judged_at_its_best_mean_over_the_tuning_seeds(points):
         "optimizer.lr": 1e-4,
         "model.options.seed": 3,
     }
-
-
-def test_every_form_and_lag_is_judged_on_five_warm_starts(points):
-    rows = judged_rows(points, runs(points, lambda point: 0.5))
-    arms = {(str(row["kl"]), row["lag"]["steps"]) for row in rows.values()}
-    assert len(rows) == 8 * 2 * 5
-    assert len(arms) == 8 * 2
-
-
-def test_a_point_without_all_its_seeds_has_no_outcome(points):
-    frame = runs(points, lambda point: 0.5)
-    lost = frame.index[frame["params.name"] == NAME][0]
-    frame.loc[lost, "status"] = "FAILED"
-    outcomes = judged_grid.mean_outcomes(frame, seeds=2)
-    assert NAME not in outcomes.index
-    assert len(outcomes) == 131

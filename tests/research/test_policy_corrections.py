@@ -1,11 +1,11 @@
-"""The study of policy corrections: what it must show, and that the stored results are what the code gives."""
+"""The study of policy corrections: the stored results are what the code gives, and the command writes them."""
 
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from research.studies.__main__ import app
-from research.studies.policy_corrections import CANDIDATES, SAMPLES, study, winners
+from research.studies.policy_corrections import CANDIDATES, study
 from typer.testing import CliRunner
 
 STORED = Path(__file__).parents[2] / "results" / "policy_corrections" / "policy_corrections.csv"
@@ -18,45 +18,6 @@ def frame():
 
 def bias(frame, name, staleness):
     return frame[(frame.candidate == name) & (frame.staleness == staleness)].bias
-
-
-def test_everything_is_exact_on_policy(frame):
-    assert frame[frame.staleness == 0].bias.max() < 1e-9
-
-
-def test_the_sequence_ratio_is_always_exact(frame):
-    assert frame[frame.candidate == "sequence"].bias.max() < 1e-9
-
-
-def test_every_other_correction_is_biased_on_stale_samples(frame):
-    others = frame[(frame.staleness == 1.0) & (frame.candidate != "sequence")]
-    # Ratios above 8 are too rare here to be sure of.
-    others = others[~others.candidate.str.startswith("sequence_tis 8")]
-    assert others.bias.min() > 1e-3
-
-
-@pytest.mark.parametrize("name", [name for name in CANDIDATES if not name.startswith("sequence")])
-def test_bias_grows_with_staleness(frame, name):
-    assert bias(frame, name, 1.0).median() > bias(frame, name, 0.3).median() > 1e-3
-
-
-def test_a_bound_on_the_sequence_ratio_buys_variance_with_bias(frame):
-    stale = frame[frame.staleness == 1.0].groupby("candidate")[["bias", "variance"]].median()
-    tight = stale.loc["sequence_tis 2"]
-    loose = stale.loc["sequence_tis 8"]
-    unbounded = stale.loc["sequence"]
-    assert tight.bias > loose.bias > unbounded.bias
-    assert tight.variance < loose.variance < unbounded.variance
-
-
-@pytest.mark.parametrize("samples", SAMPLES)
-def test_errors_are_bias_and_variance_at_equal_samples(frame, samples):
-    expected = (frame.bias**2 + frame.variance / samples) ** 0.5
-    assert (frame[f"error_{samples}"] - expected).abs().max() < 1e-12
-
-
-def test_the_best_corrections_are_named(frame):
-    assert set(winners(frame)["least at N=64"]) - {"all alike"}
 
 
 def test_the_stored_results_are_those_of_this_code(frame):

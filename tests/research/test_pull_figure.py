@@ -4,9 +4,7 @@ import math
 
 import pytest
 import torch
-from research.scripts.pull_figure import OUT, grouped, in_the_mean, terms_of
-
-from kl_comedy.registry import ESTIMATORS
+from research.scripts.pull_figure import in_the_mean, terms_of
 
 # Per draw at the policy's rate, as the token's log-ratio is x. Of a sum over the vocabulary it is the derivative by the
 # token's probability, less that by the others', which are at the reference; of a cost it is the cost itself.
@@ -45,16 +43,3 @@ def test_every_curve_of_the_mean_is_a_derivative_that_is_known(placement):
         per_draw = BY_POLICY[placement, name]
         expected = [per_draw(x) * math.exp(min(x, 0.0)) for x in DISTANCES]
         assert curve == pytest.approx(expected, rel=1e-3, abs=1e-3), name
-
-
-def test_the_stored_figure_names_every_estimator():
-    names = {entry.name for entry in ESTIMATORS if entry.origin.startswith("kl_comedy.")}
-    assert {name.partition(" ")[0] for name in terms_of("loss")} == names
-    # matplotlib draws a text as outlines, and writes it into a comment before them.
-    written = " ".join(line for line in OUT.read_text().splitlines() if line.lstrip().startswith("<!--"))
-    assert [name for name in terms_of("loss") if name not in written] == []
-
-
-def test_curves_that_coincide_share_a_line():
-    rising = torch.tensor([1.0, 2.0])
-    assert list(grouped({"a": rising, "b": torch.tensor([1.0, 3.0]), "c": rising.clone()})) == ["a, c", "b"]

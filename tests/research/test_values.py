@@ -1,4 +1,4 @@
-"""The study of estimated values: known figures, what must hold in general, and that the stored results are its own."""
+"""The study of estimated values: against draws, and the stored results are its own."""
 
 from pathlib import Path
 
@@ -6,36 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from research.studies.values import NAMES, error_table, gaussian_table, moments, token_errors
+from research.studies.values import moments, token_errors
 
 STORED = Path(__file__).parents[2] / "results" / "values" / "errors.csv"
-
-
-@pytest.fixture(scope="module")
-def gaussians():
-    """The rows of the table: a mean of 0.1 and of 1; then 0.1 with a standard deviation of 0.8 and of 0.2."""
-    return gaussian_table().to_dict("records")
-
-
-def noise(row):
-    """The standard deviation of one sample over the KL, of k1, k2 and k3."""
-    return [row[f"{name}: sd / KL"] for name in NAMES]
-
-
-def test_one_sample_of_a_gaussian_has_the_noise_that_schulman_gives(gaussians):
-    near, far, _, _ = gaussians
-    np.testing.assert_allclose(noise(near), [20, 1.42, 1.42], rtol=5e-3)
-    np.testing.assert_allclose(noise(far), [2, 1.73, 1.7], rtol=5e-3)
-
-
-def test_k2_is_biased_in_proportion_to_the_kl(gaussians):
-    near, _, _, _ = gaussians
-    assert near["k2: bias / KL"] == pytest.approx(0.0025, rel=1e-3)
-
-
-def test_k3_of_a_narrow_gaussian_has_no_finite_variance(gaussians):
-    _, _, _, narrow = gaussians
-    assert narrow["k3: sd / KL"] == "infinite"
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +39,7 @@ def frame():
     return token_errors(seeds=2)
 
 
-def test_all_estimators_but_k2_are_unbiased(frame):
-    assert frame[frame.estimator != "k2"].bias.abs().max() < 1e-9
-
-
 def test_the_stored_results_are_those_of_the_code(frame):
     stored = pd.read_csv(STORED)
     of_these_seeds = stored[stored.seed < 2].sort_values(["seed"], kind="stable")
     np.testing.assert_allclose(frame.error, of_these_seeds.error, rtol=1e-4)
-
-
-def test_the_table_has_a_row_for_each_kl(frame):
-    assert list(error_table(frame)["KL, nats"].unique()) == [0.001, 0.01, 0.1, 1.0, 5.0]

@@ -5,10 +5,7 @@ import re
 import pandas as pd
 import pytest
 
-from kl_comedy.errors import UserError
-from kl_comedy.results.plots import plot_paths
 from kl_comedy.results.runs import with_derived
-from plotted_runs import FAMILY, curves, legend_texts, study
 
 GOLD = "eval/heldout/reward"
 PROXY = "eval/heldout/proxy"
@@ -74,15 +71,3 @@ def test_runs_without_a_gold_verdict_say_so_in_a_line(kl_comedy, export, tmp_pat
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
     assert re.search(r"--metric: got .*\(config key `gold`\)", line)
-
-
-def test_a_legend_has_an_entry_for_each_line_and_no_point_is_refused():
-    frame = study(betas=("0.1",), rates=("0.1",))
-    points = curves(frame)
-    figure = plot_paths({"train/gold": points}, "kl/x", points, frame, [FAMILY])
-    title, entries = legend_texts(figure)
-    assert "single seeds thin" in title
-    assert sorted(entries) == ["k1 in loss", "k1 in reward total", "k3 in loss", "no KL"]
-    at_other_updates = points.assign(step=points["step"] + 1)
-    with pytest.raises(UserError, match=r"no run has a finite 'train/gold' and 'kl/x' at the same update"):
-        plot_paths({"train/gold": points}, "kl/x", at_other_updates, frame, [FAMILY])

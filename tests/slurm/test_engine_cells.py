@@ -17,10 +17,10 @@ import pytest
 from commands import WAITS, assert_resumed, waits
 from sites import Site
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
-STEPS = 40
+STEPS = 20
 MAX_STEPS = 2
 """How many updates old a token may be."""
 GRID = f"""
@@ -42,11 +42,11 @@ seeds: 1
 """
 PROFILE = """
 partition: main
-time: "15"
+time: "50"
 signal_seconds: 1
 nodes: 2
 environment: {OMP_NUM_THREADS: "1", MASTER_ADDR: 127.0.0.1, GLOO_SOCKET_IFNAME: lo}
-servers: {count: 2, nodes: 1, wait_seconds: 300}
+servers: {count: 2, nodes: 1, wait_seconds: 900}
 """
 
 
@@ -103,7 +103,7 @@ def cell(site):
     site.run("sbatch", "--parsable", *where, "--output=urgent.out", "--wrap=hostname")
     site.wait(lambda: '"code"' in journal_file(site).read_text())
     (site.folder / "go_on").touch()
-    site.wait(site.idle, 600)
+    site.wait(site.idle, 1200)
     (run,) = site.folder.glob("sweeps/engines/cells/*/run")
     log = site.folder / f"sweeps/engines/logs/train-{job}_0.out"
     kept_log = os.environ.get("KL_COMEDY_KEEP_LOG")
@@ -149,7 +149,7 @@ def test_the_preempted_cell_finishes_and_uses_every_prompt_once(cell):
             ages.extend(update - version for version in row["versions"])
     assert len(batches(cell.run)) == STEPS
     assert len(problems) == STEPS * 4
-    assert len(set(problems)) == len(problems), "each prompt once: 160 of 256"
+    assert len(set(problems)) == len(problems), "each prompt once: 80 of 256"
     assert min(ages) >= 0
     assert max(ages) <= MAX_STEPS
 

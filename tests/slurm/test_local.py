@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,9 +39,9 @@ max_new_tokens: 24
 SUMS = "".join(json.dumps({"problem": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(1, 6))
 
 
-def sweep_command(*arguments, cwd):
+def sweep_command(*arguments, cwd, env=None):
     """A sweep's manager, and its cells, in forked processes."""
-    return Command(*arguments, cwd=cwd, modules=["forked_servers"])
+    return Command(*arguments, cwd=cwd, env=env, modules=["forked_servers"])
 
 
 def run(*arguments, cwd, code=0):
@@ -272,11 +270,8 @@ def test_a_preempted_cell_saves_resumes_and_ends_with_the_same_bits(tmp_path):
     """Without any periodic checkpoint: it resumes from what the signal made it save."""
     settings = "{train.steps: 20, train.checkpoint_every: 0, train.eval_every: 0, train.threads: 1}"
     (tmp_path / "grid.yaml").write_text(f"base: {TINY}\noverrides: {settings}\n")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kl_comedy.cli", "sweep", "grid.yaml", "--local", "1", *WAITS],
-        cwd=tmp_path,
-        env=os.environ | waits(5, tmp_path / "go_on"),
-    )
+    environment = waits(5, tmp_path / "go_on")
+    process = sweep_command("sweep", "grid.yaml", "--local", "1", *WAITS, cwd=tmp_path, env=environment)
 
     def spools_with_metrics():
         spools = tmp_path.glob("sweeps/grid/cells/*/run/spool.jsonl")
@@ -287,7 +282,7 @@ def test_a_preempted_cell_saves_resumes_and_ends_with_the_same_bits(tmp_path):
     os.kill(first_pid(journal), signal.SIGUSR1)
     wait_for(lambda: '"code"' in journal.read_text())
     (tmp_path / "go_on").touch()
-    assert process.wait(timeout=180) == 0
+    process.finish()
     assert len(spools) == 1
     events = [json.loads(line) for line in journal.read_text().splitlines()]
     assert [event["code"] for event in events if "code" in event] == [75, 0], "saved and requeued, then finished"

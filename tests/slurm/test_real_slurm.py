@@ -15,10 +15,10 @@ import pytest
 from commands import WAITS, resumed_at, waits
 from sites import Site, undisturbed, weights
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3600)]
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
-STEPS = 30
+STEPS = 12
 GRID = f"""
 base: base.yaml
 overrides: {{train.steps: {STEPS}, train.threads: 1, train.eval_every: 0}}
@@ -41,7 +41,7 @@ rows:
 PROBLEMS = "".join(json.dumps({"question": f"{n}+{n}=", "answer": str(2 * n), "id": n}) + "\n" for n in range(1, 9))
 PROFILE = """
 partition: main
-time: "10"
+time: "50"
 signal_seconds: 60
 max_parallel: 2
 environment: {OMP_NUM_THREADS: "1"}
@@ -79,6 +79,18 @@ def journal(site, cell):
     return (site.folder / f"sweeps/grid/cells/{cell:04d}/attempts.jsonl").read_text()
 
 
+def has_ended(site, cell):
+    """Whether an attempt of ``cell`` has ended."""
+    file = site.folder / f"sweeps/grid/cells/{cell:04d}/attempts.jsonl"
+    return file.exists() and '"code"' in file.read_text()
+
+
+def logs(site):
+    """The ends of the logs of all jobs."""
+    texts = [f"{file.name}:\n{file.read_text()[-3000:]}" for file in sorted(site.folder.glob("sweeps/grid/logs/*.out"))]
+    return "\n".join(texts)
+
+
 def pid_at_step(site, cell, step):
     """The process that trains ``cell``, once a checkpoint of ``step`` or later is there; None before."""
     for config in site.folder.glob("sweeps/grid/cells/*/run/config.yaml"):
@@ -109,6 +121,7 @@ def disturbed(site):
 
     def disturb():
         for cell in sorted(not_yet_disturbed):
+            assert not has_ended(site, cell), f"cell {cell} ended before it was disturbed:\n{logs(site)}"
             pid = pid_at_step(site, cell, 2)
             if pid is None:
                 continue
@@ -121,10 +134,10 @@ def disturbed(site):
             not_yet_disturbed.remove(cell)
         return not not_yet_disturbed
 
-    site.wait(disturb, 900)
+    site.wait(disturb, 1800)
     (site.folder / f"go_on-{KILLED}").touch()
     for cell in (SIGNALLED, SHARDS):
-        site.wait(lambda cell=cell: '"code"' in journal(site, cell))
+        site.wait(lambda cell=cell: '"code"' in journal(site, cell), 900)
         (site.folder / f"go_on-{cell}").touch()
     counts = []
 
@@ -133,7 +146,7 @@ def disturbed(site):
         counts.append(len(running.splitlines()))
         return site.idle()
 
-    site.wait(count_running, 900)
+    site.wait(count_running, 1800)
     rows = {row["cell"]: row for row in site.status("grid")}
     return SimpleNamespace(rows=rows, jobs=jobs, most_at_once=max(counts))
 
@@ -180,7 +193,7 @@ def test_resubmit_runs_what_is_missing_and_every_cell_ends_as_undisturbed(site, 
     assert "train: job" in resubmit.stderr
     assert "2 cells" in resubmit.stderr
     assert "nothing to submit" in site.kl_comedy("resubmit", "grid").stderr
-    site.wait(site.idle, 900)
+    site.wait(site.idle, 1800)
     rows = site.status("grid")
     assert {row["state"] for row in rows} == {"FINISHED"}
     started_again = {row["cell"] for row in rows if row["attempts"] > attempts_before[row["cell"]]}
@@ -190,7 +203,7 @@ def test_resubmit_runs_what_is_missing_and_every_cell_ends_as_undisturbed(site, 
 
     assert_stored(site)
 
-    compared = {KILLED, SIGNALLED, PLAIN, LATE, SHARDS}
+    compared = {KILLED, SIGNALLED, SHARDS}
     alone = undisturbed(site.folder / "sweeps/grid", site.folder / "alone", only=compared, environment=site.environment)
     for cell, run in alone.items():
         assert weights(rows[cell]["run"]) == weights(run), rows[cell]
@@ -256,22 +269,22 @@ def test_evaluation_and_report_depend_on_training_and_accounting_says_why(site, 
     assert max(trained) <= began, "in ISO's form, so that text is ordered as time"
 
 
-def test_a_thousand_cells_are_submitted_queried_and_cancelled(site):
+def test_hundreds_of_cells_are_submitted_queried_and_cancelled(site):
     """Held, so that none of them runs."""
     (site.folder / "held.yaml").write_text(PROFILE + 'extra: ["--hold"]\n')
-    (site.folder / "thousand.yaml").write_text(
-        f"base: {TINY}\ngrid: {{kl.0.estimator: [k1, k3], kl.0.beta: {{from: 0.01, to: 1, num: 10}}}}\nseeds: 50\n"
+    (site.folder / "hundreds.yaml").write_text(
+        f"base: {TINY}\ngrid: {{kl.0.estimator: [k1, k3], kl.0.beta: {{from: 0.01, to: 1, num: 10}}}}\nseeds: 15\n"
     )
-    submission = site.kl_comedy("sweep", "thousand.yaml", "--slurm", "held.yaml").stderr
+    submission = site.kl_comedy("sweep", "hundreds.yaml", "--slurm", "held.yaml").stderr
     assert "train: job" in submission
-    assert "1000 cells" in submission
-    assert {row["state"] for row in site.status("thousand")} == {"PENDING"}
-    assert "nothing to submit: 1000 pending" in site.kl_comedy("resubmit", "thousand").stderr
+    assert "300 cells" in submission
+    assert {row["state"] for row in site.status("hundreds")} == {"PENDING"}
+    assert "nothing to submit: 300 pending" in site.kl_comedy("resubmit", "hundreds").stderr
     # As if the command had been killed before it wrote down the job: it is found in the queue.
-    (site.folder / "sweeps/thousand/submissions.jsonl").unlink()
-    resubmission = site.kl_comedy("resubmit", "thousand", "--slurm", "held.yaml").stderr
+    (site.folder / "sweeps/hundreds/submissions.jsonl").unlink()
+    resubmission = site.kl_comedy("resubmit", "hundreds", "--slurm", "held.yaml").stderr
     assert "from a submission that was not recorded" in resubmission
     assert "nothing to submit" in resubmission
-    site.kl_comedy("cancel", "thousand")
+    site.kl_comedy("cancel", "hundreds")
     site.wait(site.idle)
-    assert {row["state"] for row in site.status("thousand")} == {"CANCELLED"}
+    assert {row["state"] for row in site.status("hundreds")} == {"CANCELLED"}

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from commands import WAITS, resumed_at, run_here, waits
+from commands import WAITS, Command, resumed_at, run_here, waits
 from kl_comedy.slurm.scripts import LAST_TASKS_S
 from sites import Site, undisturbed, weights
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
-STEPS = 30
+STEPS = 15
 SETTINGS = f"train.steps: {STEPS}, train.threads: 1, train.eval_every: 0, train.checkpoint_every: 5"
-PROFILE = 'partition: main\ntime: "10"\nsignal_seconds: 60\nenvironment: {OMP_NUM_THREADS: "1"}\n'
+PROFILE = 'partition: main\ntime: "50"\nsignal_seconds: 60\nenvironment: {OMP_NUM_THREADS: "1"}\n'
 EARLY = 0
 """The cell that is signalled while python imports."""
 LOST = 1
@@ -254,7 +254,7 @@ def test_servers_beside_the_trainer_answer_it_while_it_trains(site):
     settings = "train.steps: 2, train.eval_every: 0, rewards: [{name: exact_answer}, {name: asks_servers}]"
     (site.folder / "served.yaml").write_text(f"base: {TINY}\noverrides: {{{settings}}}\n")
     words = ["sweep", "served.yaml", "--slurm", "servers.yaml", "--plugin", "plugin.py"]
-    site.run(sys.executable, "-m", "kl_comedy.cli", *words)  # not in this process, where the reward would stay
+    Command(*words, cwd=site.folder, env=site.environment).finish()  # not in this process, where the reward would stay
     site.wait(site.idle)
     (row,) = site.status("served")
     assert row["state"] == "FINISHED", row

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from sites import Site
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
 

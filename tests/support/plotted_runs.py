@@ -39,11 +39,6 @@ def legend_texts(figure):
     return legend.get_title().get_text(), [text.get_text() for text in legend.get_texts()]
 
 
-def study_with_outcomes(families):
-    frame = study(families=families, betas=("0.1",), rates=("0.1",))
-    return frame.assign(**{"metrics.r": 0.5, "metrics.kl": [1.0 + number for number in range(len(frame))]})
-
-
 def frontier_study():
     """Runs of two betas with a reward each, all with the same KL."""
     frame = study(betas=("0.1", "1.0"), rates=("0.1",))

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from unittest import mock
 
 from rich.console import Console
 
-from commands import run_here
+from commands import Command, run_here
 from kl_comedy.plugins import PLUGIN_FILES
 
 
@@ -38,7 +37,7 @@ class Site:
     def status(self, sweep):
         return json.loads(self.kl_comedy("status", sweep, "--format", "json").stdout)
 
-    def wait(self, what, seconds=400, every=0.2):
+    def wait(self, what, seconds=900, every=0.2):
         """Call ``what`` until its result is true, and return that; fails after ``seconds``, with the queue."""
         deadline = time.monotonic() + seconds
         result = what()
@@ -78,9 +77,7 @@ def undisturbed(sweep, folder, *, only=None, environment=None):
             else:
                 on_this_machine = ["train.nodes=1", f"train.devices={cell.nodes * cell.devices}"]
                 words = ["train", file, *overrides, *on_this_machine]
-                subprocess.run(
-                    [sys.executable, "-m", "kl_comedy.cli", *words], check=True, capture_output=True, env=environment
-                )
+                Command(*words, cwd=".", env=environment).finish()
                 (run_folders[cell.index],) = output.glob("*-1")
     return run_folders
 

@@ -261,10 +261,11 @@ def kill_servers_once(monkeypatch, watched, number):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
 def test_a_server_that_dies_or_hangs_is_replaced_and_nothing_is_lost(tmp_path, watched, forked, monkeypatch, number):
     kill_servers_once(monkeypatch, watched, number)
-    run = go(tmp_path, *SERVERS, "lag.max_steps=2", "train.steps=5", "rollout.options={request_timeout_s: 2}").run
-    assert watched["used"] == [ORDER.indices(n) for n in range(5)]
+    # Batches 3 to 5 may be there before the signal; the servers must answer again for what comes after them.
+    run = go(tmp_path, *SERVERS, "lag.max_steps=2", "train.steps=8", "rollout.options={request_timeout_s: 2}").run
+    assert watched["used"] == [ORDER.indices(n) for n in range(8)]
     assert_every_prompt_is_in_one_place(watched)
-    assert series(run, "stream/sampler_restarts")[-1] >= 1.0
+    assert max(series(run, "stream/sampler_restarts")) >= 1.0
     assert max(watched["ages"]) <= 2
 
 

@@ -183,6 +183,8 @@ def test_ten_kills_at_random_moments_cost_no_bit_no_point_and_no_store(tmp_path,
         settings = [f"output={folder}", f"tracking.uri=sqlite:///{folder}/store.db", *SETTINGS]
         return Command("train", training_runs.TINY, *settings, cwd=folder)
 
+    # The server of forks starts with the first command, and its imports are no part of a run.
+    Command("--version", cwd=tmp_path).finish()
     began = time.monotonic()
     start(tmp_path / "whole").finish()
     whole_s = time.monotonic() - began
@@ -192,9 +194,12 @@ def test_ten_kills_at_random_moments_cost_no_bit_no_point_and_no_store(tmp_path,
     number = 0
     while kills < KILLS:  # a run that is killed over and over comes further each time, so folders are few
         folder = tmp_path / f"killed-{number}"
+        began = time.monotonic()
         process = start(folder)
         if ended_within(process, chance.uniform(0, whole_s)):
             process.finish()
+            # The machine may have been busier before: with longer times few runs would be killed.
+            whole_s = min(whole_s, time.monotonic() - began)
             check_whole(folder, undisturbed)
             number += 1
         else:

@@ -183,9 +183,8 @@ def test_every_rule_has_a_case_above():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_over_two_ranks(tmp_path, strategy):
-    run = over(tmp_path / "runs", strategy, *RUN, callbacks_of(tmp_path), "--plugin", str(PLUGIN))
+def test_over_two_ranks(tmp_path):
+    run = over(tmp_path / "runs", "fsdp", *RUN, callbacks_of(tmp_path), "--plugin", str(PLUGIN))
     check(tmp_path, run, run.summary())
 
 

@@ -47,11 +47,7 @@ SETUPS = {
         "algorithm.value.bootstrap_truncated=true",
     ],
     "on_policy": [],
-    "several_updates": ["algorithm.updates_per_batch=2", "algorithm.epochs_per_batch=2"],
-    "replayed": ["lag.mode=replayed", "lag.steps=2", "kl.0.correction=prefix"],
     "replayed_in_parts": ["lag.mode=replayed", "lag.steps=4", "algorithm.updates_per_batch=2"],
-    "moving_reference": ["kl.0.reference=ema", "kl.0.estimator=exact", "kl.0.placement=loss"],
-    "target": ["kl.0.beta={target: 0.5}", "optimizer.schedule=cosine", "optimizer.warmup_steps=2"],
 }
 
 
@@ -75,17 +71,12 @@ def test_ctrl_c_prints_the_resume_command(tmp_path):
     assert json.loads(summary.read_text())["status"] == "KILLED"
 
 
-# "all_state" has everything that the others have one by one; those say which part is lost where it fails.
 @pytest.mark.parametrize(
     "setup",
     [
         "all_state",
         pytest.param("on_policy", marks=pytest.mark.slow),
-        pytest.param("several_updates", marks=pytest.mark.slow),
-        pytest.param("replayed", marks=pytest.mark.slow),
         pytest.param("replayed_in_parts", marks=pytest.mark.slow),
-        pytest.param("moving_reference", marks=pytest.mark.slow),
-        pytest.param("target", marks=pytest.mark.slow),
     ],
 )
 def test_a_killed_run_resumes_to_the_same_bits(tmp_path, setup):
@@ -191,20 +182,11 @@ def test_cost_before_after_and_with_its_own_baseline_train_differently(tmp_path)
     assert len(weights) == 3
 
 
-def slow(*overrides):
-    return pytest.param(list(overrides), marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     "overrides",
     [
         ["kl=[]", "algorithm.advantage=batch_mean", "train.precision=bf16"],
         ["algorithm.advantage=grpo", "algorithm.policy_loss=ppo_clip", "algorithm.updates_per_batch=2"],
-        slow("kl=comedy/k3_both", "algorithm.advantage=dr_grpo", "algorithm.reduction=sequence_sum"),
-        slow("kl=rb/full", "algorithm.advantage=reinforce_pp", "algorithm.reduction=sequence_mean_token_mean"),
-        slow("kl=rb/per_decision", "algorithm.advantage=reinforce_pp_baseline", "algorithm.mask_truncated=true"),
-        slow("kl=openrlhf/unbiased", "model.lora={rank: 4}"),
-        slow("kl=trl/rloo"),
         [
             "kl=[{estimator: top_k, placement: loss, options: {k: 4}}, {estimator: k1, credit: own, baseline: exact},"
             " {estimator: exact_forward, placement: loss, beta: 0}]"

@@ -6,15 +6,13 @@ The signal is a real one, sent by the process to itself while the phase is under
 import dataclasses
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 import training_runs
-from commands import assert_resumed
+from commands import Command, assert_resumed
 from kl_comedy.errors import RunFailed, RunStopped
 from kl_comedy.training import callbacks, experience, models, module
 from kl_comedy.training.run_folder import RunDir
@@ -171,8 +169,7 @@ def test_a_signal_before_the_process_listens_costs_nothing(tmp_path, undisturbed
         f"base: {TINY}\nname: early\noverrides: {{train.steps: {STEPS}, train.checkpoint_every: 0, "
         "train.eval_every: 2, train.threads: 1}\n"
     )
-    command = [sys.executable, "-m", "kl_comedy.cli", "sweep", "grid.yaml", "--local", "1"]
-    manager = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    manager = Command("sweep", "grid.yaml", "--local", "1", cwd=tmp_path)
     children = Path(f"/proc/{manager.pid}/task/{manager.pid}/children")
     deadline = time.monotonic() + 120
     worker = None
@@ -183,9 +180,8 @@ def test_a_signal_before_the_process_listens_costs_nothing(tmp_path, undisturbed
             if b"cell" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
                 worker = int(pid)
     os.kill(worker, signal.SIGUSR1)
-    _, errors = manager.communicate(timeout=240)
-    assert manager.returncode == 0, errors
-    assert "stopped, resumes later" in errors
-    assert "done" in errors
-    (policy,) = tmp_path.glob("sweeps/early/runs/*/policy/model.safetensors")
+    output = manager.finish()
+    assert "stopped, resumes later" in output
+    assert "done" in output
+    (policy,) = tmp_path.glob("sweeps/early/cells/*/run/policy/model.safetensors")
     assert policy.read_bytes() == undisturbed[0]
