@@ -9,7 +9,7 @@ import pickle
 import random
 import shutil
 import struct
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from kl_comedy.cli import results
 from kl_comedy.cli.evaluation_runs import resolve_target
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.io import CHECKSUMS, decode_json, encode_json, find_damage, read_json, sha256_file, write_json
+from kl_comedy.io import CHECKSUMS, decode_json, find_damage, read_json, sha256_file, write_json
 from kl_comedy.models import load_model, weights_hash
 from kl_comedy.results import runs as run_tables
 from kl_comedy.results import verify
@@ -294,7 +294,7 @@ class Case:
                 return [self.resume, self.export]
             return [self.resume]
         readers_by_name = {
-            "config.yaml": [self.resume, self.target],
+            "config.yaml": [self.target],
             "policy": [self.evaluate],
             "rollouts": [self.replay],
             "spool.jsonl": [self.resume, self.sync, self.status],
@@ -358,12 +358,17 @@ def outcome(reader):
 
 
 # --- random damage ------------------------------------------------------------------------------------------------
-# What some damage is: the more often a kind is named, the more often it is drawn.
+# What can happen to a file of text: a killed process, a full disk or a power cut leaves a part of it, zeros, or
+# another file in its place. To one of tensors, which a disk may also read wrongly, anything.
+# A part of a YAML file may be whole YAML, so that they are written under another name and renamed.
+TEXT_KINDS = {".json": ["end", "end", "zero", "other"], ".yaml": ["zero", "other"]}
+TEXT_KINDS[".jsonl"] = TEXT_KINDS[".json"]
+# The more often a kind is named, the more often it is drawn.
 KINDS = ["flip", "replace", "cut", "end", "end", "insert", "zero", "other"]
 OTHER_CONTENTS = [b"", b"[]", b"5", b"{}", b"null", b"\xff\xfe\x00", b"[" * 10**5, b'{"a": 1}\n']
 
 
-def spoil(content, random):
+def spoil(content, random, kinds=KINDS):
     """``content`` with bytes flipped, cut out, cut off, replaced, inserted, zeroed, or none of it left."""
     size = len(content)
     start = random.randrange(size)
@@ -371,7 +376,7 @@ def spoil(content, random):
     before = content[:start]
     damaged = content[start:end]
     after = content[end:]
-    kind = random.choice(KINDS)
+    kind = random.choice(kinds)
     if kind == "flip":
         flipped = content[start] ^ (1 << random.randrange(8))
         return before + bytes([flipped]) + content[start + 1 :]
@@ -416,7 +421,8 @@ def test_readers_of_damaged_files_see_the_same_bits_or_say_so_in_one_line(case):
                 if name not in whole_results:
                     whole_results[name] = outcome_where_whole(case, reader)
                 case.restore()
-                damaged = spoil(case.whole[path], random.Random(f"{cases}/{number}"))
+                kinds = TEXT_KINDS.get(path.suffix, KINDS)
+                damaged = spoil(case.whole[path], random.Random(f"{cases}/{number}"), kinds)
                 path.write_bytes(damaged)
                 where = f"case {number}: {name} of {path}"
                 try:
@@ -451,14 +457,14 @@ def test_a_run_resumes_over_damaged_files_to_the_same_bits(case, caplog):
 @pytest.mark.parametrize(
     "damage_of",
     [
-        lambda text: text.replace(b"(remove", b"\x80remove"),
-        lambda text: text.replace(b"(remove", b"\x00remove"),
+        lambda text: text.replace(b"optimizer", b"\x80ptimizer"),
+        lambda text: text.replace(b"optimizer", b"\x00ptimizer"),
         lambda text: text.replace(b"0.001", b"0.002"),
-        lambda text: text[:-9],
+        lambda text: text[: text.index(b"tracking:")],
         lambda text: b"",
         None,
     ],
-    ids=["no text", "a zero byte", "a digit", "cut", "empty", "gone"],
+    ids=["no text", "a zero byte", "another rate", "cut short", "empty", "gone"],
 )
 def test_a_run_whose_config_is_damaged_is_refused_and_left_as_it_is(case, damage_of):
     """Its config says which run it is: with another one its checkpoints are another run's."""
@@ -836,32 +842,11 @@ def test_lines_that_cannot_be_read_are_counted(tmp_path):
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("indent", [None, 1], ids=["one line", "indented"])
-@pytest.mark.parametrize("content", [{"a": 1}, {"a": {"b": [1.5, None, "}"]}}, {"a": ""}], ids=str)
-def test_json_with_a_checksum(content, indent):
-    written = encode_json(content, indent)
-    assert decode_json(written) == content
-    assert json.loads(written).keys() == {"a", "crc32"}, "other programs can read it"
-
-
-@pytest.mark.parametrize("indent", [None, 1], ids=["one line", "indented"])
-@pytest.mark.parametrize("content", [{"a": 1}, {"a": {"b": [1.5, None, "}"]}}, {"a": ""}], ids=str)
-def test_json_with_a_changed_byte_is_refused_or_says_the_same(content, indent):
-    written = encode_json(content, indent)
-    for place, byte in enumerate(written):
-        changed = written[:place] + bytes([byte ^ 1]) + written[place + 1 :]
-        with suppress(ValueError):
-            # A byte of the name crc32 may be another: then there is no checksum, and an entry more.
-            decoded = decode_json(changed)
-            assert {key: value for key, value in decoded.items() if key == "a"} == content
-
-
 NO_SUMMARIES = {
     "a list": "[]",
     "a torn file": "{",
     "an empty file": "",
     "lists nested too deeply": "[" * 10**5,
-    "a wrong checksum": '{"crc32": "00000000"}',
     "a null byte": "\0",
 }
 

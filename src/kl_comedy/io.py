@@ -1,4 +1,4 @@
-"""Files: atomic writes, hashes, checksums, locks, YAML."""
+"""Files: atomic writes, hashes, locks, JSON, YAML."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import contextlib
 import errno
 import hashlib
 import json
-import logging
 import os
 import re
 import shutil
 import stat
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kl_comedy.errors import UserError, bad_value, nearest
-
-log = logging.getLogger("kl_comedy")
 
 # What a file that people write may hold (configs, grids, profiles, suites, launch files). More is a mistake or an
 # attack, and would take minutes or all memory. The largest file of this repository is below a tenth of each limit.
@@ -43,8 +39,6 @@ MAX_NAME = 220
 """Characters of a name that becomes a folder's: file systems allow 255 bytes, and a hash and a number follow."""
 CHECKSUMS = "checksums.json"
 """In a folder of files that belong together: the SHA-256 of each."""
-# What encode_json appends; stored files have it in exactly this form.
-_CRC = re.compile(rb',\s*"crc32": "([0-9a-f]{8})"\s*}\s*')
 
 LOCK_WAIT_S = 120.0
 """Longer than creating an MLflow database takes on a busy machine (a few seconds)."""
@@ -251,46 +245,25 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def encode_json(content: Mapping[str, Any], indent: int | None = None) -> bytes:
-    """A JSON object with a last key ``crc32``, the checksum of the bytes before it, and a newline.
-
-    >>> encode_json({"step": 1})
-    b'{"step": 1, "crc32": "3daa833a"}\\n'
-    """
-    # Everything but the closing brace. Stored files are checked against these bytes, so their form must not change.
-    text = json.dumps(content, indent=indent)[:-1].rstrip().encode()
-    if indent is None:
-        before_key = b" "
-        before_brace = b""
-    else:
-        before_key = b"\n" + b" " * indent
-        before_brace = b"\n"
-    checksum = b'"crc32": "%08x"' % zlib.crc32(text)
-    return text + b"," + before_key + checksum + before_brace + b"}\n"
+def json_line(content: Mapping[str, Any]) -> bytes:
+    """A JSON object as a line, for a file of lines."""
+    return json.dumps(content).encode() + b"\n"
 
 
 def decode_json(content: bytes) -> dict[str, Any]:
-    """The JSON object without its checksum. Raises ValueError for damaged bytes.
-
-    An object without a checksum is accepted: earlier versions wrote none.
-    """
+    """The JSON object in a file or a line. Raises ValueError for bytes that hold none."""
     try:
         value = json.loads(content)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"a {type(value).__name__} where an object is expected")
-    if value.pop("crc32", None) is not None:
-        # The checksum is the last key, so the last comma is the one before it.
-        end = _CRC.fullmatch(content, content.rfind(b","))
-        if end is None or int(end[1], 16) != zlib.crc32(content[: end.start()]):
-            raise ValueError("its bytes do not have its checksum")
     return value
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, private: bool = False) -> None:
-    """Write a JSON object atomically, with the checksum that :func:`read_json` compares."""
-    atomic_write(path, encode_json(content, indent=1), private=private)
+    """Write a JSON object atomically, indented for people."""
+    atomic_write(path, json.dumps(content, indent=1) + "\n", private=private)
 
 
 def read_json(
@@ -420,28 +393,6 @@ def existing_file(path: Path, key: str, allowed: str = "an existing file", advic
         else:
             hint = f"{folder} holds no file"
     raise bad_value(key, str(path), allowed, hint + advice)
-
-
-_YAML_CRC = re.compile(rb"# crc32 ([0-9a-f]{8})[ -~]*\n")
-
-
-def write_yaml(path: Path, text: str) -> None:
-    """Write YAML atomically, for this user only, with its checksum as the first line."""
-    content = text.encode()
-    first_line = b"# crc32 %08x (remove this line where you change others)\n" % zlib.crc32(content)
-    atomic_write(path, first_line + content, private=True)
-
-
-def yaml_is_changed(path: Path) -> bool | None:
-    """Whether the text differs from what :func:`write_yaml` wrote; None where it has no checksum, or is unreadable."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    first_line = _YAML_CRC.match(content)
-    if first_line is None:
-        return None
-    return int(first_line[1], 16) != zlib.crc32(content[first_line.end() :])
 
 
 _NUMBER = re.compile(r"[-+]?(0[xb][\da-f_]+|[\d.][\d_.:]*(e[-+]?\d+)?)", re.IGNORECASE)
@@ -615,8 +566,6 @@ def read_yaml(path: Path, kind: str = "config", *, apart_from: Sequence[Path] = 
         content = parse_yaml(text)
     except (ValueError, OSError) as error:
         raise UserError(f"{path} is not valid YAML: {_reason(error)}") from None
-    if yaml_is_changed(path):
-        log.warning("%s is not as it was written (where you changed it, remove its first line)", path)
     if not isinstance(content, dict):
         raise UserError(f"{path}: a {kind} is a mapping of keys to values, and this file holds a list")
     return {str(key): item for key, item in content.items()}

@@ -385,7 +385,7 @@ def test_a_thousand_cells_are_submitted_and_looked_up_in_seconds(tmp_path, slurm
 def test_a_start_that_cannot_be_read_is_counted_whatever_is_read_after_it(sweep):
     sweep.record_start(0, "train", {"process.pid": "1"})
     journal = sweep.folder(0) / "attempts.jsonl"
-    journal.write_text(journal.read_text().replace("crc32", "cr32"))
+    journal.write_text(journal.read_text()[:20] + "\n")
     assert sweep.attempts(0) == []
     assert sweep.attempts(0, "evaluate") == []
     assert sum(sweep.unreadable.values()) == 1

@@ -386,6 +386,18 @@ def stored_text(config: Config) -> str:
     return f"{SCHEMA_KEY}: {SCHEMA}\n{to_yaml(config)}"
 
 
+def stored_reader(file: Path) -> Callable[[Sequence[str]], Config]:
+    """As :func:`config_reader`, for what :func:`stored_text` wrote.
+
+    Raises :class:`UserError` also where a section is missing: it would be one of defaults, and another run's.
+    """
+    read = config_reader(file)
+    missing = {SCHEMA_KEY, *(field.name for field in dataclasses.fields(Config))} - read_yaml(file).keys()
+    if missing:
+        raise UserError(f"{file} is damaged: it does not have {sorted(missing)[0]}, which the config of a run has")
+    return read
+
+
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted keys to leaves.
 

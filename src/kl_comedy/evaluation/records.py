@@ -29,7 +29,7 @@ from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.evaluation.evaluate import CHUNK
 from kl_comedy.evaluation.likelihood import ChoiceScorer, tokenize_choices
 from kl_comedy.evaluation.scores import EvalResult, canonical
-from kl_comedy.io import atomic_write, check_tree, decode_json, encode_json, file_lock, set_aside
+from kl_comedy.io import atomic_write, check_tree, decode_json, file_lock, json_line, set_aside
 from kl_comedy.records import Problem, Prompt, Scored
 from kl_comedy.rewards import RewardSum
 from kl_comedy.rewards.base import failed
@@ -169,7 +169,7 @@ class SuiteRecords:
         """Evaluate and write the missing chunks; ``advance(problems)`` is called after each."""
         for chunk in self.missing():
             # The whole chunk before its file: a killed process leaves all of a chunk or nothing.
-            lines = [encode_json(record) for record in evaluator(chunk)]
+            lines = [json_line(record) for record in evaluator(chunk)]
             atomic_write(self._file(chunk), b"".join(lines))
             advance(len(self.plan.problems_of(chunk)))
 
@@ -185,7 +185,6 @@ class SuiteRecords:
             missing = self.missing()
             if missing:
                 raise RunFailed(f"{self.path}: {len(missing)} chunks are missing or damaged; the same command resumes")
-            # As bytes: each line keeps its checksum.
             chunks = [self._file(chunk).read_bytes() for chunk in self.plan.chunks]
             atomic_write(self.items, b"".join(chunks))
         shutil.rmtree(self.path / "chunks", ignore_errors=True)
@@ -248,7 +247,6 @@ class SuiteRecords:
         for index in problems:
             expected.extend([index] * self.plan.records_per_problem)
         try:
-            # decode_json checks the checksum of each line.
             stored = [decode_json(line)["index"] for line in file.read_bytes().splitlines()]
         except (ValueError, KeyError):
             return False

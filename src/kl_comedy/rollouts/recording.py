@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import RunFailed, UserError, bad_value, error_prefix
-from kl_comedy.io import atomic_write, check_tree, decode_json, encode_json, open_file
+from kl_comedy.io import atomic_write, check_tree, decode_json, json_line, open_file
 from kl_comedy.models import LoadedModel
 from kl_comedy.records import (
     FOREIGN_VERSION,
@@ -190,7 +190,7 @@ class RecordingWriter:
 
 
 def _jsonl_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    return b"".join(encode_json(row) for row in rows)
+    return b"".join(json_line(row) for row in rows)
 
 
 def _parquet_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:

@@ -26,19 +26,17 @@ from typing import Any, TypeVar
 
 import kl_comedy
 from kl_comedy.config import Config, config_reader, stored_text
-from kl_comedy.config.load import differing_keys, identity, load_config
+from kl_comedy.config.load import differing_keys, identity, stored_reader
 from kl_comedy.config.validate import parse_record
 from kl_comedy.errors import UserError, bad_value, error_prefix, nearest
 from kl_comedy.io import (
     atomic_write,
     check_tree,
     decode_json,
-    encode_json,
     file_lock,
+    json_line,
     open_file,
     read_json,
-    write_yaml,
-    yaml_is_changed,
 )
 from kl_comedy.plugins import PACKAGES, PLUGIN_FILES, PluginPackage, PluginSet, listed, plugin_sources
 from kl_comedy.slurm.grid import RESERVED, Grid, GridPoint, expand, override
@@ -230,12 +228,8 @@ class Sweep:
         )
 
     def read_config(self, index: int) -> Config:
-        """The config that a cell trains. Raises :class:`UserError` where it is not as it was planned."""
-        file = self.config(index)
-        # A missing checksum counts too: the cells of a sweep are compared with each other.
-        if file.is_file() and yaml_is_changed(file) is not False:
-            raise UserError(f"{file} was changed after the sweep was planned; plan another sweep")
-        return load_config(file)
+        """The config that a cell trains. Raises as :func:`kl_comedy.config.load.stored_reader`."""
+        return stored_reader(self.config(index))([])
 
     def command(self, cell: Cell) -> str:
         """The command that trains this cell alone, or resumes it."""
@@ -376,7 +370,7 @@ def _append(path: Path, row: Mapping[str, Any]) -> None:
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
     # Unbuffered: the line is one write, which O_APPEND does not let another process interrupt.
     with open(open_file(path, flags, link=False), "ab", buffering=0) as file:
-        file.write(encode_json(row))
+        file.write(json_line(row))
 
 
 def write_sweep(folder: Path, plan: Plan) -> Sweep:
@@ -421,7 +415,7 @@ def _write_files(sweep: Sweep, plan: Plan) -> None:
     sweep.logs.mkdir(parents=True, exist_ok=True)
     for index, config in enumerate(plan.configs):
         sweep.folder(index).mkdir(parents=True, exist_ok=True)
-        write_yaml(sweep.config(index), stored_text(sweep.placed(index, config)))
+        atomic_write(sweep.config(index), stored_text(sweep.placed(index, config)), private=True)
     write_plugins(sweep.path, plan.plugins)
     # Written last: a folder without a manifest is not yet a sweep, and planning again writes all of it.
     manifest = sweep.manifest

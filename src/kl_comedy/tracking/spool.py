@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kl_comedy.errors import UserError
-from kl_comedy.io import atomic_write, decode_json, encode_json, inside, is_file_name, open_file, read_file, sha256_file
+from kl_comedy.io import atomic_write, decode_json, inside, is_file_name, json_line, open_file, read_file, sha256_file
 from kl_comedy.tracking import store
 
 KINDS = ("params", "tags", "metrics", "table", "artifact", "status")
@@ -70,7 +70,7 @@ class Spool:
             self._descriptor = self._open()
         # MLflow's unit. The time is stored, because a point that is uploaded again must have the same one.
         time_ms = time.time_ns() // 1_000_000
-        line = encode_json({"kind": kind, "time": time_ms, "step": step, "data": json_safe(data)})
+        line = json_line({"kind": kind, "time": time_ms, "step": step, "data": json_safe(data)})
         # os.write may write only a part, for instance when the disk is nearly full.
         while line:
             written = os.write(self._descriptor, line)
@@ -254,10 +254,7 @@ def json_safe(value: Any) -> Any:
 
 
 def decode_event(line: bytes, start: int = 0, end: int = 0) -> Event:
-    """The event in a line; one of the kind ``unreadable`` where the line does not hold an event.
-
-    Lines of earlier versions are read too: they may lack the checksum, or count themselves in a key ``n``.
-    """
+    """The event in a line; one of the kind ``unreadable`` where the line does not hold an event."""
     try:
         row = decode_json(line)
         kind = row["kind"]

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from kl_comedy.config import Config, stored_text
 from kl_comedy.config.load import differing_keys
 from kl_comedy.errors import UserError, bad_value, nearest
-from kl_comedy.io import write_yaml
+from kl_comedy.io import atomic_write
 from kl_comedy.training.extension import begin_extension, extension_of, reason_against
 from kl_comedy.training.run_folder import CONFIG, RunDir, readable_summary, saved
 from kl_comedy.training.run_plugins import differing_plugins, plugins_of, write_plugins
@@ -228,5 +228,5 @@ def create_run(opened: Opened, config: Config, folder: Path | None = None) -> Op
 
 def _write_files(run: RunDir, config: Config) -> None:
     run.checkpoints.mkdir()
-    write_yaml(run.path / CONFIG, stored_text(config))
+    atomic_write(run.path / CONFIG, stored_text(config), private=True)
     write_plugins(run.path, plugins_of(config))

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kl_comedy.config import Config, config_reader
+from kl_comedy.config import Config
+from kl_comedy.config.load import stored_reader
 from kl_comedy.errors import UserError
 from kl_comedy.io import (
     LockHeld,
@@ -23,7 +24,6 @@ from kl_comedy.io import (
     read_json,
     set_aside,
     write_json,
-    yaml_is_changed,
 )
 
 log = logging.getLogger("kl_comedy")
@@ -96,25 +96,15 @@ class RunDir:
         inside(self.path / "wandb", self.path)
 
     def config_reader(self) -> Callable[[Sequence[str]], Config]:
-        """Its config under overrides, as :func:`kl_comedy.config.config_reader`.
+        """Its config under overrides, as :func:`kl_comedy.config.load.stored_reader`.
 
         Raises :class:`UserError`, also as :meth:`check_links`.
         """
         self.check_links()
-        file = self.path / CONFIG
-        # Every resolved config has a name. A file that was cut short may be a valid config of defaults.
-        if file.is_file() and re.search(rb"^name:", file.read_bytes(), re.MULTILINE) is None:
-            raise UserError(f"{file} is damaged: it does not hold the config of a run")
-        return config_reader(file)
+        return stored_reader(self.path / CONFIG)
 
     def stored_config(self) -> Config:
-        """The config that the run was started with. Raises :class:`UserError` for a file that is not as it was written.
-
-        It says which run this is, so that a changed digit in it must not make another run of it.
-        """
-        self.check_links()
-        if yaml_is_changed(self.path / CONFIG):
-            raise UserError(f"{self.path / CONFIG} is damaged: it is not as it was written")
+        """The config that the run was started with. Raises :class:`UserError` for a file that holds none."""
         return self.config_reader()([])
 
     def summary(self) -> dict[str, Any] | None:
