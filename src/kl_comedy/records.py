@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ STOP_REASONS = ("eos", "stop", "length")
 """Why a completion ended: the end token, a stop string, or the limit on new tokens (truncated)."""
 
 FOREIGN_VERSION = -1
-"""Version of a token that no weights of this run drew: it is from another run's recorded rollouts."""
+"""Version of a token that no weights of this run drew: of another run's recorded rollouts, or an environment's."""
 
 STATUSES = ("ok", "unparseable", "timeout", "refused")
 """What the verifier says about its own verdict; ``timeout`` and ``refused`` mean that there is none."""
@@ -79,7 +80,11 @@ class Rollout:
 
     ``logps[t]`` is the sampler's own log-probability (nats) of ``completion_ids[t]`` at the sampling
     temperature; ``versions[t]`` the version of the weights that sampled it. The end token, where
-    sampled, is part of the completion. ``text`` is decoded without special tokens.
+    sampled, is part of the completion. ``text`` is decoded from the policy's tokens, without special tokens.
+
+    ``trained[t]`` is False at a token that an environment wrote (a tool's reply): the policy attends to it, and nothing
+    else reads it. Its log-prob is 0 and its version :data:`FOREIGN_VERSION`. Empty: the policy drew every token.
+    Raises :class:`ValueError` where ``trained`` has another length, or the policy drew no token at all.
     """
 
     prompt: Prompt
@@ -90,6 +95,31 @@ class Rollout:
     versions: tuple[int, ...]
     stop_reason: str
     text: str
+    trained: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.trained:
+            return
+        tokens = len(self.completion_ids)
+        if len(self.trained) != tokens:
+            raise ValueError(f"a rollout has {len(self.trained)} entries of trained for its {tokens} tokens")
+        if not any(self.trained):
+            raise ValueError(f"a rollout has {tokens} tokens, all of the environment: the policy drew none of them")
+
+    @property
+    def trained_mask(self) -> tuple[bool, ...]:
+        """True at the tokens that the policy drew, one for each token."""
+        return self.trained or (True,) * len(self.completion_ids)
+
+    @property
+    def drawn_ids(self) -> tuple[int, ...]:
+        """The ids of the tokens that the policy drew."""
+        return tuple(compress(self.completion_ids, self.trained_mask))
+
+    @property
+    def drawn_versions(self) -> tuple[int, ...]:
+        """The version of the weights, for each token that the policy drew."""
+        return tuple(compress(self.versions, self.trained_mask))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,7 +148,8 @@ class Scored:
 class Experience:
     """What the learner sees: tensors over completion tokens, plus the padded prompts.
 
-    ``prompt_ids_BP``/``prompt_mask_BP`` are left-padded, ``ids_BT``/``mask_BT`` right-padded.
+    ``prompt_ids_BP``/``prompt_mask_BP`` are left-padded, ``ids_BT``/``real_BT`` right-padded. The policy attends to
+    the tokens of ``real_BT``, and ``mask_BT`` has those of them that it drew, which alone are trained.
     ``behaviour_logp_BT`` is the sampler's, ``ref_logp_BT`` the reference's at the same temperature;
     both zero outside the mask. ``reward_B`` is the verified reward, ``advantage_BT`` what weights the
     score of token t, ``weight_B`` the sequence's share of the loss: the loss of any set of sequences
@@ -128,6 +159,7 @@ class Experience:
     prompt_ids_BP: Tensor
     prompt_mask_BP: Tensor
     ids_BT: Tensor
+    real_BT: Tensor
     mask_BT: Tensor
     behaviour_logp_BT: Tensor
     ref_logp_BT: Tensor

@@ -166,7 +166,7 @@ CAUSES = [
     (ratio_squared, OFF, "each token's ratio is applied twice, or squared"),
     (ratio_upside_down, OFF, "each token's ratio is upside down"),
     (ratio_upside_down_with_a_gradient, OFF, "each token's ratio is upside down"),
-    (ratio_clipped, OFF, "the ratio is clipped: it is 0.8 to 1.2 and not 0.5"),
+    (ratio_clipped, OFF, "the ratio is clipped: it is 0.8 to 1.2 and not 0.495"),
     (towards_the_sampler, OFF, "the reference does not enter the gradient"),
     (entropy_alone, ON, "the reference does not enter the gradient"),
     (first_token_dropped, ON, "the first token of every completion has no gradient"),

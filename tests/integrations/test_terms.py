@@ -414,6 +414,30 @@ def test_the_audit_sees_a_wrong_sign():
     assert record["strength"] < 0
 
 
+def test_the_audit_leaves_a_tools_tokens_out_of_its_target():
+    """They are in TRL's completion_mask, and not in its tool_mask."""
+    from kl_comedy.integrations.kl_audit import KLAudit
+
+    trainer = TRLTrainer(squared)
+    audit = KLAudit(trainer, target="token_reverse")
+    table = trainer.model.table.weight
+    row = {name: value[:1] for name, value in trainer.batch().items() if value.ndim}
+    row["completion_mask"] = torch.ones(1, 4, dtype=torch.long)
+    gradients = []
+    for tool_mask in ([1, 1, 1, 1], [1, 0, 0, 1]):
+        masked = {**row, "tool_mask": torch.tensor([tool_mask])}
+        (gradient,) = torch.autograd.grad(audit._exact(trainer.model, masked), table)
+        gradients.append(gradient)
+    by_token = []
+    for token in range(4):
+        alone = {**row, "tool_mask": torch.eye(4, dtype=torch.long)[token : token + 1]}
+        (gradient,) = torch.autograd.grad(audit._exact(trainer.model, alone), table)
+        by_token.append(gradient)
+    # The exact KL of each visited prefix: its gradient is a sum over tokens.
+    torch.testing.assert_close(gradients[0], sum(by_token))
+    torch.testing.assert_close(gradients[1], by_token[0] + by_token[3])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"target": "reverse"}, "target: got 'reverse'"), ({"blocks": 2}, "at least 3 blocks")],

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
 from kl_comedy.config.schema import LoraConfig
+from kl_comedy.models import logprobs
 from kl_comedy.models.lora import add_lora
 from kl_comedy.models.reference import Reference
 from kl_comedy.models.types import PassOptions
@@ -470,6 +471,54 @@ def test_a_batch_of_another_layout_is_refused(name, change, message):
     inputs, _ = batch()
     with pytest.raises(ValueError, match=message):
         pass_batch(MODEL, {**inputs, name: change(inputs[name])})
+
+
+def with_environment(inputs):
+    """The batch, whose tokens are all attended to, with a mask that leaves one token out where there are two."""
+    mask_BT = inputs["mask_BT"].clone()
+    mask_BT[:, 0] &= ~inputs["mask_BT"][:, 1]
+    assert bool(mask_BT.sum() < inputs["mask_BT"].sum())
+    return {**inputs, "real_BT": inputs["mask_BT"], "mask_BT": mask_BT}
+
+
+@pytest.mark.parametrize("share", [True, False], ids=["shared prompt", "own prompts"])
+def test_an_environments_tokens_are_attended_to_and_cost_no_logits(share, monkeypatch):
+    """Elsewhere every column is that of the pass which trains all tokens; at these tokens it is zero."""
+    inputs, _ = batch()
+    part = with_environment(inputs)
+    heads = []
+    head = logprobs.head_columns
+
+    def counted(hidden_NH, *arguments, **options):
+        heads.append(len(hidden_NH))
+        return head(hidden_NH, *arguments, **options)
+
+    monkeypatch.setattr(logprobs, "head_columns", counted)
+    columns = []
+    for tensors in (inputs, part):
+        options = PassOptions(temperature=0.7, chunk_elements=7 * V, share_prompt=share)
+        reference = Reference(llama(seed=3), options).forward_pass(**tensors)
+        columns.append(pass_batch(MODEL, tensors, share_prompt=share, reference=reference, **EXACT))
+    whole, trained = columns
+    for name in ("logp_BT", "kl_BT", "forward_kl_BT", "entropy_BT", "total_variation_BT", "certainty_BT"):
+        expected_BT = torch.where(part["mask_BT"], getattr(whole, name), 0.0)
+        torch.testing.assert_close(getattr(trained, name), expected_BT, atol=1e-12, rtol=0, msg=name)
+    tokens = int(inputs["mask_BT"].sum())
+    trained_tokens = int(part["mask_BT"].sum())
+    assert heads == [tokens, tokens, trained_tokens, trained_tokens]
+
+
+def test_a_trained_token_that_is_not_attended_to_is_refused():
+    inputs, _ = batch()
+    real_BT = inputs["mask_BT"].clone()
+    row = int(real_BT.sum(-1).argmax())
+    real_BT[row, -1] = False
+    with pytest.raises(ValueError, match=rf"trained token at \[{row}, {real_BT.shape[1] - 1}\], where real_BT"):
+        pass_batch(MODEL, {**inputs, "real_BT": real_BT})
+    with pytest.raises(ValueError, match=r"real_BT .* and mask_BT .* differ"):
+        pass_batch(MODEL, {**inputs, "real_BT": real_BT[:, 1:]})
+    with pytest.raises(ValueError, match="real_BT must be right-padded"):
+        pass_batch(MODEL, {**inputs, "real_BT": with_hole(inputs["mask_BT"])})
 
 
 def test_a_temperature_of_zero_is_refused():

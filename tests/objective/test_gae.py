@@ -111,6 +111,19 @@ def test_an_exact_kl_before_the_baseline_is_a_cost_of_the_token_that_led_to_its_
     assert torch.allclose(rewards_of_a_term("exact"), expected_BT, atol=1e-12)
 
 
+def test_a_reward_before_a_tools_reply_counts_once():
+    """A reward of 1 at the end, no cost and no value: each token of the policy has the return of 1, discounted by the
+    policy's tokens after it."""
+    mask_BT = torch.tensor([[True, True, False, False, True, True]])
+    returns_BT = torch.ones(1, 6, dtype=torch.float64)
+    assert token_rewards(returns_BT, mask_BT).tolist() == [[0.0, 0.0, 0.0, 0.0, 0.0, 1.0]]
+    group_B = torch.zeros(1)
+    whole_BT = gae(returns_BT, mask_BT, group_B, values_BT=torch.zeros(1, 6), gamma=1.0, lam=1.0)
+    assert whole_BT.tolist() == [[1.0, 1.0, 0.0, 0.0, 1.0, 1.0]]
+    discounted_BT = gae(returns_BT, mask_BT, group_B, values_BT=torch.zeros(1, 6), gamma=0.5, lam=1.0)
+    assert discounted_BT.tolist() == [[0.125, 0.25, 0.0, 0.0, 0.5, 1.0]]
+
+
 def test_a_total_cost_is_a_cost_of_the_last_token():
     returns_BT = returns_with_costs(torch.ones(3).double(), torch.full((3, 5), 0.3).double(), 5)
     expected_BT = torch.zeros(3, 5).double()

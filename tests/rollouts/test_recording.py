@@ -19,6 +19,8 @@ def draw_row(draw, number):
     """A completion of prompt ``number`` and its reward."""
     ids = draw(st.lists(st.integers(0, 10**6), min_size=1, max_size=5))
     logps = draw(st.lists(st.floats(-50, 0, allow_nan=False), min_size=len(ids), max_size=len(ids)))
+    flags = st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)).filter(any)
+    trained = tuple(draw(st.just([]) | flags))
     rollout = Rollout(
         prompt=Prompt(problem=Problem(id=f"p{number}", text="", answer=""), text="", token_ids=(1, number)),
         group_id=number,
@@ -27,6 +29,7 @@ def draw_row(draw, number):
         versions=(3,) * len(ids),
         stop_reason=draw(st.sampled_from(STOP_REASONS)),
         text=draw(st.text(max_size=8)),
+        trained=trained,
     )
     reward = Reward(
         value=draw(st.floats(-5, 5)),
@@ -115,6 +118,7 @@ def assert_same_batch(rows, written_rows, number):
         assert read.reward == written.reward
         assert read.rollout.completion_ids == written.rollout.completion_ids
         assert read.rollout.logps == written.rollout.logps
+        assert read.rollout.trained == written.rollout.trained
         assert set(read.rollout.versions) == {FOREIGN_VERSION}
 
 
@@ -162,6 +166,12 @@ BROKEN = {
     "too few logps": (lambda row: row.update(logps=[-1.0]), "row 2: logps has 1 numbers for the 2 tokens"),
     "no tokens": (lambda row: row.update(completion_ids=[], logps=[], versions=[]), "completion_ids is not token ids"),
     "text for ids": (lambda row: row.update(prompt_ids="ab"), "prompt_ids is not token ids of the prompt"),
+    "trained of another length": (lambda row: row.update(trained=[True]), "row 2: trained has 1 entries for the 2"),
+    "trained that is no flag": (
+        lambda row: row.update(trained=[1, 0]),
+        "row 2: trained is not whether the policy",
+    ),
+    "no token of the policy": (lambda row: row.update(trained=[False, False]), "trained is false for every token"),
     "an unknown status": (lambda row: row.update(status="fine"), "row 2: status is not"),
     "a missing batch": (lambda row: row.update(batch=3), "batch 3 comes after batch 0; a recording holds every batch"),
 }

@@ -37,14 +37,17 @@ def teacher(policy):
 
 
 def batch():
-    """Two prompts, left-padded; completions of four, two and one token, right-padded."""
+    """Two prompts, left-padded; completions of four, two and one token, right-padded, and a token of an environment."""
     generator = torch.Generator().manual_seed(3)
     # Ids 2 to 13 are digits and signs: no padding, no end token.
     prompt_ids_BP = torch.randint(2, 14, (3, 3), generator=generator)
     ids_BT = torch.randint(2, 14, (3, 4), generator=generator)
     prompt_mask_BP = torch.tensor([[True, True, True], [False, True, True], [False, True, True]])
-    mask_BT = torch.arange(4)[None] < torch.tensor([4, 2, 1])[:, None]
-    return {"prompt_ids_BP": prompt_ids_BP, "prompt_mask_BP": prompt_mask_BP, "ids_BT": ids_BT, "mask_BT": mask_BT}
+    real_BT = torch.arange(4)[None] < torch.tensor([4, 2, 1])[:, None]
+    mask_BT = real_BT.clone()
+    mask_BT[0, 1] = False
+    prompts = {"prompt_ids_BP": prompt_ids_BP, "prompt_mask_BP": prompt_mask_BP}
+    return {**prompts, "ids_BT": ids_BT, "real_BT": real_BT, "mask_BT": mask_BT}
 
 
 def gradient(policy, reference, term):
@@ -90,8 +93,8 @@ def test_only_the_likeliest_tokens_are_known(policy, teacher, serve):
     passed = served(serve(teacher), policy).forward_pass(**batch())
     whole = Reference(teacher.model, PassOptions(**OPTIONS)).forward_pass(**batch())
     torch.testing.assert_close(passed.logp_BT, whole.logp_BT, atol=1e-5, rtol=1e-5)
-    # Seven tokens of the three completions, three likeliest each: their ids and their log-probs.
-    assert [tuple(column.shape) for column in passed.top] == [(7, 3), (7, 3)]
+    # Six tokens of the policy in the three completions, three likeliest each: their ids and their log-probs.
+    assert [tuple(column.shape) for column in passed.top] == [(6, 3), (6, 3)]
     assert passed.hidden_NH is None
 
 

@@ -244,6 +244,6 @@ WRONG = (
         name="OpenRLHF #1252",
         loss=openrlhf_1252,
         claims=ON_REVERSE,
-        cause="each completion is divided by its number of tokens in the attention mask",
+        cause="each completion is divided by its number of tokens up to the last one of the mask",
     ),
 )

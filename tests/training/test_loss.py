@@ -90,6 +90,8 @@ MIXED = (
 """Terms that together need every output of a pass, ahead of the update and in it."""
 
 
+ENVIRONMENT = (1, -1, 2, 0, 1, 2, -1, 2, 1)
+"""Which token an environment wrote, by the number of the row: where it is long enough, within it or at an end."""
 UNLIMITED = 10**6
 """More tokens and elements than the update has: nothing is cut."""
 
@@ -163,7 +165,11 @@ def moved(model):
 
 @cache
 def rows():
-    """Three prompts, groups of three, lengths from one to eight; log-probs of a sampler near the policy's."""
+    """Three prompts, groups of three, lengths from one to eight; log-probs of a sampler near the policy's.
+
+    An environment wrote a part of some completions, here and there: a row of its own is without, at the first token,
+    within and at the end. What stands in the place of its log-probs must not matter.
+    """
     g = torch.Generator().manual_seed(2)
     policy = moved(gpt2())
     rows = []
@@ -174,6 +180,10 @@ def rows():
             ids = torch.randint(1, V, (length,), generator=g)
             logp_T, _ = dense_row(policy, prompt_ids, ids)
             logps = logp_T.detach() + 0.1 * torch.randn(length, generator=g, dtype=torch.float64)
+            trained_T = torch.ones(length, dtype=torch.bool)
+            if length > 2:
+                trained_T = torch.arange(length) % length != ENVIRONMENT[len(rows)] % length
+                logps = torch.where(trained_T, logps, -7.0)
             rollout = Rollout(
                 prompt=prompt,
                 group_id=group,
@@ -182,6 +192,7 @@ def rows():
                 logps=tuple(logps.tolist()),
                 versions=(0,) * length,
                 text="",
+                trained=tuple(trained_T.tolist()),
             )
             value = float(torch.randint(0, 4, (1,), generator=g)) / 3
             rows.append(Scored(rollout=rollout, reward=Reward(value=value)))
@@ -198,10 +209,13 @@ def dense_row(model, prompt_ids, ids):
 
 
 def dense(model, inputs):
-    """Per row, what :func:`dense_row` gives for the real tokens of a padded batch."""
+    """Per row, what :func:`dense_row` gives for the trained tokens of a padded batch."""
     for n in range(len(inputs["ids_BT"])):
         prompt = inputs["prompt_ids_BP"][n][inputs["prompt_mask_BP"][n].bool()].tolist()
-        yield dense_row(model, prompt, inputs["ids_BT"][n][inputs["mask_BT"][n]])
+        real_T = inputs["real_BT"][n]
+        logp_T, logp_TV = dense_row(model, prompt, inputs["ids_BT"][n][real_T])
+        trained_T = inputs["mask_BT"][n][real_T]
+        yield logp_T[trained_T], logp_TV[trained_T]
 
 
 def spread(parts, mask_BT):
@@ -502,6 +516,7 @@ def test_a_term_is_against_its_own_reference(baseline):
 def garbage(micro):
     """The same micro-batch with everything that no mask covers replaced by what would show: wrong tokens and NaN."""
     experience = micro.experience
+    padding_BT = ~experience.real_BT
     outside_BT = ~experience.mask_BT
     before_BP = ~experience.prompt_mask_BP.bool()
 
@@ -516,7 +531,7 @@ def garbage(micro):
         micro,
         experience=dataclasses.replace(
             experience,
-            ids_BT=experience.ids_BT.masked_fill(outside_BT, V - 1),
+            ids_BT=experience.ids_BT.masked_fill(padding_BT, V - 1),
             prompt_ids_BP=experience.prompt_ids_BP.masked_fill(before_BP, V - 2),
             behaviour_logp_BT=nan(experience.behaviour_logp_BT),
             advantage_BT=nan(experience.advantage_BT),
@@ -529,7 +544,7 @@ def garbage(micro):
 
 
 @pytest.mark.parametrize(("share", "name"), [*itertools.product([True], TERMS), *itertools.product([False], MIXED)])
-def test_what_fills_the_padding_changes_no_bit(share, name):
+def test_what_fills_the_padding_and_an_environments_places_changes_no_bit(share, name):
     path = dataclasses.replace(PATHS["shared_whole"], share=share)
     clean = learn(pair(gpt2, torch.float64), TERMS[name], path)
     spoiled = learn(pair(gpt2, torch.float64), TERMS[name], path, spoil=garbage)

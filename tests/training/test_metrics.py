@@ -17,6 +17,7 @@ from kl_comedy.training.metrics import (
     accumulate_divergence,
     row_metrics,
     staleness_metrics,
+    token_numbers,
 )
 
 B = 5
@@ -163,6 +164,56 @@ def test_mismatch_counts_tokens_whose_whole_prefix_has_the_current_version():
     assert metrics["policy/equal_weights_share"] == pytest.approx(2 / 5)
     # The gap between -1 and -9 of the stale row.
     assert metrics["policy/behaviour_gap_max"] == pytest.approx(8.0)
+
+
+def test_a_tools_reply_ends_no_fresh_tokens_and_has_no_age():
+    """The policy's first and last token are current and 0.5 nats off; what stands at the tool's is of no version."""
+    metrics = behaviour_metrics(
+        logp=[[-1.0, 0.0, -2.0]],
+        behaviour=[[-1.5, -7.0, -2.5]],
+        versions=[[7, FOREIGN_VERSION, 7]],
+        mask=[[True, False, True]],
+        version=7,
+    )
+    assert metrics["policy/equal_weights_share"] == 1.0
+    assert metrics["policy/mismatch"] == pytest.approx(0.5)
+    assert metrics["policy/behaviour_gap_max"] == pytest.approx(0.5)
+    assert metrics["policy/staleness"] == 0.0
+
+
+def test_a_stored_row_marks_what_the_environment_wrote():
+    """A completion of four tokens, the second and third a tool's, beside a shorter one."""
+    real_BT = torch.tensor([[True] * 4, [True, True, False, False]])
+    mask_BT = torch.tensor([[True, False, False, True], [True, True, False, False]])
+    zeros_BT = torch.zeros(2, 4)
+    experience = SimpleNamespace(
+        ids_BT=torch.ones(2, 4, dtype=torch.long),
+        real_BT=real_BT,
+        mask_BT=mask_BT,
+        ref_logp_BT=zeros_BT,
+        behaviour_logp_BT=zeros_BT,
+        advantage_BT=mask_BT.float(),
+        weight_B=torch.ones(2),
+    )
+    micro = SimpleNamespace(experience=experience, positions=[0, 1])
+    policy = SimpleNamespace(logp_BT=zeros_BT, kl_BT=None)
+    numbers = token_numbers(micro, policy, SimpleNamespace(policy=SimpleNamespace(clipped_BT=None, weights={})))
+    assert [numbers[row].use for row in (0, 1)] == ["teet", "tt"]
+
+
+def test_the_length_is_that_of_what_the_policy_drew():
+    """It is multiplied by a mean over its tokens where a KL per completion is wanted."""
+    rollout = Rollout(
+        prompt=Prompt(problem=Problem(id="a", text="", answer=""), text="", token_ids=(1,)),
+        group_id=0,
+        completion_ids=(5, 6, 7, 8),
+        logps=(-1.0, 0.0, 0.0, -1.0),
+        versions=(0, FOREIGN_VERSION, FOREIGN_VERSION, 0),
+        stop_reason="eos",
+        text="",
+        trained=(True, False, False, True),
+    )
+    assert row_metrics([Scored(rollout=rollout, reward=Reward(value=0.0))])["train/length"] == 2.0
 
 
 def test_stale_tokens_have_no_mismatch():

@@ -61,8 +61,9 @@ def check(
     ``"zero"``, it is zero there; ``"left_out"``, whoever sums a loss ``[B, T]`` leaves them out; ``"absent"``, there
     are none, as in training with one turn.
 
-    Names that trainers use (``ref_per_token_logps``, ``response_mask``) are known, and a parameter ``batch`` gets all
-    in one dictionary; for other names, dictionaries and results see :func:`adapt`.
+    Names that trainers use (``ref_per_token_logps``, ``response_mask``, ``tool_mask``, beside which ``completion_mask``
+    is the attention mask) are known, and a parameter ``batch`` gets all in one dictionary; for other names,
+    dictionaries and results see :func:`adapt`.
 
     ``claims``: a target (:data:`CLAIMS`) on-policy, or one per regime. A claim holds where the expected gradient is
     that of the target times one positive coefficient (your beta). ``near_only``: losses that clamp claim it near the
@@ -83,7 +84,7 @@ def check(
     problems = dict[str, bool]()
     policies: list[BatteryInstance] = []
     for regime in dict.fromkeys((*regimes, *claim_by_regime)):
-        policies = _policies(regime, seed)
+        policies = _policies(regime, seed, dialogues=masked_tokens != "absent")
         batches = [Batch.of(policy, holes_seed, number=number) for number, policy in enumerate(policies)]
         if loss.reduction is None:
             loss.measure_reduction([batch for batch, policy in zip(batches, policies, strict=True) if policy.near])
@@ -125,9 +126,16 @@ def _check_names(key: str, names: Iterable[str], allowed: Sequence[str]) -> None
             raise bad_value(key, name, allowed)
 
 
-def _policies(regime: str, seed: int) -> list[BatteryInstance]:
-    """The fixed policies that share parameters among prefixes, then those that the seed draws."""
-    policies = [policy for policy in battery(regime) if policy.instance.features_NVD is not None]
+def _policies(regime: str, seed: int, *, dialogues: bool) -> list[BatteryInstance]:
+    """The fixed policies that share parameters among prefixes, then those that the seed draws.
+
+    ``dialogues``: also those in which an environment writes a part of the tokens.
+    """
+    policies = []
+    for policy in battery(regime):
+        is_dialogue = policy.instance.environment is not None
+        if policy.instance.features_NVD is not None and (dialogues or not is_dialogue):
+            policies.append(policy)
     for setting in drawn_settings(seed):
         sharing = dataclasses.replace(setting, parameters=setting.parameters or DRAWN_PARAMETERS)
         policies.append(with_targets(sharing.instance(regime), setting=sharing))
@@ -143,7 +151,7 @@ def _covered(policies: Sequence[BatteryInstance], seed: int, *, holes: bool) -> 
         f"{span['log_ratios'][0]:.3g} nats to those of tokens that are impossible under the reference"
     )
     if holes:
-        covered += "; masked tokens within the completions"
+        covered += "; masked tokens within the completions, and dialogues in which a tool replies to the policy"
     return covered
 
 
@@ -184,6 +192,8 @@ def _slopes_and_ratios(result: Result) -> tuple[Tensor, Tensor]:
     columns = token_columns(result.batch.step_T)
     tensors = result.batch.tensors
     log_ratio_BT = (tensors["logp"] - tensors["ref_logp"]).detach()[:, columns]
+    # A token of an environment has no gradient by right, as the padding.
+    log_ratio_BT = torch.where(result.batch.trained_BT, log_ratio_BT, 0.0)
     slope_BT = result.slope_BTV.gather(-1, rows.token_BT[..., None])[..., 0]
     return slope_BT, log_ratio_BT
 
@@ -224,7 +234,7 @@ def _slopes(loss: Loss, result: Result) -> Slopes:
     """The loss on one policy as the search for a cause reads it: without the columns of holes."""
     batch = result.batch
     columns = token_columns(batch.step_T)
-    mask_BT = result.batch.rows.mask_BT
+    mask_BT = batch.trained_BT
     all_mask_BT = batch.tensors["mask"]
     attention_BT = batch.tensors["attention_mask"]
     logp_BT = batch.tensors["logp"].detach()[:, columns]
@@ -258,5 +268,6 @@ def _slopes(loss: Loss, result: Result) -> Slopes:
         parts_BT={words: part(all_mask_BT, attention_BT)[:, columns] for words, part in OF_THE_MASK.items()},
         turn_length_BT=turn_lengths(all_mask_BT)[:, columns],
         attended_B=attention_BT.sum(-1),
+        span_B=(all_mask_BT * torch.arange(1, all_mask_BT.shape[1] + 1)).amax(-1),
         tolerance=result.tolerance,
     )

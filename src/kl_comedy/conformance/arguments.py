@@ -75,6 +75,7 @@ ALIASES = {
     "loss_mask": "mask",
     "loss_masks": "mask",
     "token_mask": "mask",
+    "tool_mask": "mask",
     "token_ids": "tokens",
     "completion_ids": "tokens",
     "response_ids": "tokens",
@@ -276,8 +277,13 @@ def _taken_by(loss_fn: Callable[..., Any]) -> _Taken:
     by_parameter: dict[str, str] = {}
     batch_parameters: list[str] = []
     takes_any_name = False
-    for parameter in _parameters(loss_fn):
+    parameters = _parameters(loss_fn)
+    takes_tool_mask = any(parameter.name == "tool_mask" for parameter in parameters)
+    for parameter in parameters:
         name = ALIASES.get(parameter.name, parameter.name)
+        if parameter.name == "completion_mask" and takes_tool_mask:
+            # As in TRL: beside a mask of its own for tools, that of the completion has a tool's replies too.
+            name = "attention_mask"
         if parameter.kind == parameter.VAR_KEYWORD:
             takes_any_name = True
         elif name in ARGUMENTS and parameter.kind == parameter.POSITIONAL_ONLY:

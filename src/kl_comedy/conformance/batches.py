@@ -45,7 +45,8 @@ REDRAWN_SEED = 500
 class Batch:
     """The tensors for a loss: every completion that the sampler can draw, with its probability ``weight_B``.
 
-    ``T`` counts the masked tokens within a completion too. ``step_T``: which token of the completion a column holds,
+    ``T`` counts the masked tokens within a completion too: those of an environment, which are tokens of the completion,
+    and those of holes, whose log-probs are drawn. ``step_T``: which token of the completion a column holds,
     -1 in a hole. ``full_BTV`` is the leaf that gradients are taken by: the policy's log-probs.
     """
 
@@ -88,8 +89,11 @@ class Batch:
         columns = token_columns(step_T)
 
         shape = (len(weight_B), len(step_T))
-        inside_BT = torch.zeros(shape, dtype=torch.bool)
-        inside_BT[:, columns] = rows.mask_BT
+        has_logp_BT = torch.zeros(shape, dtype=torch.bool)
+        has_logp_BT[:, columns] = rows.mask_BT
+        inside_BT = has_logp_BT.clone()
+        if instance.environment is not None:
+            inside_BT[:, columns] &= ~instance.environment.writes_N[rows.prefix_BT]
         token_BT = torch.zeros(shape, dtype=torch.long)
         token_BT[:, columns] = rows.token_BT
         # What torch's and transformers' losses leave out.
@@ -100,11 +104,10 @@ class Batch:
         for number, table_NV in enumerate(tables):
             logp_3BTV[number][:, columns] = table_NV[rows.prefix_BT]
 
-        has_logp_BT = inside_BT.clone()
         if holes_seed is not None:
             for column in hole_columns(step_T):
                 # A hole stands within a completion; behind the end of a completion is padding.
-                continues_B = inside_BT[:, column:].any(-1)
+                continues_B = has_logp_BT[:, column:].any(-1)
                 column_seed = holes_seed * 1000 + column
                 if column == redrawn:
                     column_seed += REDRAWN_SEED
@@ -133,6 +136,11 @@ class Batch:
             "ref_logits": logp_3BTV[1] + _offsets(shape, 1),
         }
         return cls(rows=rows, weight_B=weight_B, step_T=step_T, full_BTV=full_BTV, tensors=tensors)
+
+    @property
+    def trained_BT(self) -> Tensor:
+        """The policy's tokens among those of ``rows``: all but those of an environment, ``[B, steps]``."""
+        return self.tensors["mask"][:, token_columns(self.step_T)]
 
     def with_mask(self, mask_BT: Tensor) -> Batch:
         """The batch with another mask, which its labels follow."""
@@ -407,8 +415,8 @@ class Loss:
     def _check_padding(self, batch: Batch) -> None:
         """Raise :class:`UserError` where the padding behind a completion changes its loss."""
         mask_BT = batch.tensors["mask"]
-        # The last column of the mask counts, not the number of tokens: holes stand in between.
-        length_B = (mask_BT * torch.arange(1, mask_BT.shape[1] + 1)).amax(-1)
+        # What is attended to, and not the mask: a reply of an environment may be the last of a completion.
+        length_B = batch.tensors["attention_mask"].sum(-1)
         row = int(length_B.argmin())
         length = int(length_B[row])
         rows = slice(row, row + 1)

@@ -35,7 +35,8 @@ class Slopes:
     loss cannot be called so. ``log_ratio_BT``: policy over sampler, ``ref_log_ratio_BT``: policy over reference, zero
     in the padding, as ``logp_BT`` is. ``reads_reference``: whether another reference gives other derivatives.
     ``parts_BT``: the parts of the mask by :data:`~kl_comedy.conformance.masks.OF_THE_MASK`. ``turn_length_BT``: tokens
-    of the turn that a token is in. ``attended_B``: tokens of a completion, masked ones within it included.
+    of the turn that a token is in. ``attended_B``: tokens of a completion, those of a tool included; ``span_B``: those
+    up to the last one of the mask.
     """
 
     policy: BatteryInstance
@@ -53,6 +54,7 @@ class Slopes:
     parts_BT: Mapping[str, Tensor]
     turn_length_BT: Tensor
     attended_B: Tensor
+    span_B: Tensor
     tolerance: float
 
     @property
@@ -133,6 +135,10 @@ def _length(slopes: Slopes) -> Tensor:
 
 def _attended_length(slopes: Slopes) -> Tensor:
     return slopes.attended_B[:, None].expand_as(slopes.mask_BT).double()
+
+
+def _span_length(slopes: Slopes) -> Tensor:
+    return slopes.span_B[:, None].expand_as(slopes.mask_BT).double()
 
 
 def _turn_length(slopes: Slopes) -> Tensor:
@@ -240,6 +246,11 @@ DIVISORS = (
         cause="a mean over the wrong axis: each completion is divided by its number of tokens in the attention mask, a "
         "tool's replies included; sum the tokens, or divide by those of the mask in the whole batch",
         change=_times(_attended_length),
+    ),
+    Repair(
+        cause="a mean over the wrong axis: each completion is divided by its number of tokens up to the last one of "
+        "the mask, a tool's replies included; sum the tokens, or divide by those of the mask in the whole batch",
+        change=_times(_span_length),
     ),
     Repair(
         cause="a mean over the wrong axis: each turn is divided by its number of tokens, so that tokens of short turns "
@@ -540,5 +551,5 @@ def _head_tail_mass(slopes: Slopes, k: int, whose: str) -> Tensor:
     cost_NV = p_NV * (logp_NV - instance.ref_logp_NV)
     weights = torch.stack([inside_NV * cost_NV, (1 - inside_NV) * cost_NV, inside_NV * p_NV])
     score_NVD = ScoreTables(instance, instance.features_NVD).score_NVD
-    visits_N = instance.tree.reach(instance.sampler_logp_NV)
+    visits_N = instance.reach(instance.sampler_logp_NV)
     return torch.einsum("n,knv,nvd->kd", visits_N, weights, score_NVD)

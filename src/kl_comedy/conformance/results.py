@@ -56,7 +56,7 @@ def result_of(loss: Loss, batch: Batch, policy: BatteryInstance) -> Result:
     all_slope_BTV = slope_of(loss_B, batch)
     is_masked_BT = ~batch.tensors["mask"]
     slope_BTV = all_slope_BTV[:, token_columns(batch.step_T)]
-    slope_BTV = torch.where(rows.mask_BT[..., None], slope_BTV, 0.0)
+    slope_BTV = torch.where(batch.trained_BT[..., None], slope_BTV, 0.0)
     # d loss / d parameters = sum over tokens and vocabulary of d loss / d log-prob times the log-prob's score.
     score_BTVD = ScoreTables(instance, instance.features_NVD).score_NVD[rows.prefix_BT]
     gradient_BD = torch.einsum("btv,btvd->bd", slope_BTV, score_BTVD)
@@ -146,6 +146,8 @@ class Results:
         for result in self._results:
             if not self._hits(target, result):
                 where = str(result.policy.setting or "log-ratios of several nats, or 8 tokens")
+                if result.policy.instance.environment is not None:
+                    where = "a dialogue, in which a tool replies to what the policy wrote"
                 if not bool(result.moments.gradient_D.isfinite().all()):
                     where += ", where its gradient is not finite"
                 return where

@@ -57,7 +57,7 @@ def evaluate(
 
     trained = [row.reward.value for row in rows]
     golds = [row.reward.gold for row in rows if row.reward.gold is not None]
-    lengths = [len(row.rollout.completion_ids) for row in rows]
+    lengths = [len(row.rollout.drawn_ids) for row in rows]
     truncated = [row.rollout.stop_reason == "length" for row in rows]
     # The order is that of the table's columns; the first is the main score.
     values: dict[str, Interval | float] = {

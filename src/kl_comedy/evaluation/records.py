@@ -297,7 +297,7 @@ def _completion_record(suite: SuiteConfig, index: int, sample: int, scored: Scor
         "status": reward.status,
         "failed": failed(reward),
         "answer": canonical(rollout.text, suite.answer, problem.meta.get("choices", ())),
-        "tokens": len(rollout.completion_ids),
+        "tokens": len(rollout.drawn_ids),
         "stop_reason": rollout.stop_reason,
         "prompt": rollout.prompt.text,
         "completion": rollout.text,

@@ -134,6 +134,9 @@ class KLAudit(LossCallback):
         mask_BL = torch.cat([row["prompt_mask"], row["completion_mask"]], 1)
         ids_BT = row["completion_ids"]
         mask_BT = row["completion_mask"].bool()
+        if "tool_mask" in row:
+            # The model attends to a tool's reply, but the policy did not draw it: it is no part of the KL.
+            mask_BT = mask_BT & row["tool_mask"].bool()
         width = ids_BT.shape[1]
         # The KL of what was sampled: at the trainer's temperature, as TRL's own log-probs.
         temperature = getattr(self.trainer, "temperature", 1.0)

@@ -106,14 +106,20 @@ def _running_sum(delta_BT: Tensor, window: int | None) -> Tensor:
 
 
 def weights_of(
-    name: str, delta_BT: Tensor, *, cap: float | None = None, cap_mode: str = "truncate", window: int | None = None
+    name: str,
+    delta_BT: Tensor,
+    *,
+    cap: float | None = None,
+    cap_mode: str = "truncate",
+    window: int | None = None,
+    mask_BT: Tensor | None = None,
 ) -> Tensor:
     """The ratios of a registered correction with its bounds, ``[B, T]``.
 
     ``truncate`` is ``min(ratio, cap)``, ``mask`` replaces a ratio above the cap by zero, ``each`` truncates every
     token's ratio before the product, ``clip`` depends on the cost (:func:`clipped`) and bounds nothing here. All
     introduce bias, so they are options of a term and its diagnostics count them. ``window`` is for corrections of
-    scope prefix.
+    scope prefix; it counts the tokens of ``mask_BT`` (None: all).
 
     >>> weights_of("prefix", torch.tensor([[0.0, 1.0, 2.0]]), window=1).log().round(decimals=3)
     tensor([[0., 1., 2.]])
@@ -127,8 +133,13 @@ def weights_of(
     if window is None:
         # Most corrections take no window at all, so the argument is given only where there is one.
         ratio_BT = correction(delta_BT)
-    else:
+    elif mask_BT is None:
         ratio_BT = correction(delta_BT, window=window)
+    else:
+        # The tokens of the mask side by side, in their order: a window must not be filled by what a tool printed.
+        order_BT = (~mask_BT).byte().argsort(dim=-1, stable=True)
+        compact_BT = correction(delta_BT.gather(-1, order_BT), window=window)
+        ratio_BT = torch.zeros_like(compact_BT).scatter(-1, order_BT, compact_BT)
     if cap is None or cap_mode == "clip":
         return ratio_BT
     if cap_mode == "truncate":

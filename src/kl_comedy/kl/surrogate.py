@@ -91,14 +91,17 @@ def _sum_of_others(values_BT: Tensor, group_B: Tensor) -> Tensor:
     return sums_BT - values_BT
 
 
-def credit_costs(cost_BT: Tensor, credit: str, discount: float = 1.0) -> Tensor:
+def credit_costs(cost_BT: Tensor, credit: str, discount: float = 1.0, mask_BT: Tensor | None = None) -> Tensor:
     """The cost that weights the score of each token.
 
     ``total``: the sum over the completion; ``to_go``: the sum over u >= t (2506.09477; past costs have
-    zero mean), each times ``discount^(u - t)``; ``own``: the token's own.
+    zero mean), each times ``discount^(u - t)``; ``own``: the token's own. A discount counts the tokens of the mask
+    (None: all): credit must not depend on how much a tool prints between two of them. Costs are zero outside the mask.
 
     >>> credit_costs(torch.tensor([[1.0, 2.0, 3.0]]), "to_go")
     tensor([[6., 5., 3.]])
+    >>> credit_costs(torch.tensor([[1.0, 0.0, 4.0]]), "to_go", 0.5, torch.tensor([[True, False, True]]))
+    tensor([[3., 4., 4.]])
     """
     if credit == "total":
         return cost_BT.sum(-1, keepdim=True).expand_as(cost_BT)
@@ -107,9 +110,12 @@ def credit_costs(cost_BT: Tensor, credit: str, discount: float = 1.0) -> Tensor:
     if discount == 1:
         return running_sum(cost_BT.flip(-1)).flip(-1)
     # C_t = c_t + discount * C_{t+1}, from the end: a running sum over powers of 1 / discount overflows on long rows.
+    factor_BT = torch.full_like(cost_BT, discount)
+    if mask_BT is not None:
+        factor_BT = torch.where(mask_BT, factor_BT, 1.0)
     costs = list(cost_BT.unbind(-1))
     for t in reversed(range(len(costs) - 1)):
-        costs[t] = costs[t] + discount * costs[t + 1]
+        costs[t] = costs[t] + factor_BT[:, t] * costs[t + 1]
     return torch.stack(costs, -1)
 
 
@@ -118,6 +124,7 @@ def in_reward(
     ratio_BT: Tensor,
     up_to_BT: Tensor,
     *,
+    mask_BT: Tensor,
     credit: str,
     discount: float = 1.0,
     per_decision: bool,
@@ -141,7 +148,7 @@ def in_reward(
         step_BT = value_BT
         weight_BT = ratio_BT
         baseline_weight_BT = ratio_BT
-    cost_BT = credit_costs(step_BT, credit, discount)
+    cost_BT = credit_costs(step_BT, credit, discount, mask_BT)
     # Not the last column of the cost: a token after the end has no step of its own to be left out of the total.
     total_B = step_BT.sum(-1)
     cost_after_B = torch.zeros_like(total_B)
@@ -281,7 +288,7 @@ def kl_diagnostics(
 def _ratios_beyond_the_cap(term: KLTerm, batch: _Batch) -> tuple[Tensor, Tensor]:
     """The ratios without a cap, and where the term's cap changes them."""
     delta_BT = batch.log_ratio_to_behaviour()
-    ratio_BT = weights_of(term.correction, delta_BT, window=term.window)
+    ratio_BT = weights_of(term.correction, delta_BT, window=term.window, mask_BT=batch.mask_BT)
     if term.cap is None:
         return ratio_BT, torch.zeros_like(batch.mask_BT)
     if term.cap_mode == "clip":
@@ -356,7 +363,8 @@ def _parts(term: KLTerm, batch: _Batch) -> TermParts:
     """The estimate of a checked batch as a cost (reward) or differentiated (loss), with its ratios."""
     delta_BT = batch.log_ratio_to_behaviour()
     # Differentiable where the correction is: in loss its score term is part of the gradient, in reward it is detached.
-    ratio_BT = weights_of(term.correction, delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
+    bounds: dict[str, Any] = {"cap": term.cap, "cap_mode": term.cap_mode, "window": term.window}
+    ratio_BT = weights_of(term.correction, delta_BT, mask_BT=batch.mask_BT, **bounds)
     value_BT = _weighted(term, batch, _value(term, batch))
     if term.placement == "loss":
         return in_loss(value_BT, ratio_BT)
@@ -368,7 +376,7 @@ def _parts(term: KLTerm, batch: _Batch) -> TermParts:
     up_to_BT = ratio_BT
     if per_decision:
         # prefix_previous leaves out the token's own ratio, which a baseline of the score at t needs.
-        up_to_BT = weights_of("prefix", delta_BT, cap=term.cap, cap_mode=term.cap_mode, window=term.window)
+        up_to_BT = weights_of("prefix", delta_BT, mask_BT=batch.mask_BT, **bounds)
     # An exact KL depends on the prefix alone, so its own step is differentiated: grad KL_t, and not s_t KL_t.
     pathwise_BT = None
     exact = term.needs != "log_ratio"
@@ -381,6 +389,7 @@ def _parts(term: KLTerm, batch: _Batch) -> TermParts:
         value_BT,
         ratio_BT,
         up_to_BT,
+        mask_BT=batch.mask_BT,
         credit=str(term.credit),
         discount=term.discount,
         per_decision=per_decision,

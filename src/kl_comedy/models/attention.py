@@ -348,10 +348,10 @@ def group_by_prompt(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor) -> dict[tuple
     return rows_of_prompt
 
 
-def pack_batch(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor) -> PackedBatch:
+def pack_batch(prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, real_BT: Tensor) -> PackedBatch:
     """Pack rows of left-padded prompts (at least one token) and right-padded completions into a line."""
     device = ids_BT.device
-    sizes = mask_BT.bool().sum(-1).tolist()
+    sizes = real_BT.bool().sum(-1).tolist()
     completion_ids = ids_BT.tolist()
     tokens: list[int] = []
     positions: list[int] = []

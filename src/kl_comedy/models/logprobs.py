@@ -2,6 +2,9 @@
 
     prompt [B, P] + completion [B, T] -> body -> hidden of the N = mask.sum() positions -> head, row chunks -> [B, T]
 
+The body attends to ``real_BT``, the tokens of a completion. The head sees ``mask_BT`` alone, the trained ones: what an
+environment wrote has no log-prob, no exact KL and no entropy, and costs no logits.
+
 Shape legend: ``B`` sequences, ``P`` prompt tokens (left-padded), ``T`` completion tokens (right-padded), ``N``
 completion tokens inside the mask, ``H`` hidden width, ``V`` vocabulary, ``K`` top tokens. All values are in nats (total
 variation: a probability) at the sampling temperature, in float32 (float64 for a float64 model), and exactly zero
@@ -35,15 +38,20 @@ def token_pass(
     prompt_mask_BP: Tensor,
     ids_BT: Tensor,
     mask_BT: Tensor,
+    real_BT: Tensor | None = None,
     reference: ReferencePass | None = None,
 ) -> TokenPass:
     """Pass ``model`` over prompts and completions; see :class:`TokenPass` for the result.
 
+    ``real_BT``: the tokens that are attended to; None for ``mask_BT``, all of which are then trained.
     What is ``wanted`` against a reference needs its ``reference`` pass over the same batch, at the same temperature and
     with the same ``share_prompt``. With equal weights every divergence is then exactly 0.0, because both sides run the
     same operations. Raises :class:`ValueError` on shapes, padding sides or a reference that does not fit.
     """
-    mask_BT = check_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, temperature=options.temperature)
+    if real_BT is None:
+        real_BT = mask_BT
+    check_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, real_BT, temperature=options.temperature)
+    mask_BT = mask_BT.bool()
     likeliest = None
     if reference is not None:
         likeliest = reference.top
@@ -52,7 +60,7 @@ def token_pass(
 
     def run() -> tuple[Tensor, ...]:
         hidden_NH = completion_hidden(
-            model, prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, share_prompt=options.share_prompt
+            model, prompt_ids_BP, prompt_mask_BP, ids_BT, real_BT, mask_BT, share_prompt=options.share_prompt
         )
         reference_head = None
         if needs_reference_head and reference is not None:
@@ -133,25 +141,38 @@ def _reference_head(reference: ReferencePass, rows: int, temperature: float) -> 
 
 
 def check_batch(
-    prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor, *, temperature: float
-) -> Tensor:
-    """Check shapes, padding sides and temperature; return the completion mask as bool."""
+    prompt_ids_BP: Tensor,
+    prompt_mask_BP: Tensor,
+    ids_BT: Tensor,
+    mask_BT: Tensor,
+    real_BT: Tensor,
+    *,
+    temperature: float,
+) -> None:
+    """Raise :class:`ValueError` for shapes, padding sides, a mask or a temperature that do not fit."""
     if prompt_ids_BP.ndim != 2 or prompt_ids_BP.shape != prompt_mask_BP.shape:
         raise ValueError(f"prompt ids {tuple(prompt_ids_BP.shape)} and mask {tuple(prompt_mask_BP.shape)} differ")
     if ids_BT.ndim != 2 or ids_BT.shape != mask_BT.shape or len(ids_BT) != len(prompt_ids_BP):
         raise ValueError(f"completion ids {tuple(ids_BT.shape)} and mask {tuple(mask_BT.shape)} do not fit")
+    if real_BT.shape != mask_BT.shape:
+        raise ValueError(f"real_BT {tuple(real_BT.shape)} and mask_BT {tuple(mask_BT.shape)} differ")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive to have log-probs, got {temperature}")
-    mask_BT = mask_BT.bool()
     prompt_BP = prompt_mask_BP.bool()
-    token_after_padding_BT = mask_BT[:, 1:] & ~mask_BT[:, :-1]
+    attended_BT = real_BT.bool()
+    token_after_padding_BT = attended_BT[:, 1:] & ~attended_BT[:, :-1]
     if bool(token_after_padding_BT.any()):
-        raise ValueError("mask_BT must be right-padded: ones, then zeros")
+        name = "mask_BT" if real_BT is mask_BT else "real_BT"
+        raise ValueError(f"{name} must be right-padded: ones, then zeros")
+    if real_BT is not mask_BT:
+        outside_BT = mask_BT.bool() & ~attended_BT
+        if bool(outside_BT.any()):
+            row, column = (int(position) for position in outside_BT.nonzero()[0])
+            raise ValueError(f"mask_BT has a trained token at [{row}, {column}], where real_BT has padding")
     has_tokens = prompt_BP.shape[1] > 0 and bool(prompt_BP[:, -1].all())
     padding_after_token_BP = prompt_BP[:, :-1] & ~prompt_BP[:, 1:]
     if not has_tokens or bool(padding_after_token_BP.any()):
         raise ValueError("prompt_mask_BP must be left-padded, with at least one token in every prompt")
-    return mask_BT
 
 
 def completion_hidden(
@@ -159,23 +180,28 @@ def completion_hidden(
     prompt_ids_BP: Tensor,
     prompt_mask_BP: Tensor,
     ids_BT: Tensor,
-    mask_BT: Tensor,
+    real_BT: Tensor,
+    mask_BT: Tensor | None = None,
     *,
     share_prompt: bool = True,
 ) -> Tensor:
-    """Hidden state before each masked completion token, ``[N, H]``, rows in reading order.
+    """Hidden state before each token of ``mask_BT`` (None: of ``real_BT``), ``[N, H]``, rows in reading order.
 
     Positions count real tokens, so that padding changes nothing. Rows with the same prompt share its
     computation where the attention allows it (:mod:`kl_comedy.models.attention`), unless ``share_prompt`` is off.
     """
     if share_prompt and use_layout_attention(model):
-        return packed_hidden(model, pack_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT))
+        hidden_NH = packed_hidden(model, pack_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, real_BT))
+        if mask_BT is None or mask_BT is real_BT:
+            return hidden_NH
+        return hidden_NH[mask_BT.bool()[real_BT.bool()]]
     ids_BS = torch.cat([prompt_ids_BP, ids_BT], dim=1)
-    real_BS = torch.cat([prompt_mask_BP.bool(), mask_BT.bool()], dim=1)
+    real_BS = torch.cat([prompt_mask_BP.bool(), real_BT.bool()], dim=1)
     # By real tokens: the padding on the left must not move the positions of a prompt.
     position_BS = (real_BS.long().cumsum(1) - 1).clamp(min=0)
     body: Any = decoder_body(model)
     out = body(input_ids=ids_BS, attention_mask=real_BS.long(), position_ids=position_BS, use_cache=False)
     hidden_BSH: Tensor = out.last_hidden_state
     start = prompt_ids_BP.shape[1] - 1  # the last token of the prompt predicts the first of the completion
-    return hidden_BSH[:, start : start + ids_BT.shape[1]][mask_BT.bool()]
+    selected_BT = real_BT if mask_BT is None else mask_BT
+    return hidden_BSH[:, start : start + ids_BT.shape[1]][selected_BT.bool()]

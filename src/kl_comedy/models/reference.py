@@ -84,7 +84,13 @@ class Reference:
 
     @torch.no_grad()
     def forward_pass(
-        self, *, prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor
+        self,
+        *,
+        prompt_ids_BP: Tensor,
+        prompt_mask_BP: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        real_BT: Tensor | None = None,
     ) -> ReferencePass:
         """Pass over prompts and completions, without gradient; see :func:`~kl_comedy.models.logprobs.token_pass`."""
         adapter: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -100,6 +106,7 @@ class Reference:
                 prompt_mask_BP=prompt_mask_BP,
                 ids_BT=ids_BT,
                 mask_BT=mask_BT,
+                real_BT=real_BT,
             )
         # Exact KL computes the logits again, chunk by chunk, from hidden states and head.
         weight_VH, bias_V = head_weights(self.model)

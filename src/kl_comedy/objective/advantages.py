@@ -109,19 +109,32 @@ def token_rewards(returns_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """The reward of each token, ``[B, T]``, zero outside the mask: ``G_t - G_{t+1}``, and ``G_t`` at the last token.
 
     This undoes the sum in a cost to go, so that a KL cost is again a cost of its own token; that of an exact KL, which
-    belongs to a prefix, is a cost of the prefix's last token. Masks begin at the first token and have no gaps.
+    belongs to a prefix, is a cost of the prefix's last token. The next token is the next one inside the mask: a tool's
+    reply stands between two tokens of the policy, and a reward before it counts once.
 
     >>> token_rewards(torch.tensor([[0.5, 0.7, 0.9]]), torch.tensor([[True, True, False]]))
     tensor([[-0.2000,  0.7000,  0.0000]])
+    >>> token_rewards(torch.tensor([[1.0, 1.0, 1.0]]), torch.tensor([[True, False, True]]))
+    tensor([[0., 0., 1.]])
     """
-    # Beyond the end a return may be anything; the difference at the last token needs a 0 there.
-    inside_BT = torch.where(mask_BT.bool(), returns_BT, 0.0)
-    return inside_BT - _next(inside_BT)
+    mask_BT = mask_BT.bool()
+    next_BT = _next(returns_BT, _next_column(mask_BT))
+    # Outside the mask a return may be anything.
+    return torch.where(mask_BT, returns_BT - next_BT, 0.0)
 
 
-def _next(values_BT: Tensor) -> Tensor:
-    """The value of the following token ``[B, T]``; zero (or False) in the last column."""
-    return pad(values_BT[:, 1:], (0, 1))
+def _next_column(mask_BT: Tensor) -> Tensor:
+    """The column of the next token inside the mask, ``[B, T]``; ``T`` where none follows."""
+    length = mask_BT.shape[1]
+    column_T = torch.arange(length, device=mask_BT.device)
+    # The smallest column inside the mask, of those at or after each one.
+    column_BT = torch.where(mask_BT, column_T, length).flip(-1).cummin(-1).values.flip(-1)
+    return pad(column_BT[:, 1:], (0, 1), value=length)
+
+
+def _next(values_BT: Tensor, next_column_BT: Tensor) -> Tensor:
+    """The value at the columns of :func:`_next_column`, ``[B, T]``; zero where there is none."""
+    return pad(values_BT, (0, 1)).gather(-1, next_column_BT)
 
 
 @ADVANTAGES.register("gae", source="Schulman et al. 1506.02438, Eq. 16", group=False, critic=True)
@@ -138,9 +151,10 @@ def gae(
     """``A_t = sum_l (gamma lam)^l delta_{t+l}`` with ``delta_t = r_t + gamma V_{t+1} - V_t``: credit for each token.
 
     ``values_BT[b, t]`` is the value of the prefix before token t, ``last_value_B`` the value after the last token (0
-    where the completion has ended). With ``gamma = lam = 1`` the advantage is the return to go less the value, hence
-    unbiased whatever the values are; a smaller ``lam`` trades variance for their bias. Returns ``[B, T]``, zero outside
-    the mask. Raises :class:`UserError` without values.
+    where the completion has ended). Steps are tokens inside the mask: a tool's reply between two of them adds no factor
+    of ``gamma`` or ``lam``. With ``gamma = lam = 1`` the advantage is the return to go less the value, hence unbiased
+    whatever the values are; a smaller ``lam`` trades variance for their bias. Returns ``[B, T]``, zero outside the
+    mask. Raises :class:`UserError` without values.
     """
     if values_BT is None:
         raise UserError("algorithm.advantage: gae needs the values of a value head, which only training has")
@@ -150,8 +164,9 @@ def gae(
         last_value_B = values_BT.new_zeros(len(values_BT))
     last_value_B = last_value_B.to(values_BT.dtype)
     # V_{t+1}: at the last token of a completion, the value after it.
-    is_last_BT = mask_BT & ~_next(mask_BT)
-    next_value_BT = torch.where(is_last_BT, last_value_B[:, None], _next(values_BT))
+    next_column_BT = _next_column(mask_BT)
+    is_last_BT = next_column_BT == mask_BT.shape[1]
+    next_value_BT = torch.where(is_last_BT, last_value_B[:, None], _next(values_BT, next_column_BT))
     # delta_t = r_t + gamma V_{t+1} - V_t
     delta_BT = token_rewards(returns_BT, mask_BT) + gamma * next_value_BT - values_BT
     delta_BT = torch.where(mask_BT, delta_BT, 0.0)
@@ -160,8 +175,9 @@ def gae(
     running_B = delta_BT.new_zeros(len(delta_BT))
     # A loop and not a running sum over powers of gamma lam, whose inverses overflow on long rows.
     for t in reversed(range(delta_BT.shape[1])):
-        running_B = delta_BT[:, t] + gamma * lam * running_B
-        advantage_BT[:, t] = running_B
+        is_inside_B = mask_BT[:, t]
+        running_B = torch.where(is_inside_B, delta_BT[:, t] + gamma * lam * running_B, running_B)
+        advantage_BT[:, t] = torch.where(is_inside_B, running_B, 0.0)
     return advantage_BT
 
 

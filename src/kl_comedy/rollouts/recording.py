@@ -76,6 +76,10 @@ def _is_parts(value: Any) -> bool:
     return isinstance(value, dict) and all(_is_number(part) for part in value.values())
 
 
+def _is_flags(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is bool for item in value)
+
+
 def _list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """A check for a list that is not empty, whose items all pass ``is_item``."""
 
@@ -96,6 +100,7 @@ class Column:
     """Its Parquet type, by the names of :func:`_parquet_bytes`."""
     accepts: Callable[[Any], bool]
     """Whether a value can be used."""
+    required: bool = True
 
 
 COLUMNS: Mapping[str, Column] = {
@@ -116,6 +121,12 @@ COLUMNS: Mapping[str, Column] = {
     "status": Column(f"one of {', '.join(STATUSES)}", "text", STATUSES.__contains__),
     "parts": Column("each reward before its weight", "parts", _is_parts),
     "temperature": Column("the sampling temperature, above 0", "float", _is_temperature),
+    "trained": Column(
+        "whether the policy drew each token, and not an environment; empty or missing where it drew all",
+        "flags",
+        _is_flags,
+        required=False,
+    ),
 }
 """Columns of a recording by name. Their order is that of the stored Parquet files."""
 
@@ -137,6 +148,7 @@ def to_row(batch: int, scored: Scored, *, temperature: float) -> dict[str, Any]:
         "status": reward.status,
         "parts": dict(reward.parts),
         "temperature": temperature,
+        "trained": list(rollout.trained),
     }
 
 
@@ -153,9 +165,15 @@ def from_row(row: Mapping[str, Any], prompt: Prompt) -> Scored:
         versions=(FOREIGN_VERSION,) * len(row["completion_ids"]),
         stop_reason=row["stop_reason"],
         text=row["text"],
+        trained=_trained(row),
     )
     reward = Reward(value=row["reward"], status=row["status"], parts=dict(row["parts"]))
     return Scored(rollout=rollout, reward=reward)
+
+
+def _trained(row: Mapping[str, Any]) -> tuple[bool, ...]:
+    """The column ``trained`` of a row, which may be missing."""
+    return tuple(row.get("trained") or ())
 
 
 class RecordingWriter:
@@ -200,6 +218,7 @@ def _parquet_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
     types = {
         "int": pa.int64(),
         "ints": pa.list_(pa.int64()),
+        "flags": pa.list_(pa.bool_()),
         "float": pa.float64(),
         "floats": pa.list_(pa.float64()),
         "text": pa.string(),
@@ -221,6 +240,8 @@ def check_row(row: Mapping[str, Any], place: str) -> None:
     for name, column in COLUMNS.items():
         value = row.get(name)
         if value is None:
+            if not column.required:
+                continue
             raise UserError(
                 f"{place}: {name} is missing ({column.meaning}); a run records it with train.record_rollouts"
             )
@@ -231,6 +252,11 @@ def check_row(row: Mapping[str, Any], place: str) -> None:
     for name in ("logps", "versions"):
         if len(row[name]) != tokens:
             raise UserError(f"{place}: {name} has {len(row[name])} numbers for the {tokens} tokens of completion_ids")
+    trained = _trained(row)
+    if trained and len(trained) != tokens:
+        raise UserError(f"{place}: trained has {len(trained)} entries for the {tokens} tokens of completion_ids")
+    if trained and not any(trained):
+        raise UserError(f"{place}: trained is false for every token: the policy drew none of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -535,8 +561,9 @@ class ReplayRollouts:
             ids = row["completion_ids"]
             if max(ids) >= vocabulary:
                 raise UserError(f"{place}: token id {max(ids)}, and the model's vocabulary has {vocabulary} entries")
-            # As Converter decodes, from which the recorded text came.
-            text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            # As Converter decodes, from which the recorded text came. The text is of the policy's own tokens.
+            drawn_ids = list(itertools.compress(ids, _trained(row) or (True,) * len(ids)))
+            text = tokenizer.decode(drawn_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             if text != row["text"]:
                 raise UserError(
                     f"{place}: this tokenizer does not decode completion_ids to the recorded text; the recording was "

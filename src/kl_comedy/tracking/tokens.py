@@ -26,6 +26,7 @@ USES = {
     "z": "advantage 0: only KL terms in the loss act on it",
     "m": "masked by a policy correction: only KL terms in the loss act on it",
     "o": "not trained on: its completion was left out of the loss",
+    "e": "written by the environment (a tool's reply): attended to, never trained on",
 }
 """What the loss did with a token, by the letter that is stored for it."""
 

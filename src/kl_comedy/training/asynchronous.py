@@ -47,8 +47,8 @@ class Group:
 
     @property
     def oldest(self) -> int:
-        """The oldest version among its tokens. A completion without tokens has version 0."""
-        return min(min(row.rollout.versions, default=0) for row in self.rows)
+        """The oldest version among the tokens that the policy drew. A completion without tokens has version 0."""
+        return min(min(row.rollout.drawn_versions, default=0) for row in self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)

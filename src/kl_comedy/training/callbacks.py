@@ -112,9 +112,9 @@ def sample_rows(rows: Sequence[Scored]) -> list[dict[str, Any]]:
     for row in rows[:SAMPLE_ROWS]:
         rollout = row.rollout
         version = None
-        if rollout.versions:
+        if rollout.drawn_versions:
             # That of the first token: with weights in flight later ones may have another.
-            version = rollout.versions[0]
+            version = rollout.drawn_versions[0]
         facts = {
             "problem": rollout.prompt.problem.text,
             "answer": rollout.prompt.problem.answer,

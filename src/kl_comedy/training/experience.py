@@ -78,6 +78,7 @@ class TrainingPrompts:
                 "versions": torch.tensor(row.rollout.versions, dtype=torch.long),
                 "stop_reason": row.rollout.stop_reason,
                 "text": row.rollout.text,
+                "trained": torch.tensor(row.rollout.trained, dtype=torch.bool),
                 "value": row.reward.value,
                 "status": row.reward.status,
                 "parts": dict(row.reward.parts),
@@ -97,6 +98,7 @@ class TrainingPrompts:
                 versions=tuple(state["versions"].tolist()),
                 stop_reason=state["stop_reason"],
                 text=state["text"],
+                trained=tuple(state["trained"].tolist()),
             )
             reward = Reward(value=state["value"], status=state["status"], parts=state["parts"])
             rows.append(Scored(rollout=rollout, reward=reward))

@@ -79,19 +79,17 @@ class Preparation:
 class UpdateTensors:
     """What the rows of one update say, for all ranks: ``[B]``, and ``[B, T]`` up to the longest completion."""
 
-    sizes_B: Tensor
     mask_BT: Tensor
+    """The tokens that the policy drew."""
     reward_B: Tensor
     """In float64: baselines subtract numbers of similar size."""
     group_B: Tensor
 
     @classmethod
     def of(cls, rows: Sequence[Scored], device: torch.device) -> UpdateTensors:
-        sizes_B = torch.tensor([len(row.rollout.completion_ids) for row in rows], device=device)
-        length = int(sizes_B.max())
+        masks = [torch.tensor(row.rollout.trained_mask, dtype=torch.bool) for row in rows]
         return cls(
-            sizes_B=sizes_B,
-            mask_BT=torch.arange(length, device=device)[None] < sizes_B[:, None],
+            mask_BT=pad_sequence(masks, batch_first=True).to(device),
             reward_B=torch.tensor([row.reward.value for row in rows], dtype=torch.float64, device=device),
             group_B=torch.tensor([row.rollout.group_id for row in rows], device=device),
         )
@@ -361,7 +359,7 @@ def dpo_signal(
     return LearningSignal(
         # All tokens of a completion have its coefficient, which contains the mean over prompts: the weights are 1.
         advantage_BT=pairs.coefficient_B.float()[:, None].expand(-1, update.length),
-        weight_B=torch.ones_like(update.sizes_B),
+        weight_B=torch.ones_like(update.group_B),
         notes=notes,
     )
 

@@ -278,8 +278,10 @@ def accumulate_behaviour(metrics: MetricAccumulator, experience: Experience, log
     dated_BT = mask_BT & (versions_BT != FOREIGN_VERSION)
     metrics.add("policy/staleness", (version - versions_BT)[dated_BT].double().sum(), dated_BT.sum())
     # The product of a row is 1 up to its first token of another version: later tokens have a prefix that the
-    # learner's weights did not draw, and with in-flight updates a cache that they did not fill.
-    current_BT = mask_BT & (versions_BT == version).long().cumprod(1).bool()
+    # learner's weights did not draw, and with in-flight updates a cache that they did not fill. A token that an
+    # environment wrote has no version, and ends nothing.
+    is_current_BT = (versions_BT == version) | ~mask_BT
+    current_BT = mask_BT & is_current_BT.long().cumprod(1).bool()
     metrics.add("policy/equal_weights_share", current_BT.sum(), tokens)
     if bool(current_BT.any()):
         gap_N = delta_BT[current_BT].abs()
@@ -318,8 +320,8 @@ def token_numbers(micro: MicroBatch, policy: TokenPass, result: MicroLoss) -> di
     for row, position in enumerate(micro.positions):
         if position >= STORED_ROWS:
             continue
-        # Completions are padded on the right, so that the tokens inside the mask are the first ones.
-        length = min(int(experience.mask_BT[row].sum()), STORED_TOKENS)
+        # Completions are padded on the right, so that their tokens are the first ones.
+        length = min(int(experience.real_BT[row].sum()), STORED_TOKENS)
         exact = None
         if policy.kl_BT is not None:
             exact = policy.kl_BT[row, :length].double().tolist()
@@ -343,6 +345,7 @@ def _uses(micro: MicroBatch, parts: PolicyLossParts) -> Tensor:
     for weights in parts.weights.values():
         use_BT[weights.masked_BT] = 3
     use_BT[experience.weight_B == 0] = 4
+    use_BT[experience.real_BT & ~experience.mask_BT] = 5
     return use_BT
 
 
@@ -373,7 +376,7 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
         "train/reward": float(rewards.mean()),
         # The population's standard deviation exists for one row too.
         "train/reward_std": float(rewards.std(correction=0)),
-        "train/length": sum(len(row.rollout.completion_ids) for row in rows) / count,
+        "train/length": sum(len(row.rollout.drawn_ids) for row in rows) / count,
         "train/truncated_share": sum(row.rollout.stop_reason == "length" for row in rows) / count,
         "train/groups_without_signal": groups_without_signal / len(rewards_of_group),
         **{f"train/verifier_{name}": status[name] / count for name in ("unparseable", "timeout", "refused", "failed")},
@@ -385,7 +388,7 @@ def time_metrics(rows: Sequence[Scored], of_batch: Mapping[str, float], learn_s:
     """Seconds of an update, and what follows from them. ``of_batch`` holds those of sampling at a batch's first use."""
     # Later updates from a batch sample nothing, and their times are 0 and not absent.
     times = {"time/generate": 0.0, "time/score": 0.0, "time/wait": 0.0} | dict(of_batch)
-    tokens = sum(len(row.rollout.completion_ids) for row in rows)
+    tokens = sum(len(row.rollout.drawn_ids) for row in rows)
     total = times["time/wait"] + learn_s
     tokens_per_second = 0.0
     idle_share = 0.0

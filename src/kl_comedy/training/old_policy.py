@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kl_comedy.config import AlgorithmConfig
 from kl_comedy.records import Scored
@@ -42,11 +42,7 @@ def record_old_policy(
     for packed in packer.micro_batches(rows):
         inputs = model_inputs(packed)
         if bootstrap:
-            # The value head gives the value before a token. With one token more at the end (any id will do), the
-            # value before it is the one after the last real token. Completions are padded on the right, so that a true
-            # put in front of a row of the mask makes its run of trues one longer.
-            inputs["mask_BT"] = nn.functional.pad(inputs["mask_BT"], (1, 0), value=True)
-            inputs["ids_BT"] = nn.functional.pad(inputs["ids_BT"], (0, 1), value=packer.pad_id)
+            inputs = _with_a_token_more(inputs, packer.pad_id)
         policy = policy_pass(inputs, None, ())
         logp_BT = policy.logp_BT.float().cpu()
         value_BT = torch.zeros_like(logp_BT)
@@ -73,3 +69,18 @@ def record_old_policy(
     for recorded_on_rank in packer.ranks.gather(recorded):
         by_position |= recorded_on_rank
     return [by_position[position] for position in range(len(rows))]
+
+
+def _with_a_token_more(inputs: dict[str, Tensor], pad_id: int) -> dict[str, Tensor]:
+    """The inputs of a pass with one token more at the end of each completion (any id will do), as if it were trained.
+
+    The value head gives the value before a token; before this one it is the value after the last token.
+    """
+    size_B1 = inputs["real_BT"].sum(-1, keepdim=True)
+    longer = {name: nn.functional.pad(inputs[name], (0, 1)) for name in ("real_BT", "mask_BT")}
+    return {
+        **inputs,
+        "ids_BT": nn.functional.pad(inputs["ids_BT"], (0, 1), value=pad_id),
+        "real_BT": longer["real_BT"].scatter(-1, size_B1, True),
+        "mask_BT": longer["mask_BT"].scatter(-1, size_B1, True),
+    }

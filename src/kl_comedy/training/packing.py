@@ -25,6 +25,9 @@ from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 class Packed:
     """Rows of one micro-batch as tensors on the learner's device; ``positions`` are those among all rows.
 
+    ``real_BT`` are the tokens of the completions, ``mask_BT`` those of them that the policy drew: the model attends to
+    the former, the loss reads the latter. They are the same tensor where no environment wrote a token.
+
     ``empty``: these rows count on another rank. The pass keeps this rank in step with ranks that have more rows.
     """
 
@@ -33,6 +36,7 @@ class Packed:
     prompt_ids_BP: Tensor
     prompt_mask_BP: Tensor
     ids_BT: Tensor
+    real_BT: Tensor
     mask_BT: Tensor
     behaviour_logp_BT: Tensor
     policy_version_BT: Tensor
@@ -40,7 +44,8 @@ class Packed:
 
 def model_inputs(batch: Packed | Experience) -> dict[str, Tensor]:
     """The arguments of a forward pass over the rows of a batch."""
-    return {name: getattr(batch, name) for name in ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "mask_BT")}
+    names = ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "real_BT", "mask_BT")
+    return {name: getattr(batch, name) for name in names}
 
 
 def pass_options(config: Config, loaded: LoadedModel) -> PassOptions:
@@ -90,6 +95,11 @@ class Packer:
         completions = [rollout.completion_ids for rollout in rollouts]
         width_P = max(len(prompt) for prompt in prompts)
         width_T = max(len(completion) for completion in completions)
+        real_BT = self._padded_right([[True] * len(ids) for ids in completions], width_T, False)
+        mask_BT = real_BT
+        # The same tensor without an environment, so that a pass has no hidden states to select (a copy of them all).
+        if any(rollout.trained for rollout in rollouts):
+            mask_BT = self._padded_right([rollout.trained_mask for rollout in rollouts], width_T, False)
         # Prompts on the left and completions on the right, so that every first completion token is in the same column.
         return Packed(
             positions=positions,
@@ -97,7 +107,8 @@ class Packer:
             prompt_ids_BP=self._padded_left(prompts, width_P, self.pad_id),
             prompt_mask_BP=self._padded_left([[True] * len(prompt) for prompt in prompts], width_P, False),
             ids_BT=self._padded_right(completions, width_T, self.pad_id),
-            mask_BT=self._padded_right([[True] * len(ids) for ids in completions], width_T, False),
+            real_BT=real_BT,
+            mask_BT=mask_BT,
             behaviour_logp_BT=self._padded_right([rollout.logps for rollout in rollouts], width_T, 0.0).float(),
             policy_version_BT=self._padded_right([rollout.versions for rollout in rollouts], width_T, 0),
         )

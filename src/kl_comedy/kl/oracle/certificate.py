@@ -1,9 +1,10 @@
 """Certificates: what a list of terms optimizes in each regime, by enumeration, in a sentence a user can act on.
 
 A target is *hit* when the exact expected gradient equals it on every instance of the battery: tabular and
-shared parameters, several seeds, near the reference and far from it (where clamps and caps act); with a seed,
-also in drawn settings (:mod:`kl_comedy.kl.oracle.drawn`). The figures of a certificate are means over the near
-instances with shared parameters, as in a language model.
+shared parameters, several seeds, near the reference and far from it (where clamps and caps act), and dialogues, in
+which an environment writes a part of the tokens; with a seed, also in drawn settings
+(:mod:`kl_comedy.kl.oracle.drawn`). The figures of a certificate are means over the near instances with shared
+parameters that have no environment, as in a language model.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kl_comedy.kl.claims import TARGETS, claimed_target, own_targets
 from kl_comedy.kl.oracle.certificate_record import Certificate, is_bounded, pulls_to_sampler, relative_terms
 from kl_comedy.kl.oracle.drawn import TOLERANCE as DRAWN_TOLERANCE
 from kl_comedy.kl.oracle.drawn import Setting, drawn_settings, worst_case
-from kl_comedy.kl.oracle.enumeration import REGIMES, Instance, InstanceSettings, Tree
+from kl_comedy.kl.oracle.enumeration import REGIMES, Environment, Instance, InstanceSettings, Tree
 from kl_comedy.kl.oracle.gradients import (
     TOLERANCE,
     Moments,
@@ -104,10 +105,23 @@ def battery(
     # Caps, clamps and windows act on these two, which separates what always holds from what holds while none acts.
     cases.append(with_targets(Instance.random(main, far), sampler_is_reference))
     cases.append(with_targets(Instance.random(LONG, near), sampler_is_reference))
+    for parameters in (None, SHARED):
+        dialogue = dialogue_on(main, dataclasses.replace(near, parameters=parameters))
+        cases.append(with_targets(dialogue, sampler_is_reference, near=True))
     if seed is not None:
         for setting in drawn_settings(seed):
             cases.append(with_targets(setting.instance(regime), sampler_is_reference, setting=setting))
     return tuple(cases)
+
+
+def dialogue_on(main: Tree, settings: InstanceSettings) -> Instance:
+    """A random instance in which an environment writes a part of the tokens, on a tree one token longer than ``main``.
+
+    So the policy has a turn after a reply of more than one token.
+    """
+    tree = Tree.build(vocabulary=main.vocabulary, length=main.length + 1, ends=main.ends)
+    instance = Instance.random(tree, settings)
+    return dataclasses.replace(instance, environment=Environment.random(tree, settings.seed))
 
 
 def with_targets(

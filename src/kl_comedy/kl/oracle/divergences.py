@@ -77,5 +77,5 @@ def divergence_gradient(instance: Instance, name: str) -> Tensor:
     """
     theta_D = instance.theta_D.clone().requires_grad_(True)
     value_N = _DIVERGENCES[name](instance.policy_logp(theta_D), instance.ref_logp_NV)
-    total = instance.tree.reach(instance.sampler_logp_NV) @ value_N
+    total = instance.reach(instance.sampler_logp_NV) @ value_N
     return torch.autograd.grad(total, theta_D)[0]

@@ -23,7 +23,10 @@ from kl_comedy.kl.estimators import TopTokens, certainty, jensen_shannon
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Completions with everything a training loss may read; floats are float64, zero outside the mask.
+    """Completions with everything a training loss may read; floats are float64, zero beyond the end of a completion.
+
+    At the tokens of an environment, which the mask leaves out, they are what policy, reference and sampler say of these
+    tokens, as a trainer that scores a whole dialogue has it: a loss that reads them there has another gradient.
 
     ``logp_BT``, the two exact KLs and ``next_logp_BTV`` ask for gradient; everything else is constant. The last three
     are for terms that read other tokens than the sampled one.
@@ -281,6 +284,35 @@ def log_probs(tree: Tree | Completions, logp_NV: Tensor) -> Tensor:
     return torch.where(completions.mask_BT, logp_BT, torch.zeros_like(logp_BT))
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Environment:
+    """Who writes in a dialogue. At the prefixes of ``writes_N`` (bool) the next token is drawn from ``logp_NV`` (nats),
+    whatever the policy is; it is in no mask."""
+
+    writes_N: Tensor
+    logp_NV: Tensor
+
+    @classmethod
+    def random(cls, tree: Tree, seed: int) -> Environment:
+        """A tool that is called by token 1, and replies with one token, or with more as long as it draws the last one.
+
+        Its log-probs depend on the whole dialogue. It does not end a completion, and may be cut in its reply.
+        """
+        writes_N = torch.zeros(tree.prefixes, dtype=torch.bool)
+        lowest_token = tree.vocabulary - tree.branching
+        for depth in range(1, tree.length):
+            position = torch.arange(tree.width(depth))
+            last_token = position % tree.branching + lowest_token
+            tool_wrote_it = writes_N[tree.first(depth - 1) + position // tree.branching]
+            replies = torch.where(tool_wrote_it, last_token == tree.vocabulary - 1, last_token == 1)
+            writes_N[tree.first(depth) : tree.first(depth + 1)] = replies
+        generator = torch.Generator().manual_seed(seed)
+        logits_NV = 1.5 * torch.randn(tree.prefixes, tree.vocabulary, generator=generator, dtype=torch.float64)
+        if tree.ends:
+            logits_NV[:, 0] = IMPOSSIBLE
+        return cls(writes_N=writes_N, logp_NV=prefix_log_probs(logits_NV))
+
+
 REGIMES = ("on_policy", "off_policy", "mixed")
 RECORDS = ("drawn", "raw")
 IMPOSSIBLE_UNDER = ("no token", "reference", "all")
@@ -345,6 +377,8 @@ class Instance:
     """The reward of a completion by its last prefix: ended there, or truncated there."""
     proximal_logp_NV: Tensor | None = None
     """The policy at the batch's first use; None where that is the policy itself."""
+    environment: Environment | None = None
+    """Who writes a part of the tokens; None where the policy writes all."""
 
     @classmethod
     def random(cls, tree: Tree, settings: InstanceSettings) -> Instance:
@@ -407,6 +441,22 @@ class Instance:
         between_NV = (1 - share) * self.recorded_logp_NV + share * self.policy_logp().detach()
         return dataclasses.replace(self, proximal_logp_NV=prefix_log_probs(between_NV))
 
+    def in_dialogue(self, logp_NV: Tensor) -> Tensor:
+        """What the next token is drawn from where these log-probs are the policy's: the environment's in its turns."""
+        if self.environment is None:
+            return logp_NV
+        return torch.where(self.environment.writes_N[:, None], self.environment.logp_NV, logp_NV)
+
+    def reach(self, logp_NV: Tensor) -> Tensor:
+        """The probability ``[N]`` of each prefix as one of a token of the policy; differentiable.
+
+        At prefixes where an environment writes it is zero: no divergence of policies is measured there.
+        """
+        reach_N = self.tree.reach(self.in_dialogue(logp_NV))
+        if self.environment is None:
+            return reach_N
+        return torch.where(self.environment.writes_N, 0.0, reach_N)
+
     @property
     def behaviour_logp_BT(self) -> Tensor:
         """What the sampler recorded for every completion of a small tree, ``[B, T]``."""
@@ -424,21 +474,24 @@ class Instance:
 
     def rows(self, completions: Completions, group_size: int = 1) -> Rows:
         """What a loss reads of these completions; log-probs and exact KLs are leaves that ask for gradient."""
-        mask_BT = completions.mask_BT
+        inside_BT = completions.mask_BT
         prefix_BT = completions.prefix_BT
+        mask_BT = inside_BT
+        if self.environment is not None:
+            mask_BT = inside_BT & ~self.environment.writes_N[prefix_BT]
         reverse_N, forward_N = self.kl_N
         proximal_logp_BT = None
         if self.proximal_logp_NV is not None:
             proximal_logp_BT = log_probs(completions, self.proximal_logp_NV)
         # A reward depends on the last prefix and on how the completion ended there.
-        last_prefix_B = prefix_BT.gather(1, mask_BT.sum(-1, keepdim=True) - 1)[:, 0]
+        last_prefix_B = prefix_BT.gather(1, inside_BT.sum(-1, keepdim=True) - 1)[:, 0]
         return Rows(
             logp_BT=log_probs(completions, self.policy_logp()).requires_grad_(True),
             ref_logp_BT=log_probs(completions, self.ref_logp_NV),
             behaviour_logp_BT=log_probs(completions, self.recorded_logp_NV),
             mask_BT=mask_BT,
-            reverse_kl_BT=torch.where(mask_BT, reverse_N[prefix_BT], 0.0).requires_grad_(True),
-            forward_kl_BT=torch.where(mask_BT, forward_N[prefix_BT], 0.0).requires_grad_(True),
+            reverse_kl_BT=torch.where(inside_BT, reverse_N[prefix_BT], 0.0).requires_grad_(True),
+            forward_kl_BT=torch.where(inside_BT, forward_N[prefix_BT], 0.0).requires_grad_(True),
             reward_B=self.reward_N2[last_prefix_B, completions.truncated_B.long()],
             group_B=torch.arange(len(mask_BT)) // group_size,
             truncated_B=completions.truncated_B,
@@ -450,7 +503,7 @@ class Instance:
 
     def probability(self, completions: Completions) -> Tensor:
         """The probability ``[B]`` with which the sampler really draws each completion."""
-        return log_probs(completions, self.sampler_logp_NV).sum(-1).exp()
+        return log_probs(completions, self.in_dialogue(self.sampler_logp_NV)).sum(-1).exp()
 
 
 def nucleus(logp_NV: Tensor, top_p: float) -> Tensor:

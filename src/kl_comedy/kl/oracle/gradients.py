@@ -139,7 +139,7 @@ def sampled_moments(
     Whole groups are drawn; at least two, or the variance is not defined.
     """
     groups = samples // group_size
-    completions = instance.tree.sample(instance.sampler_logp_NV, groups * group_size, generator)
+    completions = instance.tree.sample(instance.in_dialogue(instance.sampler_logp_NV), groups * group_size, generator)
     _, gradient_BD = next(gradients_by_loss(instance, {"": loss}, completions, group_size))
     gradient_CD = gradient_BD.reshape(groups, group_size, -1).mean(1)
     mean_D = gradient_CD.mean(0)
@@ -200,9 +200,10 @@ def gradients_by_loss(
             if slope is None:
                 inside.append(None)
                 continue
-            if not bool(torch.isfinite(slope[rows.mask_BT]).all()):
+            # At the tokens of an environment too: a loss that has a gradient there leaks, and must miss its target.
+            if not bool(torch.isfinite(slope[completions.mask_BT]).all()):
                 raise NotFinite("the loss has a gradient that is not finite on some completion")
-            inside.append(_inside(slope, rows.mask_BT))
+            inside.append(_inside(slope, completions.mask_BT))
         score_BT, reverse_BT, forward_BT, next_BTV = inside
         assert score_BT is not None  # the total contains the log-probs
         yield name, gradient(score_BT, reverse_BT, forward_BT, next_BTV)
@@ -423,12 +424,12 @@ def target_gradient(instance: Instance, target: str, term: KLTerm | None = None)
             weighing_NV = instance.policy_logp()  # at the instance's own parameters: a weight is not differentiated
         weight_N = certainty(weighing_NV).clamp(min=0.0) ** term.weight_power
         kl_N = weight_N * kl_N
-    return torch.autograd.grad(instance.tree.reach(visiting_NV) @ kl_N, theta_D)[0]
+    return torch.autograd.grad(instance.reach(visiting_NV) @ kl_N, theta_D)[0]
 
 
 def sequence_kl(instance: Instance) -> float:
     """``KL(pi || ref)`` over completions, nats."""
-    return float(instance.tree.reach(instance.policy_logp()) @ instance.kl_N[0])
+    return float(instance.reach(instance.policy_logp()) @ instance.kl_N[0])
 
 
 def effective_sample_share(instance: Instance) -> float:
@@ -437,9 +438,10 @@ def effective_sample_share(instance: Instance) -> float:
     The sampler ``mu`` must be able to draw what the policy ``pi`` can, or the ratios do not have mean 1.
     """
     square = 0.0
-    policy_NV = instance.policy_logp()
+    policy_NV = instance.in_dialogue(instance.policy_logp())
+    sampler_NV = instance.in_dialogue(instance.sampler_logp_NV)
     for completions in instance.tree.chunks(CHUNK):
-        drawn_B = log_probs(completions, instance.sampler_logp_NV).sum(-1)
+        drawn_B = log_probs(completions, sampler_NV).sum(-1)
         policy_B = log_probs(completions, policy_NV).sum(-1)
         # A token that the sampler never draws has IMPOSSIBLE; what it can draw is far above half of that.
         can_be_drawn_B = drawn_B > IMPOSSIBLE / 2

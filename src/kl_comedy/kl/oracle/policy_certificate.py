@@ -156,6 +156,7 @@ def reward_gradient(instance: Instance) -> Tensor:
 def expected_reward(instance: Instance, logp_NV: Tensor) -> Tensor:
     """``E[R]`` over completions drawn from next-token log-probs; differentiable."""
     tree = instance.tree
+    logp_NV = instance.in_dialogue(logp_NV)
     # By prefixes: a completion's reward is weighted by the probability of reaching its last one.
     reach_N = tree.reach(logp_NV)
     is_last_N = tree.depth_N == tree.length - 1

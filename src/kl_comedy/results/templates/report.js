@@ -79,6 +79,7 @@ const tokenFacts = (completion, at) => {
   if (completion.text[at] === "" && completion.special[at] === undefined) {
     facts.push("a part of the character that a later token completes");
   }
+  if (completion.use[at] === "e") return [...facts, tokenUses.e].join(" \u00b7 ");
   facts.push(`KL k1 ${shortNumber(completion.k1_reverse[at])} nats`);
   if (completion.exact_reverse) facts.push(`exact KL ${shortNumber(completion.exact_reverse[at])} nats`);
   facts.push(`ratio to the sampler ${shortNumber(Math.exp(Number(completion.log_ratio[at])))}`);

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import compress
 from typing import Any
 
 import torch
@@ -78,12 +79,21 @@ class TeacherServer:
 
     @torch.no_grad()
     def forward_pass(
-        self, *, prompt_ids_BP: Tensor, prompt_mask_BP: Tensor, ids_BT: Tensor, mask_BT: Tensor
+        self,
+        *,
+        prompt_ids_BP: Tensor,
+        prompt_mask_BP: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        real_BT: Tensor | None = None,
     ) -> ReferencePass:
         """As :meth:`Reference.forward_pass`, with top tokens. Raises :class:`RunFailed` where the server fails."""
         mask_BT = mask_BT.bool()
+        real_BT = mask_BT if real_BT is None else real_BT.bool()
         prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids_BP, prompt_mask_BP.bool(), strict=True)]
-        rows = [ids[mask].tolist() for ids, mask in zip(ids_BT, mask_BT, strict=True)]
+        # The teacher reads what the policy read, an environment's tokens too; only the trained ones are compared.
+        rows = [ids[real].tolist() for ids, real in zip(ids_BT, real_BT, strict=True)]
+        trained = [mask[real].tolist() for mask, real in zip(mask_BT, real_BT, strict=True)]
         # On all ranks: a rank that raised alone would leave the others waiting in the next collective.
         with ThreadPoolExecutor(AT_ONCE) as pool:
             answers = self._on_all_ranks(lambda: list(pool.map(self._ask, prompts, rows)))
@@ -91,8 +101,8 @@ class TeacherServer:
         logp_N: list[float] = []
         top_ids_NK: list[list[int]] = []
         top_logps_NK: list[list[float]] = []
-        for row, positions in zip(rows, answers, strict=True):
-            for token, logps in zip(row, positions, strict=True):
+        for row, is_trained, positions in zip(rows, trained, answers, strict=True):
+            for token, logps in compress(zip(row, positions, strict=True), is_trained):
                 likeliest = _likeliest(logps, self._k)
                 logp_N.append(logps[token])
                 top_ids_NK.append(likeliest)
