@@ -81,8 +81,8 @@ def test_a_kind_says_whether_there_is_a_function(away):
     wrong = []
     for label, term in WITH_KIND.items():
         jacobian_DD = torch.stack([column[label] for column in columns])
-        # Of these policies a centred score is a constant, and so is the gradient of a frozen cost times it: its Jacobian
-        # is rounding.
+        # Of these policies a centred score is a constant, and so is the gradient of a frozen cost times it: its
+        # Jacobian is rounding.
         size = max(float(jacobian_DD.norm()), 1e-4)
         asymmetry = float((jacobian_DD - jacobian_DD.T).norm()) / size
         is_a_gradient = asymmetry < 1e-6
