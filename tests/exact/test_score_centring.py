@@ -274,6 +274,7 @@ def test_tokens_that_are_never_drawn_have_no_gradient():
     """A padded vocabulary has log-probs of -inf in both policies."""
     logits_V = torch.tensor([0.3, -1.0, 0.5, -torch.inf], dtype=torch.float64)
     sampler_V = torch.tensor([0.1, 0.2, -0.4, -torch.inf], dtype=torch.float64).log_softmax(-1)
+    assert bool(expected_score(listed(logits_V.log_softmax(-1), sampler_V, 4)).isfinite().all())
     gradient_V = score_gradient(logits_V, sampler_V, 4)
     expected_V = sampler_V.exp() - logits_V.softmax(-1)
     assert torch.allclose(gradient_V, expected_V, rtol=0, atol=1e-15)
