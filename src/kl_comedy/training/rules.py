@@ -218,7 +218,7 @@ def score_centring_without_top_logps(settings: TrainingSettings) -> UserError | 
         return None
     for position, term in enumerate(settings.terms):
         if term.score_centring is not None:
-            reason = f"{name} does not give the log-probs of its likeliest tokens; rollout.backend hf does"
+            reason = f"{name} does not give the log-probs of its likeliest tokens; hf in the trainer's process does"
             return bad_value(f"kl.{position}.score_centring", term.score_centring, "null", reason)
     return None
 
