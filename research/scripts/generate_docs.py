@@ -129,8 +129,8 @@ def _default_and_allowed(default: str, allowed: str) -> str:
         return f"{default}; {', '.join(others)}"
 
     # `false` is a bool and `""` a text for every reader; null shows no type.
-    default_shows_type = allowed in ("", "bool", "mapping", "text") and default != "`null`"
-    if default_shows_type:
+    default_shows_type = allowed in ("bool", "mapping", "text") and default != "`null`"
+    if default_shows_type or not allowed:
         return default
     return f"{default} ({allowed})"
 

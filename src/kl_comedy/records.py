@@ -45,7 +45,8 @@ class Capabilities:
     so several processes can share a batch. ``updates_between_tokens``: new weights can take effect within a
     completion; in the trainer's ranks through ``call_before_each_pass``, beside them by ``load`` from another
     thread. ``needs_folder``: has ``work_in(folder)``, called once before the first ``generate``, and keeps
-    logs or weights there. ``recorded``: training batches are read from a file, not sampled.
+    logs or weights there. ``recorded``: training batches are read from a file, not sampled. ``gives_top_logps``: gives
+    the log-probs of its likeliest tokens beside each drawn one, where ``Sampling.top_logps`` asks for them.
     """
 
     in_trainer_ranks: bool = True
@@ -53,6 +54,7 @@ class Capabilities:
     updates_between_tokens: bool = False
     needs_folder: bool = False
     recorded: bool = False
+    gives_top_logps: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +98,9 @@ class Rollout:
     stop_reason: str
     text: str
     trained: tuple[bool, ...] = ()
+    # Ids and log-probs [T, K] of the sampler's likeliest tokens before each token, in order; None unless a term reads
+    # them (KLTerm.score_centring). Left out of ==, which has no answer for tensors.
+    sampler_top: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not self.trained:
@@ -153,7 +158,8 @@ class Experience:
     ``behaviour_logp_BT`` is the sampler's, ``ref_logp_BT`` the reference's at the same temperature;
     both zero outside the mask. ``reward_B`` is the verified reward, ``advantage_BT`` what weights the
     score of token t, ``weight_B`` the sequence's share of the loss: the loss of any set of sequences
-    is ``sum_b weight_B[b] * sum_t mask * loss_BT``, so micro-batches add up to the full batch.
+    is ``sum_b weight_B[b] * sum_t mask * loss_BT``, so micro-batches add up to the full batch. ``sampler_top``: ids and
+    log-probs ``[B, T, K]`` of the sampler's likeliest tokens, where a term reads them.
     """
 
     prompt_ids_BP: Tensor
@@ -168,3 +174,4 @@ class Experience:
     weight_B: Tensor
     policy_version_BT: Tensor
     group_B: Tensor
+    sampler_top: tuple[Tensor, Tensor] | None = None

@@ -27,7 +27,18 @@ from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 
 BUILT_IN = [entry.name for entry in ESTIMATORS if entry.origin.startswith("kl_comedy.")]
 BUILT_IN_CORRECTIONS = [entry.name for entry in CORRECTIONS if entry.origin.startswith("kl_comedy.")]
-TERMS = {term.label(): term for term in all_terms(BUILT_IN, BUILT_IN_CORRECTIONS)}
+PLAIN_TERMS = all_terms(BUILT_IN, BUILT_IN_CORRECTIONS)
+
+
+def has_a_score_to_centre(term):
+    is_differentiated = term.needs != "log_ratio" and term.credit == "own"
+    return term.placement == "reward" and term.correction == "none" and not is_differentiated
+
+
+CENTRED_TERMS = [
+    dataclasses.replace(term, score_centring="exact") for term in PLAIN_TERMS if has_a_score_to_centre(term)
+]
+TERMS = {term.label(): term for term in (*PLAIN_TERMS, *CENTRED_TERMS)}
 WITH_KIND = {label: term for label, term in TERMS.items() if off_policy_kind(term) is not None}
 SMALL = Tree.build(vocabulary=3, length=2, ends=False)
 
@@ -70,7 +81,10 @@ def test_a_kind_says_whether_there_is_a_function(away):
     wrong = []
     for label, term in WITH_KIND.items():
         jacobian_DD = torch.stack([column[label] for column in columns])
-        asymmetry = float((jacobian_DD - jacobian_DD.T).norm() / jacobian_DD.norm())
+        # Of these policies a centred score is a constant, and so is the gradient of a frozen cost times it: its
+        # Jacobian is rounding.
+        size = max(float(jacobian_DD.norm()), 1e-4)
+        asymmetry = float((jacobian_DD - jacobian_DD.T).norm()) / size
         is_a_gradient = asymmetry < 1e-6
         if is_a_gradient == (off_policy_kind(term).kind == "no_function") or 1e-6 <= asymmetry < 1e-4:
             wrong.append(f"{label}: {asymmetry:.1e}")
@@ -167,6 +181,26 @@ def cubic_free(x):
     return (-x).exp() - 1 + x
 
 
+def half_variance(p):
+    """Of the log-ratio over the sampler's tokens at prefix n."""
+
+    def at(n):
+        mean = sum(p.mu[n, v].exp() * p.ratio(n, v) for v in p.vocabulary)
+        return sum(p.mu[n, v].exp() * half_square(p.ratio(n, v) - mean) for v in p.vocabulary)
+
+    return at
+
+
+def covariance_with_frozen_k3(p):
+    """Of k3 at the sampler's log-probs and the policy's log-prob, over the sampler's tokens at prefix n."""
+
+    def at(n):
+        mean = sum(p.mu[n, v].exp() * cubic_free(p.mu[n, v] - p.ref[n, v]) for v in p.vocabulary)
+        return sum(p.mu[n, v].exp() * (cubic_free(p.mu[n, v] - p.ref[n, v]) - mean) * p.pi[n, v] for v in p.vocabulary)
+
+    return at
+
+
 def loss(estimator, **fields):
     return KLTerm(estimator, placement="loss", **fields)
 
@@ -238,6 +272,14 @@ FUNCTIONS = {
     "k1 in reward, own, x token ratio, frozen": (
         KLTerm("k1", credit="own", correction="token", **FROZEN),
         lambda p: p.over_prefixes(p.mu, lambda n: p.kl(p.pi, p.ref)(n) - p.kl(p.pi, p.mu)(n)),
+    ),
+    "k1 in reward, own, score centred": (
+        KLTerm("k1", credit="own", score_centring="exact"),
+        lambda p: p.over_prefixes(p.mu, half_variance(p)),
+    ),
+    "k3 in reward, own, frozen, score centred": (
+        KLTerm("k3", credit="own", score_centring="exact", **FROZEN),
+        lambda p: p.over_prefixes(p.mu, covariance_with_frozen_k3(p)),
     ),
     "k1 in reward, total, frozen": (
         KLTerm("k1", credit="total", **FROZEN),

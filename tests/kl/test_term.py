@@ -105,6 +105,7 @@ def test_low_precision_is_promoted():
 
 
 SAMPLER = {"reference": "sampler"}
+CENTRED = {"score_centring": "exact"}
 # By the name of each rule, the fields of a term (of k1 where they name no estimator) that breaks it first.
 BREAKS = {
     "cap_without_ratio": {"cap": 2.0},
@@ -118,6 +119,10 @@ BREAKS = {
     "exact_baseline_of_an_exact_cost": {"estimator": "exact", "baseline": "exact"},
     "exact_baseline_without_distribution": {"baseline": "exact", **SAMPLER},
     "batch_baseline_of_another_cost": {"baseline": "batch"},
+    "centred_score_in_loss": {"placement": "loss", **CENTRED},
+    "centred_score_of_the_policy_loss": {"baseline": "before", **CENTRED},
+    "centred_score_with_ratio": {"correction": "prefix", **CENTRED},
+    "centred_score_without_cost": {"estimator": "exact", "credit": "own", **CENTRED},
     "weight_power_without_weight": {"weight_power": 2.0},
     "weight_of_a_sequence": {"level": "sequence", "weight": "policy"},
     "weight_without_distribution": {"weight": "policy", **SAMPLER},
@@ -169,6 +174,10 @@ def test_a_broken_rule_is_an_error_with_its_message(name):
         ({"recipe": "grpo", "beta": -0.1}, ["kl.beta", "at least 0"]),
         ([{"estimator": "k1", "input_clamp": -1.0}], ["kl.0.input_clamp", "above 0"]),
         ([{"estimator": "k1", "window": 0, "correction": "prefix"}], ["kl.0.window", "at least 1"]),
+        ([{"estimator": "k1", "score_centring": "topk"}], ["kl.0.score_centring: got 'topk'", "exact, a number"]),
+        ([{"estimator": "k1", "score_centring": 0}], ["kl.0.score_centring: got 0", "at least 1"]),
+        ([{"estimator": "k1", "score_centring": 1.5}], ["kl.0.score_centring: got 1.5", "whole number"]),
+        ([{"estimator": "k1", "score_centring": True}], ["kl.0.score_centring: got True", "whole number"]),
         ([{"estimator": "k1", "beta": {"start": 1}}], ["kl.0.beta", "needs end"]),
         ([{"estimator": "k_lambda", "options": {"lambda": 1}}], ["kl.0.options.lambda", "allowed: lam"]),
         ([{"beta": 1}], ["kl.0", "needs estimator"]),
@@ -190,6 +199,14 @@ def test_bad_terms_name_the_key_and_the_nearest(value, words):
 def test_terms_read_back_from_what_they_write(entry):
     for term in entry.fn():
         assert parse_record(KLTerm, term.to_mapping()) == term
+
+
+@pytest.mark.parametrize(("value", "words"), [("exact", "score centred"), (16, "score centred top 16")])
+def test_score_centring_is_written_and_in_the_label(value, words):
+    term = KLTerm("exact", score_centring=value)
+    assert parse_record(KLTerm, term.to_mapping()) == term
+    assert term.label() == f"exact_reverse_token in reward to_go {words}"
+    assert "score_centring" not in KLTerm("exact").to_mapping()
 
 
 def test_a_schedule_reads_back_from_what_it_writes():

@@ -110,6 +110,34 @@ def test_values_and_gradients_do_not_depend_on_chunks(make, chunk):
         torch.testing.assert_close(whole[name], chunked[name], atol=1e-11, rtol=1e-11, msg=name)
 
 
+# --- the sampler's top tokens -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("with_reference", [False, True])
+@pytest.mark.parametrize("chunk", [V, 3 * V + 5, 10**9])
+def test_the_samplers_tokens_have_the_policys_log_probs_and_gradient(chunk, with_reference):
+    """Beside the same pass's own list of the reference; no reference is needed for the sampler's."""
+    model = llama()
+    inputs, rows = batch()
+    generator = torch.Generator().manual_seed(4)
+    shape = (*inputs["ids_BT"].shape, V)
+    ids_BTK = torch.rand(shape, generator=generator).argsort(-1)[..., :5]
+    logp_BTK = torch.randn(shape, generator=generator, dtype=torch.float64).log_softmax(-1)[..., :5]
+    more = {"top": [(3, "sampler")]}
+    if with_reference:
+        more = {"top": [(2, "reference"), (3, "sampler")], "reference": reference_pass(llama(seed=3), inputs)}
+    columns = pass_batch(model, inputs, chunk=chunk, sampler_top=(ids_BTK, logp_BTK), **more)
+    top = columns.top[(3, "sampler")]
+
+    naive = naive_logits(model, rows, 0.7)
+    expected = [logp_TV.gather(1, ids_TK[: len(logp_TV), :3]) for logp_TV, ids_TK in zip(naive, ids_BTK, strict=True)]
+    assert_rows_equal(top.logp_BTK, expected)
+    assert_rows_equal(top.ref_logp_BTK, [row[: len(logp_TV), :3] for logp_TV, row in zip(naive, logp_BTK, strict=True)])
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad((top.logp_BTK**2).sum(), parameters)
+    expected_gradients = torch.autograd.grad(sum((row**2).sum() for row in expected), parameters)
+    for gradient, other in zip(gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient, other, atol=1e-10, rtol=1e-10)
+
+
 # --- against torch.distributions --------------------------------------------------------------------------------------
 class PassAndDistributions:
     """A pass over a batch, and the same columns row by row from ``torch.distributions``."""

@@ -141,6 +141,27 @@ def test_the_samplers_log_probs_are_the_trainers(make, temperature):
     assert_the_trainers_log_probs(model, rollouts, temperature=temperature)
 
 
+@pytest.mark.parametrize("k", [3, 99])
+@pytest.mark.parametrize("options", [{}, {"loop": "library"}], ids=["our loop", "library"])
+def test_the_samplers_likeliest_tokens_come_with_the_rollouts(options, k):
+    """At every token, in order and at the sampling temperature; a list longer than the vocabulary is the vocabulary."""
+    model = llama(torch.float64)
+    backend = build_hf(RolloutConfig(batch_sequences=5, options=options), loaded=load(model))
+    sampling = Sampling(temperature=0.7, max_new_tokens=12, top_logps=k)
+    rollouts = backend.generate(PROMPTS, group_size=6, sampling=sampling, seed=0)
+    assert len({len(rollout.completion_ids) for rollout in rollouts}) > 1, "completions that leave a batch early"
+    for rollout in rollouts:
+        logp_TV = (own_logits(model, rollout) / 0.7).log_softmax(-1)
+        order_TV = logp_TV.argsort(-1, descending=True)
+        ids_TK, logp_TK = rollout.sampler_top
+        assert ids_TK.tolist() == order_TV[:, :k].tolist()
+        torch.testing.assert_close(logp_TK.double(), logp_TV.gather(1, order_TV)[:, :k], atol=1e-5, rtol=0)
+
+
+def test_no_list_is_made_where_none_is_asked_for():
+    assert all(rollout.sampler_top is None for rollout in draw())
+
+
 def test_order_groups_versions_and_texts():
     backend = build_hf(RolloutConfig(batch_sequences=5), loaded=load())
     backend.update_weights(7)

@@ -34,6 +34,10 @@ BROKEN = {
         "algorithm.advantage=batch_mean",
         "kl=[{estimator: k1, placement: reward, baseline: own}]",
     ],
+    "score_centring_without_top_logps": [
+        "rollout.backend=hf_server",
+        "kl=[{estimator: k1, placement: reward, score_centring: 16}]",
+    ],
     "own_credit_before_gae": [
         "algorithm.advantage=gae",
         "kl=[{estimator: k1, placement: reward, credit: own, baseline: before}]",

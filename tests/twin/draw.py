@@ -279,6 +279,16 @@ def drawn_terms(rng, mapping):
         mapping["reference"]["teacher"] = {"source": str(policy_folder(seed=5))}
 
 
+def centre_scores(rng, mapping):
+    """Centre the scores of half of the terms that can be, where the sampler gives what it needs."""
+    if mapping["rollout"].get("backend") == "twin_mixed":
+        return
+    for term in mapping["kl"]:
+        value = {"score_centring": rng.choice(("exact", 1, 3, 12))}
+        if term.get("correction") == "none" and chance(rng, 0.5) and has_meaning(term | value):
+            term |= value
+
+
 def make_dpo(mapping):
     """The same run with pairs in the place of policy loss and terms."""
     keys = ("updates_per_batch", "epochs_per_batch", "mask_truncated")
@@ -304,6 +314,8 @@ def drawn(rng):
     train["microbatch_tokens"] = rng.choice((1, 12, 25, 60, 1000))
     train["exact_kl_every"] = rng.choice((1, 0, 2))
     drawn_terms(rng, mapping)
+    # Numbers of its own: the draws of a seed stay those that are known to cover everything.
+    centre_scores(random.Random(f"score centring/{mapping['seed']}"), mapping)
     if chance(rng, 0.05):
         make_dpo(mapping)
     kill_at = None
@@ -418,6 +430,8 @@ def covered_by_term(term):
     fields = ("estimator", "placement", "level", "correction", "gradient", "anchor", "reference", "credit", "baseline")
     names = {f"{key} {term[key]}" for key in (*fields, "weight", "cap_mode") if key in term}
     names |= {key for key in ("window", "input_clamp", "output_clamp", "discount") if key in term}
+    if "score_centring" in term:
+        names.add("score_centring exact" if term["score_centring"] == "exact" else "score_centring of some tokens")
     names.add(f"beta {kind_of_beta(term['beta'])}")
     if term["beta"] != 0:
         needs = ESTIMATORS.get(term["estimator"]).facts.get("needs", "log_ratio")
@@ -472,6 +486,7 @@ def needed():
         names.add(f"a sampled estimator with baseline {baseline}")
         if baseline not in ("exact", "batch"):
             names.add(f"an exact estimator with baseline {baseline}")
+    names |= {"score_centring exact", "score_centring of some tokens"}
     names |= {"own baseline with a cap", "resumed with old log-probs", "resumed with old values"}
     names |= {f"resumed with beta {kind}" for kind in ("schedule", "target")}
     names |= {"resumed with reference ema", "resumed with reference periodic", "resumed with lag replayed"}

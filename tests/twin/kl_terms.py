@@ -4,6 +4,7 @@ With ``l_t = log pi - log ref`` and ``rho_t = pi / mu`` of token t of a completi
 
     in loss:    ratio_t k_t, differentiated
     in reward:  sg(weight_t) sg(F_t) log pi(y_t),  F_t = sum of the costs that the credit gives to token t
+    centred:    sg(F_t) (log pi(y_t) - sum_v sg(q_v) log pi(v)),  q the sampler, or what its likeliest tokens say of it
 
 An exact divergence of a prefix depends on no token after it: its own step is differentiated and not a cost.
 """
@@ -15,6 +16,7 @@ import torch
 
 ZERO = torch.zeros((), dtype=torch.float64)
 TAIL_FLOOR = 1e-7
+CENTRING_TAIL_FLOOR = 1e-6
 
 
 def number(value):
@@ -33,6 +35,8 @@ class Row:
     """The policy's log-probs over the vocabulary, differentiable, or at least these numbers."""
     references: dict = field(default_factory=dict)
     """By the reference's name: its log-probs over the vocabulary."""
+    sampler: list = field(default_factory=list)
+    """The sampler's log-probs over the vocabulary, where a score is centred."""
 
     def __len__(self):
         return len(self.ids)
@@ -266,6 +270,31 @@ def values_of(term, row):
     return [token_weight(term, row, t) * value for t, value in enumerate(unweighted_values(term, row))]
 
 
+# --- centred scores ---------------------------------------------------------------------------------------------------
+
+
+def expected_log_prob(term, row, t):
+    """``sum_v q_v log pi(v)`` with q the sampler; outside of its k likeliest tokens q is in proportion to pi.
+
+    The engine leaves out ``r sum_v pi(v) log pi(v)``, with r the proportion, which has no gradient where pi is a
+    constant weight: only the number of a loss shows it.
+    """
+    policy = row.policy[t]
+    p = policy.detach().exp()
+    q = row.sampler[t].exp()
+    if term.score_centring == "exact":
+        return (q * policy).sum()
+    order = sorted(range(len(q)), key=lambda v: -number(q[v]))
+    outside = order[term.score_centring :]
+    p_rest = max(sum(number(p[v]) for v in outside), CENTRING_TAIL_FLOOR)
+    q_rest = sum(number(q[v]) for v in outside)
+    ratio = q_rest / p_rest
+    q = q.clone()
+    for v in outside:
+        q[v] = ratio * p[v]
+    return (q * policy).sum() - number(ratio * (p * policy).sum())
+
+
 # --- in the reward ----------------------------------------------------------------------------------------------------
 
 
@@ -373,6 +402,9 @@ def surrogates(term, rows, groups):
                 exact = number(kl(row.policy[t], row.references[term.reference][t]))
                 baseline = token_weight(term, row, t) * exact
             credit = costs.weight[t] * costs.cost[t] - costs.baseline_weight[t] * baseline
-            tokens.append(credit * row.logp[t] + costs.pathwise[t])
+            scored = row.logp[t]
+            if term.score_centring is not None:
+                scored = scored - expected_log_prob(term, row, t)
+            tokens.append(credit * scored + costs.pathwise[t])
         surrogate.append(tokens)
     return surrogate

@@ -401,9 +401,19 @@ def completion_of(twin, step, policy, row):
         mu=list(row["logps"]),
         policy=logs,
         references=references,
+        sampler=sampler_of(twin, row) if any(term.score_centring for term in twin.terms) else [],
     )
     old_logp = [number(old_logs[t][token]) for t, token in enumerate(row["ids"])]
     return Completion(row, terms, hidden, old_logp, old_values)
+
+
+def sampler_of(twin, row):
+    """The log-probs over the vocabulary of the weights that drew each token."""
+    with torch.no_grad():
+        return [
+            twin.distributions(twin.policy(twin.past[version][0]), row)[0][t]
+            for t, version in enumerate(row["versions"])
+        ]
 
 
 def values_at(head, hidden):

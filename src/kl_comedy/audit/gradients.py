@@ -300,6 +300,8 @@ def _term_arguments(term: KLTerm, micro: MicroBatch, passes: Mapping[str, TokenP
         arguments["certainty_BT"] = certainty_of(term, exact)
     if term.top is not None:
         arguments["top"] = exact.top[term.top]
+    if term.sampler_top is not None:
+        arguments["sampler_top"] = exact.top[term.sampler_top]
     return arguments
 
 

@@ -24,6 +24,8 @@ from kl_comedy.config import AuditConfig, Config
 from kl_comedy.config.combinations import is_off_policy, updates_from_a_batch
 from kl_comedy.data import PromptOrder
 from kl_comedy.errors import UserError, bad_value
+from kl_comedy.kl import resolve_terms
+from kl_comedy.kl.term import top_logps_of
 from kl_comedy.records import Scored
 from kl_comedy.rollouts import sampling_from
 from kl_comedy.training.experience import derive_seed
@@ -165,7 +167,7 @@ def draw_completions(data: ExperienceModule, samples: int, progress: Progress = 
         rollouts = data.backend.generate(
             batch,
             group_size=rollout.group_size,
-            sampling=sampling_from(rollout),
+            sampling=sampling_from(rollout, top_logps=top_logps_of(resolve_terms(data.config.kl))),
             seed=derive_seed(data.config.seed, "audit", n + 1),
         )
         numbered = []

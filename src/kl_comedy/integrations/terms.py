@@ -129,6 +129,8 @@ def _reads(term: KLTerm) -> str:
         return term.estimator
     if term.baseline == "exact":
         return f"baseline {term.baseline}"
+    if term.score_centring is not None:
+        return f"score_centring {term.score_centring}"
     return f"weight {term.weight}"
 
 

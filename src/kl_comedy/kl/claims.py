@@ -341,6 +341,8 @@ def off_policy_kind(term: KLTerm) -> OffPolicyKind | None:
         return None
     if term.placement == "loss":
         kind = _kind_in_loss(term, facts)
+    elif term.score_centring is not None:
+        kind = _kind_of_centred_score(term)
     elif facts.exact:
         kind = _kind_of_exact_cost(term, facts)
     elif term.anchor == "behaviour":
@@ -598,6 +600,25 @@ def _kind_of_frozen_cost(term: KLTerm, facts: _Facts) -> OffPolicyKind | None:
         if is_a_kl:
             return OffPolicyKind("difference", f"{kl_difference} of completions")
         return OffPolicyKind("difference", f"{frozen} completions")
+    return NO_FUNCTION
+
+
+def _kind_of_centred_score(term: KLTerm) -> OffPolicyKind | None:
+    """Of ``E_mu[c_t (s_t - E_mu[s_t])]``, with mu the sampler at the prefix: the covariance of cost and score there."""
+    # From some of the sampler's tokens the mean is not the sampler's, and what is left of it has no name.
+    if term.score_centring != "exact":
+        return None
+    if term.baseline == "exact":
+        return NO_FUNCTION
+    if term.anchor == "behaviour":
+        return OffPolicyKind(
+            "difference", "the mean of the frozen cost times log-prob, less its mean at the prefix, over the samples"
+        )
+    is_k1 = term.estimator == "k1" or (term.estimator == "k_lambda" and _mix(term) == 0)
+    # The gradient of l is the score itself, and that of its variance the covariance of the two. A later cost depends on
+    # the policy at prefixes whose score is not this one.
+    if is_k1 and term.level == "token" and term.credit == "own" and not _is_clamped(term):
+        return OffPolicyKind("proper_loss", "half the variance of the log-ratio over the samples of each prefix")
     return NO_FUNCTION
 
 

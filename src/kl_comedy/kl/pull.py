@@ -98,7 +98,9 @@ def pulls(term: KLTerm, *, expected: bool) -> tuple[Pull, Pull] | None:
     """
     if term.needs != "log_ratio" or term.reference == "sampler" or term.weight != "none" or term.baseline == "exact":
         return None
-    return _pull(term, 1.0, expected), _pull(term, -1.0, expected)
+    # A centred score takes a constant of the prefix out of the mean force, as a baseline does: not its growth.
+    bare = dataclasses.replace(term, score_centring=None)
+    return _pull(bare, 1.0, expected), _pull(bare, -1.0, expected)
 
 
 def is_idle(term: KLTerm) -> bool:
@@ -110,7 +112,7 @@ def is_idle(term: KLTerm) -> bool:
     if term.reference == "sampler" or term.needs != "log_ratio":
         return False
     # A certainty is a factor from 0 to 1, and a baseline a constant of the prefix: neither turns a force round.
-    bare = dataclasses.replace(term, weight="none", weight_power=1.0)
+    bare = dataclasses.replace(term, weight="none", weight_power=1.0, score_centring=None)
     if term.placement == "reward":
         bare = dataclasses.replace(bare, baseline="after")
     # A constant, as k1 in the loss has, is noise on fresh samples and a push away from stale ones, and no pull.

@@ -24,6 +24,9 @@ from kl_comedy.kl.term import KLTerm
 from kl_comedy.objective.groups import group_sums
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 
+LEAST_TAIL = 1e-6
+"""The least probability that the policy's tail is taken to have, as in the paper's code."""
+
 
 class NotFinite(UserError):
     """An estimate, a ratio or a gradient is infinite, or not a number, on some token."""
@@ -83,6 +86,29 @@ def batch_baseline(parts: TermParts, mask_BT: Tensor, group_B: Tensor | None = N
     sums_B2, _ = group_sums(cost_and_tokens_B2, group_B)
     mean_B1 = sums_B2[:, :1] / sums_B2[:, 1:]
     return mean_B1.expand_as(cost_BT).detach()
+
+
+def expected_score(sampler_top: TopTokens) -> Tensor:
+    """``C_t``, ``[B, T]``, whose gradient is ``E_mu[grad log pi]`` at the prefix of token t (2609.20807).
+
+    The sampler's likeliest tokens H are known; outside H it is taken to be ``r pi``, with ``r`` the quotient of the two
+    tails' probabilities (the paper's equations 9 and 12):
+
+        C = sum_{v in H} c_v log pi(v),  c_v = mu(v) - r pi(v), constant
+
+    The tail needs no sum of its own, as ``sum_v pi(v) grad log pi(v) = 0``. Exact where H leaves out at most one token.
+    """
+    policy_BTK = sampler_top.logp_BTK.detach().exp()
+    sampler_BTK = sampler_top.ref_logp_BTK.exp()
+    # Both sums are 1 up to rounding where the list is the whole vocabulary: their quotient then means nothing, and
+    # weights a gradient that is 0. The bound keeps it finite.
+    policy_tail_BT = (1 - policy_BTK.sum(-1)).clamp(min=LEAST_TAIL)
+    sampler_tail_BT = (1 - sampler_BTK.sum(-1)).clamp(min=0)
+    share_BT1 = (sampler_tail_BT / policy_tail_BT)[..., None]
+    coefficient_BTK = sampler_BTK - share_BT1 * policy_BTK
+    # A token that the policy never draws has the log-prob -inf and no gradient; 0 * -inf would be NaN.
+    safe_logp_BTK = torch.where(torch.isneginf(sampler_top.logp_BTK), 0.0, sampler_top.logp_BTK)
+    return (coefficient_BTK * safe_logp_BTK).sum(-1)
 
 
 def _sum_of_others(values_BT: Tensor, group_B: Tensor) -> Tensor:
@@ -192,13 +218,14 @@ def kl_surrogate(
     top: TopTokens | None = None,
     certainty_BT: Tensor | None = None,
     baseline_BT: Tensor | None = None,
+    sampler_top: TopTokens | None = None,
 ) -> Tensor:
     """The surrogate of a term, per token, unreduced, at beta = 1, zero outside the mask. ``[B, T]``.
 
     Over sequences drawn from the behaviour policy, the expectation of ``grad sum_t surrogate[b, t]`` is
-    the term's contribution to the gradient of the objective to be *minimized*. Gradients flow into
-    ``logp_BT``, ``exact_kl_BT`` and ``top.logp_BTK`` only. The algorithm's baseline does not change that expectation
-    and is not applied here; a term with ``reference: sampler`` is measured against ``behaviour_logp_BT``.
+    the term's contribution to the gradient of the objective to be *minimized*. Gradients flow into ``logp_BT``,
+    ``exact_kl_BT``, ``top.logp_BTK`` and ``sampler_top.logp_BTK`` only. The algorithm's baseline does not change that
+    expectation and is not applied here; a term with ``reference: sampler`` is measured against ``behaviour_logp_BT``.
 
     Args:
         term: the KL term.
@@ -212,6 +239,7 @@ def kl_surrogate(
         certainty_BT: for ``weight``: ``1 - H / log V`` of policy or reference at the prefix of token t.
         baseline_BT: for ``baseline: own`` (``batch``): :func:`own_baseline` (:func:`batch_baseline`) of the update's
             rows; None is no baseline.
+        sampler_top: for ``score_centring``: the sampler's likeliest tokens, its log-probs in the reference's place.
 
     Raises:
         UserError: shapes that differ, a log-prob that is not finite, an exact estimator without ``exact_kl_BT``, an
@@ -232,6 +260,7 @@ def kl_surrogate(
         exact_kl_BT=exact_kl_BT,
         top=top,
         certainty_BT=certainty_BT,
+        sampler_top=sampler_top,
     )
     batch = _checked(term, given)
     parts = _finite_parts(term, batch)
@@ -242,7 +271,10 @@ def kl_surrogate(
     if baseline_BT is not None and term.baseline in ("own", "exact", "batch"):
         credited_BT = credited_BT - parts.baseline_weight_BT * baseline_BT.detach()
     # grad (cost * logp) = cost * score, as the cost is detached; what is differentiated by itself is added.
-    surrogate_BT = credited_BT * batch.logp_BT + parts.pathwise_BT
+    scored_BT = batch.logp_BT
+    if term.score_centring is not None and batch.sampler_top is not None:
+        scored_BT = scored_BT - expected_score(batch.sampler_top)
+    surrogate_BT = credited_BT * scored_BT + parts.pathwise_BT
     return torch.where(batch.mask_BT, surrogate_BT, 0.0)
 
 
@@ -325,16 +357,13 @@ class _Batch(NamedTuple):
     exact_kl_BT: Tensor | None = None
     top: TopTokens | None = None
     certainty_BT: Tensor | None = None
+    sampler_top: TopTokens | None = None
 
     def widened(self) -> _Batch:
         """At least float32, the mask boolean; what must not be differentiated is detached."""
         exact_kl_BT = self.exact_kl_BT
         if exact_kl_BT is not None:
             exact_kl_BT = _wide(exact_kl_BT)
-        top = self.top
-        if top is not None:
-            # The reference's log-probs are constants; the policy's may ask for gradient.
-            top = TopTokens(_wide(top.logp_BTK), _wide(top.ref_logp_BTK).detach(), top.inside_BT.bool())
         certainty_BT = self.certainty_BT
         if certainty_BT is not None:
             certainty_BT = _wide(certainty_BT).detach()
@@ -344,8 +373,9 @@ class _Batch(NamedTuple):
             behaviour_logp_BT=_wide(self.behaviour_logp_BT).detach(),
             mask_BT=self.mask_BT.bool(),
             exact_kl_BT=exact_kl_BT,
-            top=top,
+            top=_wide_tokens(self.top),
             certainty_BT=certainty_BT,
+            sampler_top=_wide_tokens(self.sampler_top),
         )
 
     def reference_of(self, term: KLTerm) -> Tensor:
@@ -508,6 +538,13 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float()
 
 
+def _wide_tokens(top: TopTokens | None) -> TopTokens | None:
+    """Their log-probs, of which the reference's are constants; the policy's may ask for gradient."""
+    if top is None:
+        return None
+    return TopTokens(_wide(top.logp_BTK), _wide(top.ref_logp_BTK).detach(), top.inside_BT.bool())
+
+
 def _checked(term: KLTerm, batch: _Batch) -> _Batch:
     """Check ranks, shapes and values; then :meth:`_Batch.widened`. Raises :class:`UserError`."""
     logp_BT = batch.logp_BT
@@ -545,7 +582,7 @@ def _tensors_read(term: KLTerm, batch: _Batch) -> dict[str, Tensor]:
         # Summed over the tokens: one that is not finite makes the sum so.
         tensors["top.logp_BTK"] = top.logp_BTK.sum(-1)
         tensors["top.ref_logp_BTK"] = top.ref_logp_BTK.sum(-1)
-    elif term.reads - {"log_ratio", "certainty"}:
+    elif term.reads - {"log_ratio", "certainty", "sampler_top"}:
         if batch.exact_kl_BT is None:
             raise UserError(f"{term.label()} needs exact_kl_BT: the {term.direction} KL at each prefix")
         tensors["exact_kl_BT"] = batch.exact_kl_BT
@@ -553,4 +590,10 @@ def _tensors_read(term: KLTerm, batch: _Batch) -> dict[str, Tensor]:
         if batch.certainty_BT is None:
             raise UserError(f"{term.label()} needs certainty_BT: 1 - H / log V of the {term.weight} at each prefix")
         tensors["certainty_BT"] = batch.certainty_BT
+    if term.score_centring is not None:
+        if batch.sampler_top is None:
+            raise UserError(f"{term.label()} needs sampler_top: the sampler's likeliest tokens at each prefix")
+        # A token that one of them never draws has the log-prob -inf, which is allowed here.
+        tensors["sampler_top.logp_BTK"] = batch.sampler_top.logp_BTK.exp().sum(-1)
+        tensors["sampler_top.ref_logp_BTK"] = batch.sampler_top.ref_logp_BTK.exp().sum(-1)
     return tensors

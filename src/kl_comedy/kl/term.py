@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from kl_comedy.config.validate import check_record, check_rules, option, scalar
-from kl_comedy.errors import UserError, unknown_key
+from kl_comedy.errors import UserError, bad_value, unknown_key
 from kl_comedy.kl import corrections as _corrections  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl import estimators as _estimators  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl.beta import Beta, BetaSchedule, BetaTarget, parse_beta
@@ -34,8 +35,23 @@ CAP_MODES = ("truncate", "mask", "each", "clip")
 
 DEFAULT_CREDIT = {"token": "to_go", "sequence": "total"}
 """By level: past costs only add noise, and a completion's one cost has no past."""
+ALL_TOKENS = sys.maxsize
+"""A number of top tokens that is that of the vocabulary, whatever its size."""
 ALWAYS_WRITTEN = ("estimator", "beta")
 """Fields that plain data names at their defaults too, so that a stored term says how strong it was."""
+
+
+def parse_score_centring(value: Any, key: str) -> str | int | None:
+    """A field's value as it is stored. Raises :class:`UserError`."""
+    if value is None or value == "exact":
+        return value  # type: ignore[no-any-return]
+    allowed = "exact, a number of tokens of at least 1, or null"
+    if not isinstance(value, int | float):
+        raise bad_value(key, value, allowed)
+    tokens = scalar(value, int, key)
+    if tokens < 1:
+        raise bad_value(key, value, allowed)
+    return int(tokens)
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,8 @@ class KLTerm:
       ones fade per token. ``credit`` defaults to ``to_go`` at level token and to ``total`` at level sequence.
     - ``baseline``: in the reward, whether the cost enters before the advantage's baseline or after it (the default), or
       after it less a baseline of its own. Like ``credit`` it is None for ``placement: loss``.
+    - ``score_centring``: in the reward, whether the score is taken less its expectation under the sampler: ``exact``,
+      or from how many of the sampler's likeliest tokens; None for the score itself.
     - ``correction``, ``cap``, ``cap_mode``, ``window``: the importance ratio pi / mu, the bound of that ratio, how the
       bound acts, and how many of the last tokens a prefix ratio covers. A bound of None never acts.
     - ``gradient``: in the loss, the estimate's own gradient or that of k2.
@@ -118,6 +136,12 @@ class KLTerm:
         "tokens, own ones included (SkyRL #1262), with credit `own`.",
         choices=BASELINES,
     )
+    score_centring: str | int | None = option(
+        None,
+        "In reward: each token's score less its [expectation under the sampler](off_policy_terms.md#score-centring) "
+        "(2609.20807): `exact`, or from so many of the sampler's likeliest tokens. With the backend `hf`.",
+        parse=parse_score_centring,
+    )
     cap: float | None = option(None, "Bound of the correction's ratio; biased. Logged.", above=0)
     cap_mode: str = option(
         "truncate",
@@ -173,13 +197,15 @@ class KLTerm:
 
     @property
     def reads(self) -> set[str]:
-        """What the term reads: :attr:`needs`, the exact KL where that is its baseline, ``certainty`` for a weight."""
+        """What the term reads: :attr:`needs`, an exact KL that is its baseline, ``certainty``, ``sampler_top``."""
         # A pass computes only what some term reads: each of these costs a sum over the vocabulary.
         read = {self.needs}
         if self.baseline == "exact":
             read.add("exact_reverse")
         if self.weight != "none":
             read.add("certainty")
+        if self.score_centring is not None:
+            read.add("sampler_top")
         return read
 
     @property
@@ -199,6 +225,15 @@ class KLTerm:
             return None
         options = self.estimator_options
         return int(options["k"]), str(options["tokens"])
+
+    @property
+    def sampler_top(self) -> tuple[int, str] | None:
+        """How many of the sampler's top tokens ``score_centring`` reads, as :attr:`top`; None if it reads none."""
+        if self.score_centring is None:
+            return None
+        if self.score_centring == "exact":
+            return ALL_TOKENS, "sampler"
+        return int(self.score_centring), "sampler"
 
     @property
     def mixture(self) -> float | None:
@@ -246,6 +281,11 @@ class KLTerm:
                 value = dict(value)
             mapping[item.name] = value
         return mapping
+
+
+def top_logps_of(terms: Iterable[KLTerm]) -> int:
+    """How many of the sampler's likeliest tokens ``terms`` read before each token; 0 where they read none."""
+    return max((term.sampler_top[0] for term in terms if term.sampler_top is not None), default=0)
 
 
 def estimator_defaults(estimator: Entry[Any]) -> dict[str, Any]:

@@ -39,6 +39,8 @@ def term_label(term: KLTerm) -> str:
             parts.append(f"{name}={value}")
     if term.baseline not in (None, "after"):
         parts.append(f"{term.baseline} baseline")
+    if term.score_centring is not None:
+        parts.append(_score_centring(term))
     return " ".join(parts)
 
 
@@ -68,6 +70,13 @@ def _correction(term: KLTerm) -> str:
     if term.cap is not None:
         text += f"<={term.cap:g} {term.cap_mode}"
     return text
+
+
+def _score_centring(term: KLTerm) -> str:
+    """As ``score centred`` or ``score centred top 16``."""
+    if term.score_centring == "exact":
+        return "score centred"
+    return f"score centred top {term.score_centring}"
 
 
 def _weight(term: KLTerm) -> str:

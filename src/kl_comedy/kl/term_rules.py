@@ -139,6 +139,26 @@ def weight_without_distribution(term: KLTerm) -> bool:
     return term.weight != "none" and term.reference == "sampler"
 
 
+# --- centred scores ---------------------------------------------------------------------------------------------------
+
+
+def centred_score_in_loss(term: KLTerm) -> bool:
+    return term.score_centring is not None and term.placement == "loss"
+
+
+def centred_score_of_the_policy_loss(term: KLTerm) -> bool:
+    return term.score_centring is not None and term.baseline == "before"
+
+
+def centred_score_with_ratio(term: KLTerm) -> bool:
+    return term.score_centring is not None and term.correction != "none"
+
+
+def centred_score_without_cost(term: KLTerm) -> bool:
+    # The own step of an exact cost is differentiated, so that with credit own nothing weights a score.
+    return term.score_centring is not None and not is_sampled(term) and term.credit == "own"
+
+
 # --- references, anchors and gradients --------------------------------------------------------------------------------
 
 
@@ -254,6 +274,28 @@ RULES = (
         "batch_baseline_of_another_cost",
         batch_baseline_of_another_cost,
         "baseline: batch centres the token's own sampled estimate; use credit: own and a sampled estimator",
+    ),
+    Rule(
+        "centred_score_in_loss",
+        centred_score_in_loss,
+        "score_centring is of the score that a cost weights, and a term in loss has none; leave it out",
+    ),
+    Rule(
+        "centred_score_of_the_policy_loss",
+        centred_score_of_the_policy_loss,
+        "before the baseline the cost weights the policy loss's score, which score_centring does not reach; "
+        "use baseline: after or own",
+    ),
+    Rule(
+        "centred_score_with_ratio",
+        centred_score_with_ratio,
+        "score_centring takes out the mean of a score without a ratio, and correction is {term.correction}; use none",
+    ),
+    Rule(
+        "centred_score_without_cost",
+        centred_score_without_cost,
+        "with credit own {term.estimator} is differentiated and weights no score; use to_go or total, or leave "
+        "score_centring out",
     ),
     Rule(
         "weight_power_without_weight",

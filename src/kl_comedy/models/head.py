@@ -63,13 +63,14 @@ def head_columns(
     *,
     reference: ReferenceHead | None = None,
     likeliest: tuple[Tensor, Tensor] | None = None,
+    sampler_top: tuple[Tensor, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Columns ``[N]``: ``logp`` of ``ids_N`` and the quantities that are ``wanted``.
 
     Mixture number n (the reference's share) has the column ``mixture<n>``: the Jensen-Shannon divergence.
     The ``top`` request number n has the columns ``[N, K]`` ``top<n>_logp`` of the policy, ``top<n>_ref_logp`` of the
     reference, and ``top<n>_ids``; K is at most the vocabulary. ``likeliest``: ids and log-probs ``[N, K]`` of the
-    reference's likeliest tokens, where nothing else is known of it.
+    reference's likeliest tokens, where nothing else is known of it. ``sampler_top``: the same of the sampler.
     Log-probs and KLs are differentiable in ``hidden_NH`` and ``head``; a column without a gradient costs nothing in the
     backward pass. A chunk is whole rows, so every sum over the vocabulary is one reduction whatever the chunk size.
     Raises :class:`ValueError` for a missing ``reference``.
@@ -77,7 +78,7 @@ def head_columns(
     if likeliest is not None:
         _check_likeliest(likeliest, wanted, vocabulary=head[0].shape[0])
     # Where the reference's likeliest tokens are given, lists of top tokens need nothing else of it.
-    compares = wanted.compares_vocabularies or (bool(wanted.top) and likeliest is None)
+    compares = wanted.compares_vocabularies or (wanted.compares_top and likeliest is None)
     if compares and reference is None:
         raise ValueError("an exact value needs a reference pass that kept its hidden states")
     reference_never_V = None
@@ -93,6 +94,7 @@ def head_columns(
         chunk_rows=max(1, settings.chunk_elements // head[0].shape[0]),
         reference=reference,
         likeliest=likeliest,
+        sampler_top=sampler_top,
         never_V=never_drawn(head[1]),
         reference_never_V=reference_never_V,
     )
@@ -120,6 +122,8 @@ def _check_likeliest(likeliest: tuple[Tensor, Tensor], wanted: Wanted, *, vocabu
     """Raise :class:`ValueError` where a request needs more than the reference's likeliest tokens."""
     known = likeliest[0].shape[1]
     for k, tokens in wanted.top:
+        if tokens == "sampler":
+            continue
         if tokens != "reference" or min(k, vocabulary) > known:
             raise ValueError(f"of this reference only its {known} likeliest tokens are known")
 
@@ -134,6 +138,7 @@ class _Plan:
     chunk_rows: int
     reference: ReferenceHead | None
     likeliest: tuple[Tensor, Tensor] | None
+    sampler_top: tuple[Tensor, Tensor] | None
     never_V: Tensor | None
     """Tokens that the policy never draws, because their bias is -inf (a padded vocabulary); None without any."""
     reference_never_V: Tensor | None
@@ -492,10 +497,13 @@ def _top_columns(logp_nV: Tensor, logq_nV: Any, part: slice, plan: _Plan) -> lis
     """:data:`TOP_COLUMNS` ``[n, K]`` of one chunk, for each request."""
     columns: list[Tensor] = []
     for k, tokens in plan.wanted.top:
-        if plan.likeliest is not None:
-            likeliest_ids_NK, likeliest_logq_NK = plan.likeliest
-            ids_nK = likeliest_ids_NK[part, :k]
-            logq_nK = likeliest_logq_NK[part, :k].to(logp_nV.dtype)
+        given = plan.likeliest
+        if tokens == "sampler":
+            given = plan.sampler_top
+        if given is not None:
+            given_ids_NK, given_logq_NK = given
+            ids_nK = given_ids_NK[part, :k]
+            logq_nK = given_logq_NK[part, :k].to(logp_nV.dtype)
         else:
             chosen_nV = logq_nV
             if tokens == "policy":

@@ -40,13 +40,16 @@ def token_pass(
     mask_BT: Tensor,
     real_BT: Tensor | None = None,
     reference: ReferencePass | None = None,
+    sampler_top: tuple[Tensor, Tensor] | None = None,
 ) -> TokenPass:
     """Pass ``model`` over prompts and completions; see :class:`TokenPass` for the result.
 
     ``real_BT``: the tokens that are attended to; None for ``mask_BT``, all of which are then trained.
     What is ``wanted`` against a reference needs its ``reference`` pass over the same batch, at the same temperature and
     with the same ``share_prompt``. With equal weights every divergence is then exactly 0.0, because both sides run the
-    same operations. Raises :class:`ValueError` on shapes, padding sides or a reference that does not fit.
+    same operations. ``sampler_top``: ids and log-probs ``[B, T, K]`` of the sampler's likeliest tokens, for requests of
+    them; its log-probs are then in the place of the reference's. Raises :class:`ValueError` on shapes, padding sides or
+    a reference that does not fit.
     """
     if real_BT is None:
         real_BT = mask_BT
@@ -56,7 +59,10 @@ def token_pass(
     if reference is not None:
         likeliest = reference.top
     # A teacher behind a server has no head, and a term of its top tokens needs none.
-    needs_reference_head = wanted.compares_vocabularies or (bool(wanted.top) and likeliest is None)
+    needs_reference_head = wanted.compares_vocabularies or (wanted.compares_top and likeliest is None)
+    sampler_top_NK = None
+    if sampler_top is not None:
+        sampler_top_NK = (sampler_top[0][mask_BT], sampler_top[1][mask_BT])
 
     def run() -> tuple[Tensor, ...]:
         hidden_NH = completion_hidden(
@@ -77,6 +83,7 @@ def token_pass(
             wanted,
             reference=reference_head,
             likeliest=likeliest,
+            sampler_top=sampler_top_NK,
         )
         # A gradient that nobody reads would keep the graph of the whole body alive.
         if not wanted.hidden_gradient:

@@ -17,7 +17,7 @@ from kl_comedy.kl.estimators import TopTokens
 from kl_comedy.models.introspection import Head, unwrap
 
 TopRequest = tuple[int, str]
-"""``k``, and whose likeliest tokens: ``policy`` or ``reference``."""
+"""``k``, and whose likeliest tokens: ``policy``, ``reference``, or ``sampler``, whose come with the rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,11 @@ class Wanted:
     def compares_vocabularies(self) -> bool:
         """Whether something needs the reference's probability of every token."""
         return self.kl or self.forward_kl or self.total_variation or self.reference_certainty or bool(self.mixtures)
+
+    @property
+    def compares_top(self) -> bool:
+        """Whether a list of top tokens needs the reference."""
+        return any(tokens != "sampler" for _, tokens in self.top)
 
 
 @dataclass(frozen=True, kw_only=True)

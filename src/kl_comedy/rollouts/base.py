@@ -26,7 +26,8 @@ class Sampling:
     """How tokens are drawn: logits are divided by ``temperature``, then ``top_k``, ``top_p``, ``min_p`` truncate.
 
     Temperature 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. A completion ends after the token that
-    completes one of the ``stop`` strings. Raises :class:`UserError` for a value out of range.
+    completes one of the ``stop`` strings. ``top_logps``: of how many of its likeliest tokens each rollout has the
+    log-probs, at each token. Raises :class:`UserError` for a value out of range.
     """
 
     temperature: float
@@ -35,6 +36,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    top_logps: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -53,13 +55,18 @@ class Sampling:
             raise bad_value("stop", self.stop, "a list of non-empty strings")
 
 
-def sampling_from(config: RolloutConfig) -> Sampling:
+def sampling_from(config: RolloutConfig, *, top_logps: int = 0) -> Sampling:
     """How training samples: from the whole distribution, or the policy that is differentiated would be another one.
 
-    Raises :class:`UserError` for a value out of range.
+    ``top_logps``: as in :class:`Sampling`. Raises :class:`UserError` for a value out of range.
     """
     try:
-        return Sampling(temperature=config.temperature, max_new_tokens=config.max_new_tokens, stop=tuple(config.stop))
+        return Sampling(
+            temperature=config.temperature,
+            max_new_tokens=config.max_new_tokens,
+            stop=tuple(config.stop),
+            top_logps=top_logps,
+        )
     except UserError as error:
         raise UserError(f"rollout.{error}") from None
 

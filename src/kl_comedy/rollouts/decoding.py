@@ -247,6 +247,8 @@ class Completion:
     logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     stop_reason: str = "length"
+    top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Ids and log-probs ``[K]`` of the likeliest tokens before each token, where the sampling asks for them."""
 
 
 class Draws:
@@ -263,6 +265,7 @@ class Draws:
         self.most_tokens = sampling.max_new_tokens
         self.device = uniform_BT.device
         self._greedy = sampling.temperature == 0
+        self._top_logps = sampling.top_logps
         self._warpers = warpers(sampling)
         self._uniform_BT = uniform_BT
         self._stops = stops
@@ -281,10 +284,16 @@ class Draws:
         chosen_B = pick(logp_BV, self._uniform_BT[rows, self._step], greedy=self._greedy)
         self._step += 1
         logps = logp_BV.gather(1, chosen_B[:, None])[:, 0].tolist()
-        for row, token, logp in zip(rows, chosen_B.tolist(), logps, strict=True):
+        if self._top_logps:
+            top = logp_BV.topk(min(self._top_logps, logp_BV.shape[1]), dim=1)
+            top_logp_BK = top.values.cpu()
+            top_ids_BK = top.indices.int().cpu()
+        for position, (row, token, logp) in enumerate(zip(rows, chosen_B.tolist(), logps, strict=True)):
             if self.ended[row]:
                 continue
             completion = self.completions[row]
+            if self._top_logps:
+                completion.top.append((top_ids_BK[position], top_logp_BK[position]))
             completion.ids.append(token)
             completion.logps.append(logp)
             completion.versions.append(version)

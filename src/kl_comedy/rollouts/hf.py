@@ -48,7 +48,7 @@ class HFOptions:
     "hf",
     source="transformers models, own loop",
     summary="In-process sampling from the policy itself.",
-    capabilities=Capabilities(draws_parts=True, updates_between_tokens=True),
+    capabilities=Capabilities(draws_parts=True, updates_between_tokens=True, gives_top_logps=True),
     options=HFOptions,
 )
 def build_hf(config: RolloutConfig, *, loaded: LoadedModel) -> RolloutBackend:
@@ -192,6 +192,10 @@ class Converter:
         all_finite = all(math.isfinite(logp) for logp in logps)
         if len(logps) != len(ids) or not all_finite:
             raise RunFailed(f"a sampled token of group {group} has no finite log-prob; the weights are not finite")
+        sampler_top = None
+        if completion.top:
+            ids_TK, logp_TK = (torch.stack(rows_TK) for rows_TK in zip(*completion.top, strict=True))
+            sampler_top = (ids_TK, logp_TK)
         return Rollout(
             prompt=prompt,
             group_id=group,
@@ -200,6 +204,7 @@ class Converter:
             versions=tuple(completion.versions),
             stop_reason=completion.stop_reason,
             text=self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+            sampler_top=sampler_top,
         )
 
 

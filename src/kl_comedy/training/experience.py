@@ -48,7 +48,9 @@ Generate = Callable[..., list[Rollout]]
 class TrainingPrompts:
     """The prompts of a run, the order that they are drawn in, and rows as plain data that names them by position."""
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt], ranks: Ranks) -> None:
+    def __init__(self, config: Config, prompts: Sequence[Prompt], ranks: Ranks, *, top_logps: int = 0) -> None:
+        """``top_logps``: as in :class:`~kl_comedy.rollouts.Sampling`."""
+        self._top_logps = top_logps
         self.indices = PromptOrder(len(prompts), config.rollout.prompts_per_batch, config.seed).indices
         # Rows are stored by position: a prompt's text is in the run's data already.
         self.positions = {prompt.problem.id: position for position, prompt in enumerate(prompts)}
@@ -62,7 +64,7 @@ class TrainingPrompts:
         return generate(
             [self._prompts[index] for index in indices],
             group_size=rollout.group_size,
-            sampling=sampling_from(rollout),
+            sampling=sampling_from(rollout, top_logps=self._top_logps),
             seed=derive_seed(self._config.seed, "rollout", number),
         )
 
@@ -79,6 +81,7 @@ class TrainingPrompts:
                 "stop_reason": row.rollout.stop_reason,
                 "text": row.rollout.text,
                 "trained": torch.tensor(row.rollout.trained, dtype=torch.bool),
+                "sampler_top": row.rollout.sampler_top,
                 "value": row.reward.value,
                 "status": row.reward.status,
                 "parts": dict(row.reward.parts),
@@ -99,6 +102,7 @@ class TrainingPrompts:
                 stop_reason=state["stop_reason"],
                 text=state["text"],
                 trained=tuple(state["trained"].tolist()),
+                sampler_top=state["sampler_top"],
             )
             reward = Reward(value=state["value"], status=state["status"], parts=state["parts"])
             rows.append(Scored(rollout=rollout, reward=reward))

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed, bad_value
 from kl_comedy.evaluation.records import check_golds
+from kl_comedy.kl.term import top_logps_of
 from kl_comedy.plugins import changed_names
 from kl_comedy.records import Prompt, Rollout
 from kl_comedy.rewards import RewardSum, Scorer
@@ -105,7 +106,7 @@ class ExperienceModule(lightning.LightningDataModule):
         config = self.config
         lag = module.run.lag
         loaded = module.loaded
-        prompts = TrainingPrompts(config, self.prompts.train, ranks)
+        prompts = TrainingPrompts(config, self.prompts.train, ranks, top_logps=top_logps_of(module.run.terms.values()))
         sampler = module.run.sampler
         source: Source
         if lag.mode == "async":

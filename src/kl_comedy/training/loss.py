@@ -32,7 +32,7 @@ from kl_comedy.objective.policy_term import PolicyLossParts
 from kl_comedy.objective.preferences import preferences
 from kl_comedy.records import Experience, Scored
 from kl_comedy.registry import ADVANTAGES
-from kl_comedy.training.packing import Packed, Packer, model_inputs
+from kl_comedy.training.packing import Packed, Packer, model_inputs, policy_inputs
 
 if TYPE_CHECKING:
     from kl_comedy.models.reference import Reference
@@ -224,7 +224,7 @@ def update_costs(
         for reference_name in sorted({term.reference for term in early_terms.values()}):
             alike = {name: term for name, term in early_terms.items() if term.reference == reference_name}
             reference = pack.references[_pass_name(reference_name)]
-            policy = policy_pass(model_inputs(pack.packed), reference, list(alike.values()))
+            policy = policy_pass(policy_inputs(pack.packed), reference, list(alike.values()))
             if pack.packed.empty:
                 continue
             for name, term in alike.items():
@@ -413,6 +413,7 @@ def _micro_batch(
         reward_B=update.reward_B[packed.positions].float(),
         weight_B=weight_B,
         group_B=update.group_B[packed.positions],
+        sampler_top=packed.sampler_top,
     )
     return MicroBatch(
         experience=experience,
@@ -511,6 +512,8 @@ def kl_arguments(
         arguments["top"] = policy.top[term.top]
     if term.weight != "none":
         arguments["certainty_BT"] = certainty_of(term, policy)
+    if term.sampler_top is not None:
+        arguments["sampler_top"] = policy.top[term.sampler_top]
     return arguments
 
 

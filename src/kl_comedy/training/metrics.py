@@ -32,7 +32,7 @@ from kl_comedy.rewards.base import failed, is_failed_part
 from kl_comedy.tracking.tokens import STORED_ROWS, STORED_TOKENS, USES, TokenNumbers
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.loss import MicroBatch, MicroLoss
-from kl_comedy.training.packing import Packer, model_inputs, pass_options
+from kl_comedy.training.packing import Packer, model_inputs, pass_options, policy_inputs
 
 if TYPE_CHECKING:
     from kl_comedy.kl import KLTerm
@@ -494,7 +494,7 @@ def completion_metrics(
         metrics = MetricAccumulator()
         for packed in packer.micro_batches(rows):
             other = None if reference is None else reference.forward_pass(**model_inputs(packed))
-            policy = token_pass(loaded.model, options, wanted, **model_inputs(packed), reference=other)
+            policy = token_pass(loaded.model, options, wanted, **policy_inputs(packed), reference=other)
             # This rank only keeps step with the others; the rows are counted there.
             if packed.empty:
                 continue

@@ -32,7 +32,7 @@ from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import release_free_memory
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import MovingReference, Reference
-from kl_comedy.models.types import ReferencePass, TokenPass, Wanted
+from kl_comedy.models.types import ReferencePass, TokenPass, TopRequest, Wanted
 from kl_comedy.objective import value_loss
 from kl_comedy.phases import phase, within
 from kl_comedy.records import Scored
@@ -64,7 +64,7 @@ from kl_comedy.training.metrics import (
 )
 from kl_comedy.training.models import ValueHead, load_models
 from kl_comedy.training.old_policy import record_old_policy
-from kl_comedy.training.packing import Packer, model_inputs, pass_options
+from kl_comedy.training.packing import Packer, pass_options, policy_inputs
 from kl_comedy.training.problems import eval_sampling
 from kl_comedy.training.strategies import clip_gradients, sum_gradients
 
@@ -464,10 +464,12 @@ class PolicyModule(lightning.LightningModule):
         """
         if terms is None:
             terms = list(self.terms.values())
-        inputs = model_inputs(micro.experience)
+        inputs = policy_inputs(micro.experience)
         passes: dict[str, TokenPass] = {}
         for name, reference in micro.references.items():
-            terms_of_reference = [term for term in terms if term.reference == name]
+            # The sampler has no pass: what its terms read of a policy pass is in the one against the initial policy.
+            served = {name, "sampler"} if name == "initial" else {name}
+            terms_of_reference = [term for term in terms if term.reference in served]
             if name == "initial":
                 # Always: the log-probs of the policy loss and of every log-ratio come from this pass.
                 passes[name] = self.policy_pass(inputs, reference, terms_of_reference, measure=measure)
@@ -480,7 +482,7 @@ class PolicyModule(lightning.LightningModule):
         return passes
 
     def policy_pass(
-        self, inputs: Mapping[str, Tensor], reference: ReferencePass | None, terms: Terms, *, measure: bool = False
+        self, inputs: Mapping[str, Any], reference: ReferencePass | None, terms: Terms, *, measure: bool = False
     ) -> TokenPass:
         """The policy pass, with the exact KLs that ``terms`` (or the metrics) need."""
         needs = {name for term in terms for name in term.reads}
@@ -490,7 +492,7 @@ class PolicyModule(lightning.LightningModule):
             certainty=any(term.weight == "policy" for term in terms),
             reference_certainty=any(term.weight == "reference" for term in terms),
             mixtures=tuple(sorted({term.mixture for term in terms if term.mixture is not None})),
-            top=tuple(sorted({term.top for term in terms if term.top is not None})),
+            top=_top_requests(terms),
             entropy=measure,
             total_variation=measure,
             hidden=self.value_head is not None,
@@ -536,3 +538,9 @@ class PolicyModule(lightning.LightningModule):
         self.replaced_at = {int(version): now - age for version, age in state.get("version_ages", {}).items()}
         self.old_policy = state.get("first_use")
         torch.set_rng_state(state["torch_rng"])
+
+
+def _top_requests(terms: Terms) -> tuple[TopRequest, ...]:
+    """The lists of top tokens that ``terms`` read, in an order that is the same on every rank."""
+    requests = {request for term in terms for request in (term.top, term.sampler_top) if request is not None}
+    return tuple(sorted(requests))

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kl_comedy.config import Config
 from kl_comedy.models import LoadedModel, PassOptions
 from kl_comedy.models.introspection import head_chunk, microbatch_tokens
-from kl_comedy.records import Experience, Scored
+from kl_comedy.records import Experience, Rollout, Scored
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 
 
@@ -40,12 +41,19 @@ class Packed:
     mask_BT: Tensor
     behaviour_logp_BT: Tensor
     policy_version_BT: Tensor
+    sampler_top: tuple[Tensor, Tensor] | None = None
+    """Ids and log-probs ``[B, T, K]`` of the sampler's likeliest tokens; None where no term reads them."""
 
 
 def model_inputs(batch: Packed | Experience) -> dict[str, Tensor]:
     """The arguments of a forward pass over the rows of a batch."""
     names = ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "real_BT", "mask_BT")
     return {name: getattr(batch, name) for name in names}
+
+
+def policy_inputs(batch: Packed | Experience) -> dict[str, Any]:
+    """The arguments of a policy's pass: those of a reference's, and the sampler's likeliest tokens."""
+    return {**model_inputs(batch), "sampler_top": batch.sampler_top}
 
 
 def pass_options(config: Config, loaded: LoadedModel) -> PassOptions:
@@ -111,7 +119,20 @@ class Packer:
             mask_BT=mask_BT,
             behaviour_logp_BT=self._padded_right([rollout.logps for rollout in rollouts], width_T, 0.0).float(),
             policy_version_BT=self._padded_right([rollout.versions for rollout in rollouts], width_T, 0),
+            sampler_top=self._sampler_top(rollouts),
         )
+
+    def _sampler_top(self, rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor] | None:
+        ids = []
+        logps = []
+        for rollout in rollouts:
+            if rollout.sampler_top is None:
+                return None
+            ids.append(rollout.sampler_top[0].long())
+            logps.append(rollout.sampler_top[1].float())
+        ids_BTK = pad_sequence(ids, batch_first=True)
+        logp_BTK = pad_sequence(logps, batch_first=True)
+        return ids_BTK.to(self.device), logp_BTK.to(self.device)
 
     def _padded_left(self, rows: Sequence[Sequence[Any]], width: int, fill: Any) -> Tensor:
         return torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], device=self.device)

@@ -18,6 +18,7 @@ from kl_comedy.config.schema import SHARDED, TeacherConfig, ValueConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.term import REFERENCES
+from kl_comedy.rollouts.sampler import capabilities_of, sampler_name
 from kl_comedy.training.loss import uses_critic
 
 UNUSED_BY_DPO = (
@@ -177,7 +178,7 @@ def term_needs_more_than_a_server_gives(settings: TrainingSettings) -> UserError
     allowed = "k1, k2, k3 and the like, or top_k with options.tokens: reference, with reference.teacher.url"
     for position, term in settings.teacher_terms.items():
         # A server gives the log-prob of the sampled token and of its own likeliest tokens.
-        unavailable = term.reads - {"log_ratio", "top_k"}
+        unavailable = term.reads - {"log_ratio", "top_k", "sampler_top"}
         if term.weight == "policy":
             unavailable -= {"certainty"}  # of the policy, which is here
         if unavailable:
@@ -208,6 +209,17 @@ def own_baseline_without_group(settings: TrainingSettings) -> UserError | None:
         if term.baseline == "own":
             allowed = "before or after with rollout.group_size 1 (own compares a group)"
             return bad_value(f"kl.{position}.baseline", "own", allowed)
+    return None
+
+
+def score_centring_without_top_logps(settings: TrainingSettings) -> UserError | None:
+    name = sampler_name(settings.config)
+    if capabilities_of(name).gives_top_logps:
+        return None
+    for position, term in enumerate(settings.terms):
+        if term.score_centring is not None:
+            reason = f"{name} does not give the log-probs of its likeliest tokens; hf in the trainer's process does"
+            return bad_value(f"kl.{position}.score_centring", term.score_centring, "null", reason)
     return None
 
 
@@ -267,6 +279,7 @@ RULES: tuple[Callable[[TrainingSettings], UserError | None], ...] = (
     term_needs_more_than_a_server_gives,
     adapter_of_a_sharded_teacher,
     own_baseline_without_group,
+    score_centring_without_top_logps,
     own_credit_before_gae,
     setting_unused_by_dpo,
     ess_scaling_of_dpo,

@@ -193,7 +193,7 @@ class Question:
             claimed = claimed_target(terms[0], regime)
         tree = TREE
         # The usual tree has too few tokens to leave a tail outside the top ones.
-        if any(term.top is not None for term in terms):
+        if any(term.top is not None or term.score_centring not in (None, "exact") for term in terms):
             tree = TOP
         return cls(
             terms=terms, regime=regime, relative=relative, enumerated=tuple(enumerated), claimed=claimed, tree=tree

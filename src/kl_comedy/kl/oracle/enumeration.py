@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl.estimators import TopTokens, certainty, jensen_shannon
+from kl_comedy.kl.term import ALL_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class Rows:
     At the tokens of an environment, which the mask leaves out, they are what policy, reference and sampler say of these
     tokens, as a trainer that scores a whole dialogue has it: a loss that reads them there has another gradient.
 
-    ``logp_BT``, the two exact KLs and ``next_logp_BTV`` ask for gradient; everything else is constant. The last three
+    ``logp_BT``, the two exact KLs and ``next_logp_BTV`` ask for gradient; everything else is constant. The last four
     are for terms that read other tokens than the sampled one.
     """
 
@@ -52,6 +53,19 @@ class Rows:
     next_logp_BTV: Tensor | None = None
     ref_next_logp_BTV: Tensor | None = None
     token_BT: Tensor | None = None
+    sampler_next_logp_BTV: Tensor | None = None
+
+    def sampler_top(self, k: int) -> TopTokens:
+        """The sampler's ``k`` likeliest tokens: all for :data:`ALL_TOKENS`, else bounded as in :meth:`top`."""
+        next_logp_BTV, _, token_BT = self._next()
+        assert self.sampler_next_logp_BTV is not None
+        vocabulary = self.sampler_next_logp_BTV.shape[-1]
+        if k == ALL_TOKENS:
+            k = vocabulary
+        else:
+            k = min(k, max(1, vocabulary // 2))
+        sampler_BTK, ids_BTK = self.sampler_next_logp_BTV.topk(k, -1)
+        return TopTokens(next_logp_BTV.gather(-1, ids_BTK), sampler_BTK, (ids_BTK == token_BT[..., None]).any(-1))
 
     def top(self, k: int, tokens: str) -> TopTokens:
         """The ``k`` likeliest tokens of ``policy`` or ``reference``, at most half the vocabulary, rounded down.
@@ -499,6 +513,7 @@ class Instance:
             next_logp_BTV=self.policy_logp()[prefix_BT].requires_grad_(True),
             ref_next_logp_BTV=self.ref_logp_NV[prefix_BT],
             token_BT=completions.token_BT,
+            sampler_next_logp_BTV=self.recorded_logp_NV[prefix_BT],
         )
 
     def probability(self, completions: Completions) -> Tensor:

@@ -371,6 +371,8 @@ def term_arguments(term: KLTerm, rows: Rows) -> dict[str, Any]:
         arguments["top"] = rows.top(k, tokens)
     if term.weight != "none":
         arguments["certainty_BT"] = rows.certainty(term.weight)
+    if term.sampler_top is not None:
+        arguments["sampler_top"] = rows.sampler_top(term.sampler_top[0])
     return arguments
 
 
