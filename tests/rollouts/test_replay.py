@@ -14,6 +14,7 @@ from kl_comedy.cli.evaluation_runs import resolve_target
 from kl_comedy.config import load_config
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import load_model, weights_hash
+from kl_comedy.rollouts import Sampler
 from kl_comedy.training.callbacks import CheckpointCallback
 from kl_comedy.training.distributed import SINGLE_PROCESS
 from kl_comedy.training.experience import Recorded
@@ -94,7 +95,8 @@ def test_a_recording_in_one_file_replays_to_the_same_bits(recorded, editable, tm
     assert_replayed(replayed, recorded)
     # The policy of a replay is evaluated by a sampler that has no recording.
     with resolve_target(str(replayed.path), []) as target:
-        assert build_backend(target.config, load_model(target.config.model), SINGLE_PROCESS).own.version == 0
+        config = target.config
+        assert build_backend(Sampler.of(config), config, load_model(config.model), SINGLE_PROCESS).own.version == 0
 
 
 def assert_replayed(run, recorded):

@@ -173,6 +173,7 @@ def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _backend(config: Config, loaded: LoadedModel, folder: Path | None) -> Iterator[RolloutBackend]:
+    # The backend itself, not Sampler.of: nothing trains here, so nothing has to draw beside it.
     entry = ROLLOUTS.get(config.rollout.backend, key="rollout.backend")
     backend: Any = entry.fn(config.rollout, loaded=loaded)  # with work_in where its capabilities say so
     try:

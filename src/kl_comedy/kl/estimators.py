@@ -40,6 +40,14 @@ class Estimator(Protocol):
         ...
 
 
+class TopRequest(NamedTuple):
+    """The ``k`` likeliest tokens at each prefix, and of whom."""
+
+    k: int
+    whose: str
+    """``policy``, ``reference``, or ``sampler``, whose come with the rollouts."""
+
+
 class TopTokens(NamedTuple):
     """The k likeliest tokens S of policy or reference at each prefix."""
 

@@ -19,6 +19,7 @@ from kl_comedy.errors import UserError, bad_value, unknown_key
 from kl_comedy.kl import corrections as _corrections  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl import estimators as _estimators  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl.beta import Beta, BetaSchedule, BetaTarget, parse_beta
+from kl_comedy.kl.estimators import TopRequest
 from kl_comedy.kl.term_label import term_label
 from kl_comedy.kl.term_rules import broken_rule
 from kl_comedy.registry import ESTIMATORS, Entry
@@ -219,21 +220,21 @@ class KLTerm:
         return {**estimator_defaults(ESTIMATORS.get(self.estimator)), **self.options}
 
     @property
-    def top(self) -> tuple[int, str] | None:
-        """How many top tokens the estimator reads, and whose (``policy`` or ``reference``); None if it reads none."""
+    def top(self) -> TopRequest | None:
+        """The top tokens that the estimator reads, of the policy or the reference; None if it reads none."""
         if self.needs != "top_k":
             return None
         options = self.estimator_options
-        return int(options["k"]), str(options["tokens"])
+        return TopRequest(int(options["k"]), str(options["tokens"]))
 
     @property
-    def sampler_top(self) -> tuple[int, str] | None:
-        """How many of the sampler's top tokens ``score_centring`` reads, as :attr:`top`; None if it reads none."""
+    def sampler_top(self) -> TopRequest | None:
+        """The sampler's top tokens that ``score_centring`` reads; None if it reads none."""
         if self.score_centring is None:
             return None
         if self.score_centring == "exact":
-            return ALL_TOKENS, "sampler"
-        return int(self.score_centring), "sampler"
+            return TopRequest(ALL_TOKENS, "sampler")
+        return TopRequest(int(self.score_centring), "sampler")
 
     @property
     def mixture(self) -> float | None:

@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kl_comedy.kl.estimators import TopTokens
+from kl_comedy.kl.estimators import TopRequest, TopTokens
 from kl_comedy.models.introspection import Head, unwrap
-
-TopRequest = tuple[int, str]
-"""``k``, and whose likeliest tokens: ``policy``, ``reference``, or ``sampler``, whose come with the rollouts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +86,7 @@ class Wanted:
     @property
     def compares_top(self) -> bool:
         """Whether a list of top tokens needs the reference."""
-        return any(tokens != "sampler" for _, tokens in self.top)
+        return any(request.whose != "sampler" for request in self.top)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,7 +120,7 @@ class ExperienceModule(lightning.LightningDataModule):
             self._to_close.callback(self.backend.close)
             source = DrawnHere(lag, config.train.steps, prompts, self._generate, self.scorer)
         else:
-            built = build_backend(config, loaded, ranks)
+            built = build_backend(sampler, config, loaded, ranks)
             self.backend = built.shared
             self._to_close.callback(self.backend.close)
             if sampler.capabilities.recorded:

@@ -123,7 +123,7 @@ def connect_teacher(config: Config, policy: LoadedModel, terms: Iterable[KLTerm]
     top_tokens = 0
     for term in terms:
         if term.reference == "teacher" and term.top is not None:
-            top_tokens = max(top_tokens, term.top[0])
+            top_tokens = max(top_tokens, term.top.k)
 
     def connect() -> Any:
         # Only tokenizers are compared, so that the policy's model can stand for the one behind the server.

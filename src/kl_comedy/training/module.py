@@ -27,12 +27,13 @@ from kl_comedy.evaluation import EvalResult, EvalSet, EvalSettings, evaluate
 from kl_comedy.evaluation.evaluate import evaluate_choices
 from kl_comedy.evaluation.likelihood import ChoiceSet, choice_scorer
 from kl_comedy.kl import BetaState
+from kl_comedy.kl.estimators import TopRequest
 from kl_comedy.kl.surrogate import NotFinite
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import release_free_memory
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import MovingReference, Reference
-from kl_comedy.models.types import ReferencePass, TokenPass, TopRequest, Wanted
+from kl_comedy.models.types import ReferencePass, TokenPass, Wanted
 from kl_comedy.objective import value_loss
 from kl_comedy.phases import phase, within
 from kl_comedy.records import Scored

@@ -184,7 +184,7 @@ def term_needs_more_than_a_server_gives(settings: TrainingSettings) -> UserError
         if unavailable:
             reason = f"{term.label()} reads the teacher's probability of every token"
             return bad_value(f"kl.{position}", term.estimator, allowed, reason)
-        if term.top is not None and term.top[1] != "reference":
+        if term.top is not None and term.top.whose != "reference":
             reason = "only the teacher's likeliest tokens are known, not its log-probs of the policy's"
             return bad_value(f"kl.{position}", term.estimator, allowed, reason)
     return None

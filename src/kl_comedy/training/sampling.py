@@ -26,7 +26,6 @@ from kl_comedy.models.load import place
 from kl_comedy.models.sharding import compute_in_bf16, rounded_parameters, unsharded_skeleton
 from kl_comedy.models.weights import copy_into, stream_weights, weight_bytes
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rewards import Scorer
 from kl_comedy.rollouts import RolloutBackend, Sampler
 from kl_comedy.rollouts.base import EngineBackend
@@ -209,18 +208,17 @@ class RankBackend:
     """What the run draws from: with several processes it spreads the prompts over the ranks, else it is ``own``."""
 
 
-def build_backend(config: Config, loaded: LoadedModel, ranks: Ranks) -> RankBackend:
+def build_backend(sampler: Sampler, config: Config, loaded: LoadedModel, ranks: Ranks) -> RankBackend:
     """This rank's sampler and, with several processes, what spreads the prompts over the ranks.
 
     A sharded policy is sampled from a whole copy of it on every rank. Raises :class:`UserError` where that does not fit
     ``train.replica_gib``.
     """
-    build: Callable[..., Any] = ROLLOUTS.get(config.rollout.backend).fn
     if config.train.strategy == "single":
-        backend = build(config.rollout, loaded=loaded)
+        backend = sampler.builder(config.rollout, loaded=loaded)
         return RankBackend(own=backend, shared=backend)
     if not ranks.sharded:
-        backend = build(config.rollout, loaded=loaded)
+        backend = sampler.builder(config.rollout, loaded=loaded)
         return RankBackend(own=backend, shared=ShardedRollouts(backend, ranks))
 
     replica = ranks.raise_on_all_ranks(lambda: _make_replica(config, loaded))
@@ -230,7 +228,7 @@ def build_backend(config: Config, loaded: LoadedModel, ranks: Ranks) -> RankBack
 
     # The skeleton has no weights yet.
     refresh()
-    backend = build(config.rollout, loaded=replica)
+    backend = sampler.builder(config.rollout, loaded=replica)
     return RankBackend(own=backend, shared=ShardedRollouts(backend, ranks, refresh=refresh))
 
 
