@@ -315,6 +315,7 @@ def small_update():
         prompt_mask_BP=torch.ones(2, 1),
         ids_BT=zeros_BT,
         mask_BT=mask_BT,
+        real_BT=mask_BT,
         behaviour_logp_BT=torch.tensor([[-1.0, 0.0], [-1.0, -1.0]]),
         ref_logp_BT=zeros_BT - 2.0,
         advantage_BT=zeros_BT,

@@ -164,6 +164,7 @@ def loss_of_training(rows, terms, around):
         prompt_mask_BP=torch.ones(1, 1),
         ids_BT=torch.zeros(1),
         mask_BT=rows.mask_BT,
+        real_BT=rows.mask_BT,
         behaviour_logp_BT=rows.behaviour_logp_BT,
         ref_logp_BT=rows.ref_logp_BT,
         advantage_BT=ADVANTAGES.get(around.advantage).fn(returns_BT, rows.mask_BT, rows.group_B),

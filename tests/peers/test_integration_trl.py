@@ -198,6 +198,7 @@ def our_gradient(folder, terms, *, advantage, reduction):
         "prompt_mask_BP": prompt_mask_BP,
         "ids_BT": ids_BT,
         "mask_BT": mask_BT,
+        "real_BT": mask_BT,
     }
     policy_pass = token_pass(policy, **tensors, temperature=1.0, chunk_elements=1 << 20)
     ref_pass = token_pass(reference, **tensors, temperature=1.0, chunk_elements=1 << 20)
