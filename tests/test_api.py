@@ -136,6 +136,21 @@ def test_certify_refuses_an_unknown_regime():
         certify("grpo", regimes=["onpolicy"])
 
 
+@pytest.mark.parametrize("function", [certify, explain])
+def test_the_name_of_an_estimator_is_answered_with_a_term(function):
+    with pytest.raises(UserError, match=r"^(terms|what): got 'k3', an estimator.*KLTerm\('k3', placement='loss'\)"):
+        function("k3")
+
+
+def test_a_prompt_shows_verdicts(capsys):
+    """A line per regime, and none of the record behind it."""
+    shown = repr(certify("grpo", regimes=["on_policy"])).splitlines()
+    assert shown[0] == "grpo"
+    assert shown[1].startswith("on_policy: optimizes the forward KL of each visited prefix")
+    assert len(shown) == 2
+    assert "KLTerm" not in repr(explain("grpo"))
+
+
 def test_certify_says_which_claim_is_false(monkeypatch):
     ESTIMATORS.load()
     monkeypatch.setattr(ESTIMATORS, "_entries", dict(ESTIMATORS._entries))

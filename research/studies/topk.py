@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, KLTerm
-from kl_comedy.kl.estimators import TOP_K_FORMS
+from kl_comedy.kl.estimators import TOP_K_FORMS, TopRequest
 from kl_comedy.kl.oracle.certificate import certify
 from kl_comedy.models.head import HeadSettings, head_columns
 from kl_comedy.models.introspection import decoder_body
@@ -204,7 +204,7 @@ def cost_study(ks: Sequence[int] = COST_KS, done: Callable[[], None] = lambda: N
     torch.set_num_threads(1)
     requests = {"log-prob": Wanted(), "exact": Wanted(kl=True)}
     for k in ks:
-        requests[f"k = {k}"] = Wanted(top=((k, "policy"),))
+        requests[f"k = {k}"] = Wanted(top=(TopRequest(k, "policy"),))
     seconds = _least_seconds(requests, done)
     # A new process per request: what an earlier one allocated would hide in the resident memory.
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:

@@ -39,7 +39,7 @@ STATUSES = ("finished", "running", "failed", "killed")
 
 
 # --- KL terms -----------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Certification:
     """What KL terms optimize, by enumeration in float64: one certificate per regime.
 
@@ -66,6 +66,10 @@ class Certification:
     def __str__(self) -> str:
         lines = [f"{regime}: {certificate.verdict}" for regime, certificate in self.certificates.items()]
         return "\n".join([self.name, *lines, *self.false_claims])
+
+    def __repr__(self) -> str:
+        # What a Python prompt shows: the verdicts, not the record of 4,000 characters.
+        return str(self)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: a row per regime, and the false claims."""
@@ -119,7 +123,7 @@ def certify(
     return Certification(name=name, terms=chosen, certificates=certificates, false_claims=tuple(false_claims))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Explanation:
     """What a recipe, or the KL flags of another framework, optimize.
 
@@ -143,6 +147,9 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{regime}: {certificate.verdict}" for regime, certificate in self.certificates.items()]
         return "\n".join([self.text, *lines, *self._sentences()])
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: a row per regime, and the sentences."""

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, PhiConfig, PhiForCausalLM
 
 from kl_comedy.config.schema import LoraConfig
+from kl_comedy.kl.estimators import TopRequest
 from kl_comedy.models import logprobs
 from kl_comedy.models.lora import add_lora
 from kl_comedy.models.reference import Reference
@@ -121,11 +122,14 @@ def test_the_samplers_tokens_have_the_policys_log_probs_and_gradient(chunk, with
     shape = (*inputs["ids_BT"].shape, V)
     ids_BTK = torch.rand(shape, generator=generator).argsort(-1)[..., :5]
     logp_BTK = torch.randn(shape, generator=generator, dtype=torch.float64).log_softmax(-1)[..., :5]
-    more = {"top": [(3, "sampler")]}
+    more = {"top": [TopRequest(3, "sampler")]}
     if with_reference:
-        more = {"top": [(2, "reference"), (3, "sampler")], "reference": reference_pass(llama(seed=3), inputs)}
+        more = {
+            "top": [TopRequest(2, "reference"), TopRequest(3, "sampler")],
+            "reference": reference_pass(llama(seed=3), inputs),
+        }
     columns = pass_batch(model, inputs, chunk=chunk, sampler_top=(ids_BTK, logp_BTK), **more)
-    top = columns.top[(3, "sampler")]
+    top = columns.top[TopRequest(3, "sampler")]
 
     naive = naive_logits(model, rows, 0.7)
     expected = [logp_TV.gather(1, ids_TK[: len(logp_TV), :3]) for logp_TV, ids_TK in zip(naive, ids_BTK, strict=True)]
@@ -232,7 +236,7 @@ def columns_of_a_head(hidden_NH, weight_VH, bias_V, reference, chunk):
         chunk_elements=chunk,
         requested=QUANTITIES,
         mixtures=[0.3],
-        top=[(4, "policy")],
+        top=[TopRequest(4, "policy")],
         reference=reference,
     )
     total = 0.0

@@ -10,7 +10,7 @@ from faulty_servers import move
 from kl_comedy.config.schema import TeacherConfig
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.kl import KLTerm, kl_surrogate
-from kl_comedy.kl.estimators import TOP_K_FORMS
+from kl_comedy.kl.estimators import TOP_K_FORMS, TopRequest
 from kl_comedy.models.reference import Reference
 from kl_comedy.models.types import PassOptions
 from kl_comedy.rollouts.engines.teacher import TeacherServer
@@ -102,8 +102,8 @@ def test_only_the_likeliest_tokens_are_known(policy, teacher, serve):
     ("quantity", "message"),
     [
         ({"kl": True}, "not of the vocabulary"),
-        ({"top": [(4, "reference")]}, "only its 3 likeliest"),
-        ({"top": [(3, "policy")]}, "only its 3 likeliest"),
+        ({"top": [TopRequest(4, "reference")]}, "only its 3 likeliest"),
+        ({"top": [TopRequest(3, "policy")]}, "only its 3 likeliest"),
     ],
     ids=["exact KL", "a fourth token", "the policy's tokens"],
 )

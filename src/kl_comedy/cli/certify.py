@@ -267,7 +267,7 @@ def _is_main(term: KLTerm, new_corrections: Sequence[str]) -> bool:
 
 def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[str, AlgorithmContext]) -> None:
     """Add a recipe, a bare list of terms, or a config (whose algorithm is certified around its terms too)."""
-    from kl_comedy.kl.recipes import resolve_terms
+    from kl_comedy.kl.recipes import recipe, resolve_terms
     from kl_comedy.registry import ADVANTAGES, ESTIMATORS, OWN_PART, RECIPES
 
     path = Path(name)
@@ -277,8 +277,7 @@ def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[st
     is_config = name.endswith((".yaml", ".yml"))
     if not is_config and not path.is_file() and shipped_config(name) is None:
         if name in ESTIMATORS:
-            example = f"kl-comedy certify --term '{{estimator: {name}, placement: loss}}'"
-            raise UserError(f"{name} is an estimator, and what it optimizes depends on where it stands: {example}")
+            recipe(name, key="NAME")  # raises: it says what to write instead
         near = nearest(name, RECIPES.names())
         hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(f"{name}: neither a recipe nor a file{hint} (kl-comedy list recipes; {OWN_PART})")

@@ -251,8 +251,13 @@ def recipe(name: str, *, beta: Any = None, key: str = "kl") -> tuple[KLTerm, ...
     """The terms of a recipe, all with ``beta`` where it is given.
 
     ``key`` is the config key that messages begin with. Raises :class:`UserError` for an unknown name, with the nearest
-    one, and for a ``beta`` beside terms whose betas differ.
+    one, for the name of an estimator, and for a ``beta`` beside terms whose betas differ.
     """
+    if name in ESTIMATORS and name not in RECIPES:
+        raise UserError(
+            f"{key}: got {name!r}, an estimator, and what it optimizes depends on where it stands: kl-comedy certify "
+            f"--term '{{estimator: {name}, placement: loss}}', or in Python KLTerm({name!r}, placement='loss')"
+        )
     terms: tuple[KLTerm, ...] = RECIPES.get(name, key=key).fn()
     if beta is None:
         return terms
