@@ -35,9 +35,12 @@ RAISING = {
     ("rollouts/engines/transports.py", "put"): "a queue's",
 }
 MADE_DETERMINISTIC = {
+    ("kl/corrections.py", "gather"): "one place of each token",
+    ("kl/corrections.py", "scatter"): "one place of each token",
     ("models/head.py", "gather"): "without gradient",
     ("models/head.py", "scatter_add"): "one place of each row",
     ("models/load.py", "gather"): "without gradient",
+    ("objective/advantages.py", "gather"): "without gradient",
     ("objective/groups.py", "index_add"): "rows of an update",
     ("objective/preferences.py", "index_add"): "rows of an update",
     ("rollouts/decoding.py", "gather"): "without gradient",
@@ -46,6 +49,7 @@ MADE_DETERMINISTIC = {
     ("rollouts/decoding.py", "scatter"): "without gradient",
     ("rollouts/engines/weights.py", "gather"): "without gradient",
     ("training/distributed.py", "gather"): "of objects",
+    ("training/old_policy.py", "scatter"): "of masks",
 }
 # They raise as well: the first two are NLLLoss; kthvalue by torch's own tests.
 UNDOCUMENTED = {"cross_entropy", "CrossEntropyLoss", "kthvalue"}

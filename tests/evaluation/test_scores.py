@@ -162,7 +162,7 @@ class Rewards:
         rows = []
         for n, value in enumerate(self.values[: len(rollouts)]):
             stop_reason = "length" if n == 0 else "eos"
-            rollout = SimpleNamespace(completion_ids=[0] * (n + 1), stop_reason=stop_reason)
+            rollout = SimpleNamespace(drawn_ids=[0] * (n + 1), stop_reason=stop_reason)
             rows.append(SimpleNamespace(rollout=rollout, reward=SimpleNamespace(value=value, gold=None)))
         return rows
 

@@ -12,7 +12,7 @@ from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, KLTerm, claimed_target, term_warnings
 from kl_comedy.kl.claims import all_terms
 from kl_comedy.kl.estimators import k1, k3
-from kl_comedy.kl.oracle import exact_moments_by_loss, target_gradient, terms_loss
+from kl_comedy.kl.oracle import Tree, exact_moments_by_loss, target_gradient, terms_loss
 from kl_comedy.kl.oracle.certificate import LONG, TREE, certify, with_targets
 from kl_comedy.kl.oracle.correction_checks import check_correction
 from kl_comedy.kl.oracle.drawn import drawn_settings
@@ -103,7 +103,10 @@ def test_a_prefix_that_forgets_tokens_beyond_the_longest_enumerated_is_caught():
 
 
 # --- those that know the certifier: right in its list of log-ratios, and in trees of 3 tokens or near the reference --
-FIXED_SIZES = (TREE.completions, LONG.completions)
+DIALOGUES = Tree.build(vocabulary=TREE.vocabulary, length=TREE.length + 1)
+POSSIBLE_DIALOGUES = 48
+"""Of its 63 completions: a tool's reply does not end one."""
+FIXED_SIZES = (TREE.completions, LONG.completions, POSSIBLE_DIALOGUES)
 
 
 def clamped_in_batches(log_ratio):
@@ -115,7 +118,7 @@ def clamped_in_batches(log_ratio):
 
 def centred_in_long_rows(log_ratio):
     """k1 in one long list, and in completions of the lengths that are always enumerated."""
-    if log_ratio.dim() == 1 or log_ratio.shape[-1] in (4, 8):
+    if log_ratio.dim() == 1 or log_ratio.shape[-1] in (TREE.length, DIALOGUES.length, LONG.length):
         return log_ratio
     return log_ratio - log_ratio.mean(-1, keepdim=True)
 

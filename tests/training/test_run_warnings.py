@@ -252,4 +252,5 @@ def test_a_run_whose_reward_reads_nothing_warns(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="kl_comedy"):
         train(config, console=Console(quiet=True), command="kl-comedy train tiny.yaml")
     names = [record.getMessage().split()[1] for record in caplog.records if "warning " in record.getMessage()]
-    assert names == ["all_truncated", "zero_rewards"]
+    # Where the tiny policy is nearly certain from the start, its entropy is gone too.
+    assert [name for name in names if name != "entropy_gone"] == ["all_truncated", "zero_rewards"]
