@@ -44,8 +44,10 @@ ALWAYS_WRITTEN = ("estimator", "beta")
 
 def parse_score_centring(value: Any, key: str) -> str | int | None:
     """A field's value as it is stored. Raises :class:`UserError`."""
-    if value is None or value == "exact":
-        return value  # type: ignore[no-any-return]
+    if value is None:
+        return None
+    if value == "exact":
+        return "exact"
     allowed = "exact, a number of tokens of at least 1, or null"
     if not isinstance(value, int | float):
         raise bad_value(key, value, allowed)
