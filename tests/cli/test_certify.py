@@ -211,7 +211,8 @@ def test_the_pull_of_each_configuration_has_a_line_with_its_samples(certify):
 def test_ranges_come_with_the_vocabulary_and_the_distance_of_their_policies(certify):
     arguments = ("grpo", "--regime", "off_policy", "--range", "--seed", "0")
     (row,) = rows_of(certify, *arguments)
-    figures = row["range"]
+    assert [of_age["age"] for of_age in row["range"]] == [None, 1, 4, 10]
+    figures = row["range"][0]
     assert (figures["policies"], figures["vocabulary"], figures["steps"]) == (50, [4, 8], 3)
     for name in ("error", "strength", "noise", "kl_per_prefix"):
         least, median, largest = figures[name]
@@ -228,9 +229,11 @@ def test_ranges_come_with_the_vocabulary_and_the_distance_of_their_policies(cert
         f"50 drawn policies of 4 and 8 tokens and up to 3 steps, {nearest:.2g} to {farthest:.2g} nats of KL per prefix"
     )
     assert words in " ".join(rest)
+    assert [line.split()[1] for line in rest[:3]] == ["1", "4", "10"]
     code, out, err = certify(*arguments, "--format", "csv")
-    (cells,) = csv.DictReader(io.StringIO(out))
-    assert float(cells["range_error_median"]) == pytest.approx(median)
+    lines = list(csv.DictReader(io.StringIO(out)))
+    assert [cells["range_age"] for cells in lines] == ["", "1", "4", "10"]
+    assert float(lines[0]["range_error_median"]) == pytest.approx(median)
 
 
 def test_ranges_are_not_of_policy_losses(certify):

@@ -5,9 +5,11 @@ import torch
 
 import brute
 from kl_comedy.kl import KLTerm
+from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree
 from kl_comedy.kl.oracle import ranges as module
 from kl_comedy.kl.oracle.certificate import certify
 from kl_comedy.kl.oracle.ranges import drawn_policies, kl_per_prefix, ranges
+from kl_comedy.kl.oracle.trajectory import sampled_by_an_older_policy
 
 K3 = KLTerm("k3", placement="loss")
 
@@ -62,7 +64,7 @@ def test_error_strength_and_noise_are_those_of_loops(regime, monkeypatch):
     monkeypatch.setattr(module, "POLICIES", 2)
     drawn_policies.cache_clear()
     (certificate,) = certify("k3", [K3], regimes=[regime])
-    result = ranges(certificate, seed=7)
+    result = ranges(certificate, drawn_policies(regime, 7))
     errors, strengths, noises, distances = [], [], [], []
     policies = drawn_policies(regime, 7)
     assert [policy.tree.vocabulary for policy in policies] == [4, 8]
@@ -93,3 +95,42 @@ def test_policies_are_half_of_each_vocabulary_and_the_same_for_a_seed():
     distances = [kl_per_prefix(policy) for policy in policies]
     assert min(distances) < 0.005
     assert max(distances) > 0.1
+
+
+def versions_by_hand(start, updates, rate):
+    """Adam's update written out, on the expected reward as a sum over completions."""
+    tree = start.tree
+    number = {prefix: n for n, prefix in enumerate(brute.prefixes(tree))}
+    theta_D = start.theta_D.clone()
+    mean_D, square_D = torch.zeros_like(theta_D), torch.zeros_like(theta_D)
+    versions = [theta_D]
+    for update in range(1, updates + 1):
+        leaf_D = theta_D.clone().requires_grad_(True)
+        reward = 0.0
+        for y in brute.completions(tree):
+            log_prob = 0.0
+            for t, token in enumerate(y):
+                logits_V = start.features_NVD[number[y[:t]]] @ leaf_D
+                log_prob = log_prob + logits_V[token] - logits_V.logsumexp(0)
+            ended = y[-1] == 0
+            reward = reward + log_prob.exp() * start.reward_N2[number[y[:-1]], 0 if ended else 1]
+        (gradient_D,) = torch.autograd.grad(reward, leaf_D)
+        mean_D = 0.9 * mean_D + 0.1 * gradient_D
+        square_D = 0.999 * square_D + 0.001 * gradient_D**2
+        size_D = (square_D / (1 - 0.999**update)).sqrt() + 1e-8
+        theta_D = theta_D + rate * mean_D / (1 - 0.9**update) / size_D
+        versions.append(theta_D)
+    return versions
+
+
+@pytest.mark.parametrize("age", [1, 3])
+def test_an_old_sampler_is_the_policy_some_updates_before(age):
+    tree = Tree.build(vocabulary=3, length=2)
+    start = Instance.random(tree, InstanceSettings(regime="on_policy", seed=5, parameters=4))
+    versions = versions_by_hand(start, updates=3, rate=0.1)
+    trained = sampled_by_an_older_policy(start, age=age, updates=3, lr=0.1)
+    torch.testing.assert_close(trained.theta_D, versions[3], rtol=1e-9, atol=1e-12)
+    for table_NV, version in ((trained.ref_logp_NV, 0), (trained.sampler_logp_NV, 3 - age)):
+        logits_NV = start.features_NVD @ versions[version]
+        torch.testing.assert_close(table_NV, logits_NV.log_softmax(-1), rtol=1e-9, atol=1e-12)
+    assert torch.equal(trained.recorded_logp_NV, trained.sampler_logp_NV)

@@ -58,7 +58,11 @@ Search = Annotated[
 ]
 Range = Annotated[
     bool,
-    typer.Option("--range", help="Error, strength and noise as ranges over 50 drawn policies of 4 and 8 tokens"),
+    typer.Option(
+        "--range",
+        help="Error, strength and noise as ranges over 50 drawn policies of 4 and 8 tokens; "
+        "off-policy also over trained ones, drawn from as they were 1, 4 and 10 updates before",
+    ),
 ]
 Full = Annotated[
     bool,
@@ -363,7 +367,7 @@ def _certify_terms(request: _Request, wanted: CertifyOptions) -> list[str]:
         # Only of terms that hit a target: the others are not meant to be near one.
         worst_error=max((c.worst_error for c in certificates if c.target), default=0.0),
     )
-    ranges: dict[tuple[str, str], Ranges] = {}
+    ranges: dict[tuple[str, str], list[Ranges]] = {}
     if wanted.range:
         ranges = _ranges(certificates, wanted.seed)
     in_training: list[Effect] = []
@@ -375,8 +379,10 @@ def _certify_terms(request: _Request, wanted: CertifyOptions) -> list[str]:
     elif wanted.format == "csv":
         rows = []
         for certificate in certificates:
-            spans = ranges.get((certificate.name, certificate.regime))
-            rows.append(output.term_csv_row(certificate) | output.range_csv_cells(spans))
+            row = output.term_csv_row(certificate)
+            # One row for each age of the sampler; without --range the row as it is.
+            spans = ranges.get((certificate.name, certificate.regime), [])
+            rows += [row | output.range_csv_cells(of_age) for of_age in spans] or [row]
         output.print_table(rows, "csv")
         message(output.checked_sentence(checked))  # to stderr: stdout stays a table that a program can read
     else:
@@ -412,14 +418,14 @@ def _check_parts(request: _Request, seed: int) -> tuple[list[str], PartsCoverage
     return check_parts(options, corrections, seed=seed)
 
 
-def _ranges(certificates: Sequence[Certificate], seed: int) -> dict[tuple[str, str], Ranges]:
+def _ranges(certificates: Sequence[Certificate], seed: int) -> dict[tuple[str, str], list[Ranges]]:
     """The ranges of each certificate, by its name and regime."""
-    from kl_comedy.kl.oracle.ranges import ranges
+    from kl_comedy.kl.oracle.ranges import all_ranges
 
     by_row = {}
     with progress_bar("drawing policies", len(certificates)) as advance:
         for certificate in certificates:
-            by_row[certificate.name, certificate.regime] = ranges(certificate, seed=seed)
+            by_row[certificate.name, certificate.regime] = all_ranges(certificate, seed=seed)
             advance()
     return by_row
 
@@ -428,7 +434,7 @@ def _print_json(
     certificates: Sequence[Certificate],
     in_training: Sequence[Effect],
     checked: output.Checked,
-    ranges: Mapping[tuple[str, str], Ranges],
+    ranges: Mapping[tuple[str, str], list[Ranges]],
 ) -> None:
     effect_rows = {(effect.name, effect.regime): effect.row() for effect in in_training}
     checked_row = checked.row()
@@ -439,7 +445,7 @@ def _print_json(
         row = {**certificate.row(), "in_training": effect_row, "checked": checked_row}
         spans = ranges.get((certificate.name, certificate.regime))
         if spans is not None:
-            row["range"] = asdict(spans)
+            row["range"] = [asdict(of_age) for of_age in spans]
         rows.append(row)
     print(json.dumps(rows, indent=1))
 
@@ -449,7 +455,7 @@ def _print_certificates(
     total: int,
     checked: output.Checked,
     format: str,
-    ranges: Mapping[tuple[str, str], Ranges],
+    ranges: Mapping[tuple[str, str], list[Ranges]],
     *,
     is_brief: bool,
 ) -> None:
@@ -462,9 +468,11 @@ def _print_certificates(
         notes.append(output.BRIEF_LEGEND)
     rows = [row_of(certificate) for certificate in shown]
     if ranges:
-        spans = [ranges[certificate.name, certificate.regime] for certificate in shown]
-        notes[0] = output.range_legend(spans[0])
-        rows = [output.range_table_row(*pair) for pair in zip(shown, spans, strict=True)]
+        rows = []
+        for certificate in shown:
+            spans = ranges[certificate.name, certificate.regime]
+            rows += [output.range_table_row(certificate, of_age) for of_age in spans]
+        notes[0] = output.range_legend(ranges.values())
     if any(certificate.kind is not None for certificate in shown):
         notes.append(output.KIND_LEGEND)
     if not is_brief and len(shown) == total:

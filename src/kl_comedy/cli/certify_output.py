@@ -216,9 +216,12 @@ def range_table_row(certificate: Certificate, ranges: Ranges) -> dict[str, Any]:
     noise = "-"
     if ranges.noise is not None:
         noise = _span_text(ranges.noise, "x")
+    regime = certificate.regime
+    if ranges.age is not None:
+        regime = f"{ranges.age} old"
     return {
         "name": certificate.name,
-        "regime": certificate.regime,
+        "regime": regime,
         "optimizes": certificate.optimizes,
         "error": _span_text(ranges.error),
         "strength": _span_text(ranges.strength),
@@ -226,11 +229,12 @@ def range_table_row(certificate: Certificate, ranges: Ranges) -> dict[str, Any]:
     }
 
 
-def range_csv_cells(ranges: Ranges | None) -> dict[str, float]:
-    """The least, the median and the largest of each figure, one column each; nothing without ranges."""
-    cells: dict[str, float] = {}
-    if ranges is None:
-        return cells
+def range_csv_cells(ranges: Ranges) -> dict[str, float | str]:
+    """The age of the sampler, and the least, the median and the largest of each figure, one column each."""
+    age = ""
+    if ranges.age is not None:
+        age = str(ranges.age)  # as text: with an empty cell, a column of numbers would read 1.0
+    cells: dict[str, float | str] = {"range_age": age}
     for name in ("kl_per_prefix", "error", "strength", "noise"):
         span = getattr(ranges, name) or (math.nan, math.nan, math.nan)
         for part, value in zip(("least", "median", "largest"), span, strict=True):
@@ -238,16 +242,31 @@ def range_csv_cells(ranges: Ranges | None) -> dict[str, float]:
     return cells
 
 
-def range_legend(ranges: Ranges) -> str:
-    """What the ranges are of: the policies, their vocabularies and their distance."""
-    least, _, largest = ranges.kl_per_prefix
-    return (
+def range_legend(by_row: Iterable[Sequence[Ranges]]) -> str:
+    """What the ranges are of: the policies, their vocabularies, their distance and the age of their sampler."""
+    every = [ranges for row in by_row for ranges in row]
+    drawn = [ranges for ranges in every if ranges.age is None]
+    trained = [ranges for ranges in every if ranges.age is not None]
+    first = drawn[0]
+    legend = (
         "median [least, largest]; error: of the expected gradient, against that of the sequence-level reverse KL; "
         "strength: the multiple of that gradient in it, the pull at these distances; noise: the variance of one "
         "completion's gradient over that of the least noisy unbiased term. "
-        f"Of {ranges.policies} drawn policies of {_listed(ranges.vocabulary)} tokens and up to {ranges.steps} steps, "
-        f"{least:.2g} to {largest:.2g} nats of KL per prefix from the reference"
+        f"Of {first.policies} drawn policies of {_listed(first.vocabulary)} tokens and up to {first.steps} steps, "
+        f"{_distances(drawn)}"
     )
+    if trained:
+        legend += (
+            ". N old: of as many policies after some updates of Adam on their reward, drawn from as they were N "
+            f"updates before, {_distances(trained)}"
+        )
+    return legend
+
+
+def _distances(every: Sequence[Ranges]) -> str:
+    least = min(ranges.kl_per_prefix[0] for ranges in every)
+    largest = max(ranges.kl_per_prefix[2] for ranges in every)
+    return f"{least:.2g} to {largest:.2g} nats of KL per prefix from the reference"
 
 
 def _span_text(span: Span, unit: str = "") -> str:

@@ -1,7 +1,8 @@
 """Error, noise and strength of KL terms over many drawn policies, of 4 and of 8 tokens: ``kl-comedy certify --range``.
 
 A certificate's figures are means over three policies of three tokens. Another vocabulary and another distance give
-other numbers; here are the least, the median and the largest of them, with the distances that they are of.
+other numbers; here are the least, the median and the largest of them, with the distances that they are of. Off-policy
+the sampler differs from the policy by drawn noise, or is the policy some updates of training before.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, exact_moments_
 from kl_comedy.kl.oracle.certificate import YARDSTICKS, Question
 from kl_comedy.kl.oracle.certificate_record import Certificate
 from kl_comedy.kl.oracle.gradients import Moments, against_the_sampler
+from kl_comedy.kl.oracle.trajectory import sampled_by_an_older_policy
 
 TREES = (Tree.build(vocabulary=4, length=3), Tree.build(vocabulary=8, length=3))
 POLICIES = 50
 PARAMETERS = 12
 """Shared by all prefixes, as in a language model."""
+UPDATES = 20
+"""Updates of Adam between the reference and a trained policy."""
+AGES = (1, 4, 10)
+"""How many updates before the policy its sampler is."""
 
 Span = tuple[float, float, float]
 """The least, the median and the largest."""
@@ -31,10 +37,12 @@ Span = tuple[float, float, float]
 class Ranges:
     """The ranges of one list of terms in one regime; ``noise`` is None where a certificate has none.
 
-    ``error``, ``strength``: against the gradient of the sequence-level reverse KL. ``noise``: the variance over that of
-    the least noisy unbiased term on the same policy. ``kl_per_prefix`` (nats): from the reference, of the policies.
+    ``age``: the updates that the sampler is behind; None where it differs by drawn noise, or not at all. ``error``,
+    ``strength``: against the gradient of the sequence-level reverse KL. ``noise``: the variance over that of the least
+    noisy unbiased term on the same policy. ``kl_per_prefix`` (nats): of the policies from the reference.
     """
 
+    age: int | None
     policies: int
     vocabulary: tuple[int, ...]
     steps: int
@@ -62,14 +70,44 @@ def drawn_policies(regime: str, seed: int) -> tuple[Instance, ...]:
     return tuple(instances)
 
 
+@lru_cache(maxsize=8)
+def trained_policies(age: int, seed: int) -> tuple[Instance, ...]:
+    """As many, after :data:`UPDATES` updates from the reference on the reward; the sampler is ``age`` updates behind.
+
+    Rates from 10^-2.5 to 10^-1.5 put the policies about as far from the reference as those of drawn noise.
+    """
+    rng = random.Random(seed)
+    instances = []
+    for number in range(POLICIES):
+        settings = InstanceSettings(
+            regime="on_policy",
+            seed=rng.getrandbits(31),
+            parameters=PARAMETERS,
+            sharpness=10 ** rng.uniform(-0.5, 0.0),
+        )
+        start = Instance.random(TREES[number % len(TREES)], settings)
+        rate = 10 ** rng.uniform(-2.5, -1.5)
+        instances.append(sampled_by_an_older_policy(start, age=age, updates=UPDATES, lr=rate))
+    return tuple(instances)
+
+
 def kl_per_prefix(instance: Instance) -> float:
     """The mean over prefixes of the exact KL to the reference (nats)."""
     reverse_N, _ = instance.kl_N
     return float(reverse_N.mean())
 
 
-def ranges(certificate: Certificate, *, seed: int = 0) -> Ranges:
-    """The ranges of the terms and the regime of a certificate, which says what the noise is measured against."""
+def all_ranges(certificate: Certificate, *, seed: int = 0) -> list[Ranges]:
+    """:func:`ranges` over drawn policies; off-policy also over trained ones, of each age in :data:`AGES`."""
+    by_age = [ranges(certificate, drawn_policies(certificate.regime, seed))]
+    if certificate.regime == "off_policy":
+        for age in AGES:
+            by_age.append(ranges(certificate, trained_policies(age, seed), age=age))
+    return by_age
+
+
+def ranges(certificate: Certificate, policies: Sequence[Instance], *, age: int | None = None) -> Ranges:
+    """The ranges of a certificate's terms over some policies; it says what the noise is measured against."""
     question = Question.of(certificate.terms, certificate.regime)
     losses = {"": terms_loss(question.enumerated)}
     hit = certificate.target or certificate.near_target or "sequence_reverse"
@@ -77,7 +115,7 @@ def ranges(certificate: Certificate, *, seed: int = 0) -> Ranges:
     if has_noise:
         losses |= {term.label(): terms_loss((term,)) for term in YARDSTICKS[hit]}
     distances, errors, strengths, noises = [], [], [], []
-    for instance in drawn_policies(certificate.regime, seed):
+    for instance in policies:
         measured = instance
         if question.to_sampler:
             measured = against_the_sampler(instance)
@@ -89,6 +127,7 @@ def ranges(certificate: Certificate, *, seed: int = 0) -> Ranges:
         if has_noise:
             noises.append(moments[""].variance / _least(moments, YARDSTICKS[hit], measured, hit))
     return Ranges(
+        age=age,
         policies=len(distances),
         vocabulary=tuple(tree.vocabulary for tree in TREES),
         steps=TREES[0].length,
