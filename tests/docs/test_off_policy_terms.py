@@ -1,0 +1,27 @@
+"""What docs/off_policy_terms.md says of samples some updates old, against the command that it names."""
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "off_policy_terms.md"
+
+
+def cell(row, name):
+    least, median, largest = (float(row[f"range_{name}_{part}"]) for part in ("least", "median", "largest"))
+    return f"{median:.2g} [{least:.2g}, {largest:.2g}]"
+
+
+@pytest.mark.slow
+def test_the_page_has_the_figures_of_its_command(kl_comedy):
+    table = PAGE.read_text().partition("<!-- ages -->\n")[2].partition("\n\n")[0].splitlines()[2:]
+    written = [[text.strip() for text in row.strip("|").split("|")] for row in table]
+    names = [cells[0].strip("`") for cells in written]
+    code, out, err = kl_comedy("certify", *names, "--regime", "off_policy", "--range", "--format", "csv")
+    assert code == 0, err
+    rows = {(row["name"], row["range_age"]): row for row in csv.DictReader(io.StringIO(out))}
+    for name, cells in zip(names, written, strict=True):
+        strengths = [cell(rows[name, age], "strength") for age in ("1", "4", "10")]
+        assert cells[1:] == [*strengths, cell(rows[name, "10"], "error")]
