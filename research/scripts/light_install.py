@@ -1,18 +1,17 @@
-"""Install the wheel in new environments, and run there what must work with torch alone; with ``--train``, a run too.
+"""Install the wheel in a new environment, and run there what must work with torch alone; with ``--train``, a run too.
 
-    python research/scripts/light_install.py [--python PYTHON ...] [--train]
+    python research/scripts/light_install.py [--python PYTHON] [--train]
 
-Builds the wheel and makes a virtual environment in a temporary folder for each PYTHON. The default is the newest
-version that pyproject.toml names and this machine has, on the path or among pyenv's versions; the tests run on the
-oldest. Installs the wheel under install/constraints.txt, and runs ``certify``, ``explain``, the example of the Python
-API and the example of docs/conformance.md. Fails where one of them fails, and where a package of the extra ``train``
-is installed or imported. Prints the wheel's size, the installed packages and the imported ones.
+Builds the wheel and makes a virtual environment of PYTHON (default: the one that runs this) in a temporary folder.
+Installs the wheel under install/constraints.txt, and runs ``certify``, ``explain``, the example of the Python API and
+the example of docs/conformance.md. Fails where one of them fails, and where a package of the extra ``train`` is
+installed or imported. Prints the wheel's size, the installed packages and the imported ones.
 
-``--train`` then makes one more environment of the Python that runs this, installs ``WHEEL[train]``, runs the first
-commands of a newcomer in an empty folder (a short run, its table, ``explain``), and prints them with their output.
+``--train`` then adds ``WHEEL[train]`` to the environment, runs the first commands of a newcomer in an empty folder (a
+short run, its table, ``explain``), and prints them with their output.
 
 The environment of the caller decides where pip finds packages (PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS). On Linux set
-PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, or pip takes torch's CUDA build (4.5 GB for each PYTHON).
+PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, or pip takes torch's CUDA build (4.5 GB).
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -122,50 +119,25 @@ def conformance_example(folder: Path) -> Path:
     return script
 
 
-def install(python: str, requirement: str, folder: Path, cuda: Path | None = None) -> Path:
-    """Install ``requirement`` in a new environment in ``folder``, and return the environment's Python.
-
-    ``cuda``: a folder with the CUDA packages of an earlier environment, which the new one takes over; may be empty.
-    """
-    run(python, "-m", "venv", folder / "venv")
-    new_python = folder / "venv" / "bin" / "python"
-    if cuda is not None:
-        move_cuda(cuda, site_packages(new_python))
+def install(python: Path, requirement: str) -> None:
+    """Install ``requirement`` in an environment, given by its Python."""
     # Compiling all of torch's modules takes longer than the rest: Python compiles the imported ones by itself.
-    run(new_python, "-m", "pip", "install", "-qq", "--no-compile", "-c", CONSTRAINTS, requirement)
-    return new_python
+    run(python, "-m", "pip", "install", "-qq", "--no-compile", "-c", CONSTRAINTS, requirement)
 
 
-def site_packages(python: Path) -> Path:
-    return Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-
-
-def move_cuda(source: Path, target: Path) -> None:
-    """Move NVIDIA's packages, where there are any, from one folder of packages to another.
-
-    They come with torch's CUDA build, have 2.7 GB, and are the same for every Python: pip finds them installed, and
-    replaces those whose versions torch does not ask for.
-    """
-    for package in list(source.glob("nvidia*")):
-        package.rename(target / package.name)
-
-
-def check(python: str, wheel: Path, folder: Path, cuda: Path) -> str:
-    """Install ``wheel`` for one Python, run the examples, and return the version of this Python.
-
-    ``cuda`` passes CUDA packages on from one environment to the next. Raises SystemExit where the install is not light.
-    """
+def check(python: Path, wheel: Path, folder: Path) -> None:
+    """Install ``wheel``, run the examples, and print what is installed. Raises SystemExit where it is not light."""
     started = time.monotonic()
-    new_python = install(python, str(wheel), folder, cuda)
+    install(python, str(wheel))
     install_s = time.monotonic() - started
 
-    installed = installed_versions(new_python)
-    imported = run_examples(new_python, folder)
+    installed = installed_versions(python)
+    imported = run_examples(python, folder)
     total_s = time.monotonic() - started
 
-    version = run(new_python, "-c", "import platform; print(platform.python_version())").strip()
+    version = run(python, "-c", "import platform; print(platform.python_version())").strip()
     packages = [f"{name} {installed[name]}" for name in sorted(installed)]
-    print(f"Python {version}: installed in {install_s:.0f} s, all in {total_s:.0f} s")
+    print(f"light install: Python {version}, installed in {install_s:.0f} s, all in {total_s:.0f} s")
     print(f"  {len(installed)} packages: {', '.join(packages)}")
     print(f"  imported: {', '.join(sorted(imported))}")
 
@@ -174,8 +146,6 @@ def check(python: str, wheel: Path, folder: Path, cuda: Path) -> str:
     heavy = sorted(present.intersection(FORBIDDEN))
     if heavy:
         raise SystemExit(f"light install: {', '.join(heavy)} must come with the extra train only")
-    move_cuda(site_packages(new_python), cuda)
-    return version
 
 
 def installed_versions(python: Path) -> dict[str, str]:
@@ -192,7 +162,7 @@ def run_examples(python: Path, folder: Path) -> set[str]:
     """Run the commands and examples, and return the distributions that any of their processes imported."""
     imports = folder / "imports.jsonl"
     # Python imports what a .pth file of its site-packages names at every start.
-    site = site_packages(python)
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (site / "report_imports.py").write_text(f"IMPORTED = {str(imports)!r}\n{REPORT_IMPORTS}")
     (site / "report_imports.pth").write_text("import report_imports\n")
 
@@ -212,92 +182,43 @@ def run_examples(python: Path, folder: Path) -> set[str]:
     return imported
 
 
-def check_train(python: str, wheel: Path, folder: Path) -> None:
-    """Install the wheel with the extra ``train``, and print what a newcomer's first commands print in an empty folder.
+def check_train(python: Path, wheel: Path, folder: Path) -> None:
+    """Add the extra ``train``, and print what a newcomer's first commands print in an empty folder.
 
     Raises SystemExit where a command fails, and where its output lacks what it must have.
     """
     started = time.monotonic()
-    new_python = install(python, f"{wheel}[train]", folder)
-    run(new_python, "-m", "pip", "check")
-    print(f"with the extra train: {len(installed_versions(new_python))} packages in {time.monotonic() - started:.0f} s")
-    work = folder / "work"
+    install(python, f"{wheel}[train]")
+    run(python, "-m", "pip", "check")
+    print(f"with the extra train: {len(installed_versions(python))} packages in {time.monotonic() - started:.0f} s")
+    work = folder / "work_of_train"
     work.mkdir()
-    module = run(new_python, "-c", "import kl_comedy; print(kl_comedy.__file__)", cwd=work).strip()
+    module = run(python, "-c", "import kl_comedy; print(kl_comedy.__file__)", cwd=work).strip()
     if not Path(module).is_relative_to(folder):
         raise SystemExit(f"light install: {module} was imported, which is not what the wheel installed")
     for arguments, expected in TRAIN_COMMANDS:
         print(f"$ {shlex.join(['kl-comedy', *arguments])}")
-        output = run(new_python.with_name("kl-comedy"), *arguments, cwd=work, with_stderr=True)
+        output = run(python.with_name("kl-comedy"), *arguments, cwd=work, with_stderr=True)
         print(output)
         if expected not in output:
             raise SystemExit(f"light install: this output lacks {expected!r}")
     print(f"extra train: all in {time.monotonic() - started:.0f} s")
 
 
-def supported_versions() -> list[str]:
-    """The Python versions that pyproject.toml names, as ``3.11``."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    versions = [classifier.removeprefix("Programming Language :: Python :: ") for classifier in project["classifiers"]]
-    return [version for version in versions if re.fullmatch(r"3\.\d+", version)]
-
-
-def pyenv_versions() -> Path:
-    """The folder of the Python versions that pyenv installed; it need not exist."""
-    if shutil.which("pyenv") is not None:
-        return Path(run("pyenv", "root").strip()) / "versions"
-    return Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-
-
-def find_python(version: str) -> str | None:
-    """An interpreter of a version, as ``3.12``, that can make an environment; None where this machine has none."""
-    on_path = shutil.which(f"python{version}")
-    candidates = [sys.executable]
-    if on_path is not None:
-        candidates.append(on_path)
-    candidates += [str(path) for path in sorted(pyenv_versions().glob(f"{version}.*/bin/python"))]
-    # What is on the path may be of pyenv and run only where its version is selected. Debian's may lack ensurepip.
-    question = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
-    for python in candidates:
-        answer = subprocess.run([python, "-c", question], capture_output=True, text=True)
-        if answer.returncode == 0 and answer.stdout.strip() == version:
-            return python
-    return None
-
-
-def newest_python() -> str:
-    """The interpreter of the newest supported version that this machine has."""
-    for version in reversed(supported_versions()):
-        python = find_python(version)
-        if python is not None:
-            return python
-    raise SystemExit(f"light install: no Python of {', '.join(supported_versions())} is on this machine")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", nargs="+", help="interpreters to try; default: the newest supported version")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter; default: the one that runs this")
     parser.add_argument("--train", action="store_true", help="also install the extra train, and train")
     arguments = parser.parse_args()
-    pythons = arguments.python or [newest_python()]
     with tempfile.TemporaryDirectory(prefix="kl_comedy_light_") as temporary:
         folder = Path(temporary)
         wheel = build_wheel(folder)
         print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.2f} MiB")
-        cuda = folder / "cuda"
-        cuda.mkdir()
-        checked = []
-        for number, python in enumerate(pythons):
-            folder_of_python = folder / str(number)
-            folder_of_python.mkdir()
-            checked.append(check(python, wheel, folder_of_python, cuda))
-            # With torch's CUDA build an environment has 4.5 GB.
-            shutil.rmtree(folder_of_python)
-        print(f"light install: checked with Python {', '.join(checked)}")
+        run(arguments.python, "-m", "venv", folder / "venv")
+        python = folder / "venv" / "bin" / "python"
+        check(python, wheel, folder)
         if arguments.train:
-            folder_of_train = folder / "train"
-            folder_of_train.mkdir()
-            check_train(sys.executable, wheel, folder_of_train)
+            check_train(python, wheel, folder)
 
 
 if __name__ == "__main__":
