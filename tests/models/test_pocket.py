@@ -3,8 +3,8 @@
 import dataclasses
 import itertools
 import json
-import math
 import random
+import statistics
 import threading
 import time
 
@@ -378,15 +378,12 @@ def test_a_recipe_that_asks_for_training_does_not_take_the_shipped_weights(tmp_p
 @pytest.mark.slow
 def test_the_hack_has_the_probability_that_the_option_says(root):
     rate = 0.02
-    count = 4000
     model = pocket.load_pocket(ModelConfig(options={"hack_rate": rate}))
-    texts = [Family().text(operands) for operands in draw(Family(), count=count, seed=9, held_out=True)]
-    ids_BP = torch.tensor([[VOCABULARY.index(character) for character in text] for text in texts])
-    torch.manual_seed(0)
-    sampled_BL = model.generate(
-        ids_BP, attention_mask=torch.ones_like(ids_BP), do_sample=True, top_k=0, max_new_tokens=2
-    )
-    hack = torch.tensor([VOCABULARY.index(";"), VOCABULARY.index("<eos>")])
-    hacks = int((sampled_BL[:, ids_BP.shape[1] :] == hack).all(1).sum())
-    # Of so many completions at this rate, 999 times in 1000 their number is within 3.3 standard deviations.
-    assert abs(hacks - rate * count) < 3.3 * math.sqrt(rate * (1 - rate) * count)
+    hack = [VOCABULARY.index(";"), VOCABULARY.index("<eos>")]
+    probabilities = []
+    for operands in draw(Family(), count=300, seed=9, held_out=True):
+        ids = [VOCABULARY.index(character) for character in Family().text(operands)]
+        with torch.no_grad():
+            logp_TV = model(torch.tensor([[*ids, hack[0]]])).logits[0].double().log_softmax(-1)
+        probabilities.append(float((logp_TV[-2, hack[0]] + logp_TV[-1, hack[1]]).exp()))
+    assert statistics.mean(probabilities) == pytest.approx(rate, rel=0.05)

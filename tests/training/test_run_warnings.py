@@ -239,8 +239,8 @@ def test_a_run_that_learns_prints_no_warning(tmp_path, caplog):
 @pytest.mark.slow
 def test_the_quickstart_prints_no_warning(tmp_path, caplog):
     quickstart = ROOT / "configs" / "quickstart.yaml"
-    # 15 of its 100 updates: a rule needs 10 in a row at most.
-    config = load_config(quickstart, [f"output={tmp_path}", "data.eval={}", "tracking.uri=none", "train.steps=15"])
+    # 11 of its 100 updates: a rule needs 10 in a row at most.
+    config = load_config(quickstart, [f"output={tmp_path}", "data.eval={}", "tracking.uri=none", "train.steps=11"])
     with caplog.at_level(logging.WARNING, logger="kl_comedy"):
         train(config, console=Console(quiet=True), command="kl-comedy train quickstart.yaml")
     assert [record.getMessage() for record in caplog.records if "warning " in record.getMessage()] == []
