@@ -22,7 +22,7 @@ from doc_tables.common import ROOT, built_in, code_span, format_default, options
 from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, without_none
 from kl_comedy.kl import KLTerm, claimed_target, recipe, verdict
-from kl_comedy.kl.claims import KIND_WORDS, NO_TARGET, TARGET_MEANINGS, TARGETS, off_policy_kind, own_targets
+from kl_comedy.kl.claims import KIND_WORDS, NO_TARGET, TARGET_MEANINGS, TARGETS, kind_in, own_targets
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
 from kl_comedy.peers.advice import MEASURED, read_advice
 from kl_comedy.registry import KINDS, RECIPES
@@ -213,9 +213,7 @@ def _described_target(terms: Sequence[KLTerm], regime: str) -> str:
         return enumerated_target(terms, regime)
     (term,) = terms
     target = claimed_target(term, regime) or "none"
-    kind = None
-    if regime != "on_policy":
-        kind = off_policy_kind(term)
+    kind = kind_in(term, regime)
     if target != "none":
         assert verdict(term, regime).startswith(f"{target}:")
     elif kind is None:

@@ -11,7 +11,7 @@ from typing import Any
 from doc_tables.common import code_span, table
 
 from kl_comedy.kl import KLTerm, claimed_target
-from kl_comedy.kl.claims import NO_TARGET, TARGET_WORDS, off_policy_kind
+from kl_comedy.kl.claims import NO_TARGET, TARGET_WORDS, kind_in
 from kl_comedy.kl.recipes import resolve_terms
 from kl_comedy.peers.advice import (
     REGIME_OF_SAMPLES,
@@ -307,12 +307,12 @@ def _claims(item: Situation | Candidate | Rule) -> str:
 
 
 def _target_or_kind(term: KLTerm, regime: str) -> str:
-    """The claimed target, else what a gradient without one is on stale samples."""
+    """The claimed target, else what a gradient without one is."""
     target = claimed_target(term, regime)
     if target is not None:
         return target
-    kind = off_policy_kind(term)
-    if regime == "on_policy" or kind is None:
+    kind = kind_in(term, regime)
+    if kind is None:
         return NO_TARGET
     return kind.words
 

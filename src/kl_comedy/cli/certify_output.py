@@ -27,7 +27,7 @@ TERM_LEGEND = (
 BRIEF_LEGEND = (
     "optimizes -: the gradient of no KL; the verdict of a row as a sentence: --term with its mapping, or --format json"
 )
-KIND_LEGEND = "on samples of another policy: " + "; ".join(f"{kind}: {KIND_WORDS[kind]}" for kind in KINDS)
+KIND_LEGEND = "where no target is hit: " + "; ".join(f"{kind}: {KIND_WORDS[kind]}" for kind in KINDS)
 STRENGTH_LEGEND = (
     "strength: how much of the sequence-level reverse-KL gradient is left, the beta one gets for a beta of 1"
 )

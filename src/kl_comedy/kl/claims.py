@@ -268,7 +268,7 @@ def _is_whole_when_detached(facts: _Facts) -> bool:
     return facts.unbiased and (facts.exact or facts.pathwise == "zero")
 
 
-# --- on samples of another policy -------------------------------------------------------------------------------------
+# --- where no target is hit -------------------------------------------------------------------------------------------
 KINDS = ("proper_loss", "repulsion", "difference", "no_function")
 KIND_WORDS = {
     "proper_loss": "a loss with its minimum at the reference",
@@ -276,7 +276,7 @@ KIND_WORDS = {
     "difference": "a function whose minimum is not at the reference",
     "no_function": "the gradient of no function",
 }
-"""What an expected gradient on samples of another policy is, where it is that of no target."""
+"""What an expected gradient is, where it is that of no target."""
 
 # The mean that a differentiated term is, by the scope of its correction.
 _MEANS = {
@@ -290,7 +290,7 @@ _MEANS = {
 
 @dataclass(frozen=True)
 class OffPolicyKind:
-    """What the expected gradient of a term is on samples of another policy, the sampler ``mu``, which is held fixed.
+    """What the expected gradient of a term is where it hits no target, the sampler ``mu`` held fixed.
 
     ``kind`` is one of :data:`KINDS`:
 
@@ -354,13 +354,29 @@ def off_policy_kind(term: KLTerm) -> OffPolicyKind | None:
     return OffPolicyKind(kind.kind, kind.function + _bounds_in_words(term))
 
 
-def kind_of_terms(terms: Sequence[KLTerm]) -> OffPolicyKind | None:
+def kind_in(term: KLTerm, regime: str) -> OffPolicyKind | None:
+    """What a term that hits no target optimizes in a regime; None where one is hit, and where nothing is proved.
+
+    >>> kind_in(KLTerm("k3"), "on_policy").function
+    'KL(policy, reference) of completions - KL(reference, policy) of each visited prefix'
+    """
+    if regime != "on_policy":
+        return off_policy_kind(term)
+    if claimed_target(term, "on_policy") is not None:
+        return None
+    if term.placement == "reward":
+        return _fresh_kind_of_cost(term)
+    # Fresh samples are those of a sampler that is the policy, held fixed.
+    return off_policy_kind(term)
+
+
+def kind_of_terms(terms: Sequence[KLTerm], regime: str) -> OffPolicyKind | None:
     """The kind of terms that act together: that of the one, or a proper loss where each is one or hits a divergence."""
     if len(terms) == 1:
-        return off_policy_kind(terms[0])
+        return kind_in(terms[0], regime)
     for term in terms:
-        is_a_divergence = claimed_target(term, "off_policy") not in (None, "zero")
-        kind = off_policy_kind(term)
+        is_a_divergence = claimed_target(term, regime) not in (None, "zero")
+        kind = kind_in(term, regime)
         is_proper = is_a_divergence or (kind is not None and kind.kind == "proper_loss")
         if not is_proper or first_value(term.beta) <= 0 or term.reference != terms[0].reference:
             return None
@@ -556,25 +572,49 @@ def _kind_of_uncorrected_cost(term: KLTerm) -> OffPolicyKind | None:
 
 
 def _kind_of_weighted_cost(term: KLTerm) -> OffPolicyKind | None:
-    """Of ``E_mu[rho f(l) s]``, a ratio and a cost of the same token or completion.
-
-    ``E_pi[f s]`` is the gradient of ``E_pi[f]`` less ``E_pi[f' s]``, which is that of a divergence too.
-    """
+    """Of ``E_mu[rho f(l) s]``, a ratio and a cost of the same token or completion."""
     place = _place(term)
     if term.estimator == "k1":
         # Bounded: a part of each token is still least where the policy is the reference.
         return OffPolicyKind("proper_loss", f"KL(policy, reference) {place}")
     if _is_clamped(term) or _is_capped(term):
         return None
-    functions = {
-        "k2": "the policy's mean of k2 - KL(policy, reference)",
-        "k3": "KL(policy, reference) - KL(reference, policy)",
-        "abs": "the policy's mean of abs - 2 total variations",
-    }
-    function = functions.get(term.estimator)
+    mean, less = _mean_less_own_gradient(term)
+    return OffPolicyKind("difference", f"{mean} - {less} {place}")
+
+
+def _mean_less_own_gradient(term: KLTerm) -> tuple[str, str]:
+    """What an estimate is in the policy's mean, and what it optimizes differentiated: a cost has the first less that.
+
+    ``E_pi[f s]`` is the gradient of ``E_pi[f]`` less ``E_pi[f' s]``.
+    """
+    if term.estimator == "k2":
+        return "the policy's mean of k2", "KL(policy, reference)"
+    if term.estimator == "abs":
+        return "the policy's mean of abs", "2 total variations"
+    share = 1.0
     if term.estimator == "k_lambda":
-        function = f"KL(policy, reference) - {_times(_mix(term))}KL(reference, policy)"
-    return OffPolicyKind("difference", f"{function} {place}")
+        share = _mix(term)
+    return "KL(policy, reference)", f"{_times(share)}KL(reference, policy)"
+
+
+def _fresh_kind_of_cost(term: KLTerm) -> OffPolicyKind | None:
+    """Of a cost in the reward, on fresh samples."""
+    is_plain = term.weight == "none" and term.discount == 1 and not _is_clamped(term)
+    if not is_plain or term.reference == "sampler" or not _is_built_in(term):
+        return None
+    if _Facts.of(term, on_policy=True).exact:
+        # Of its own step it is differentiated, and earlier tokens are credited with it: all of the mean's gradient.
+        return OffPolicyKind("proper_loss", f"the mean of {term.estimator} over the policy's completions")
+    if term.needs != "log_ratio" or term.baseline == "exact":
+        return None
+    mean, less = _mean_less_own_gradient(term)
+    place = _place(term)
+    if term.level == "sequence" or term.credit == "own":
+        return OffPolicyKind("difference", f"{mean} - {less} {place}")
+    # The mean of all costs of a completion, whose earlier tokens are credited with the later costs; the estimate of a
+    # token differentiated would credit that token alone.
+    return OffPolicyKind("difference", f"{mean} of completions - {less} {place}")
 
 
 def _kind_of_frozen_cost(term: KLTerm, facts: _Facts) -> OffPolicyKind | None:
@@ -665,10 +705,9 @@ def verdict(term: KLTerm, regime: str) -> str:
     target = claimed_target(term, regime)
     if target is not None:
         return f"{target}: {target_meaning(target)}"
-    if regime != "on_policy":
-        kind = off_policy_kind(term)
-        if kind is not None:
-            return kind.words
+    kind = kind_in(term, regime)
+    if kind is not None:
+        return kind.words
     if _is_built_in(term):
         # The exact tests fail where a built-in part hits a target that it does not claim, so no claim is no target.
         return NO_TARGET

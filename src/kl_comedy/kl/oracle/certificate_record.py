@@ -58,11 +58,10 @@ class Certificate:
 
     @property
     def kind(self) -> OffPolicyKind | None:
-        """What a gradient that hits no target is on samples of another policy; None for fresh samples."""
-        hits_a_target = self.target is not None or self.near_target is not None
-        if self.regime == "on_policy" or hits_a_target:
+        """What a gradient that hits no target is; None where that is not proved."""
+        if self.target is not None or self.near_target is not None:
             return None
-        return kind_of_terms(self.terms)
+        return kind_of_terms(self.terms, self.regime)
 
     @property
     def optimizes(self) -> str:
