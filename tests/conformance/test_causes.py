@@ -328,9 +328,25 @@ def square_under_the_reference(logp, ref_logp, mask):
     return (log_r.exp() * log_r - log_r.exp() + 1) * mask
 
 
+def as_a_cost(estimate_BT, logp, mask):
+    """Later estimates weight the score of each token, as a detached cost of the reward does."""
+    cost_BT = (estimate_BT * mask).detach()
+    return cost_BT.flip(-1).cumsum(-1).flip(-1) * logp * mask
+
+
+def k2_as_a_cost(logp, ref_logp, mask):
+    return as_a_cost(k2(logp, ref_logp), logp, mask)
+
+
+def k3_as_a_cost(logp, ref_logp, mask):
+    return as_a_cost((ref_logp - logp).exp() - 1 - (ref_logp - logp), logp, mask)
+
+
 @pytest.mark.parametrize(
     ("loss", "name"),
     [
+        (k2_as_a_cost, "sequence_k2_cost"),
+        (k3_as_a_cost, "sequence_k3_cost"),
         (jensen_shannon, "token_jensen_shannon"),
         (total_variation, "token_total_variation"),
         (reference_chi_square, "token_reference_chi_square"),
@@ -343,6 +359,12 @@ def test_other_divergences_are_named(loss, name):
     assert finding.near_target == name
     assert finding.coefficient == pytest.approx(1)
     assert f"{name}, times 1: " in str(finding)
+
+
+def test_an_estimate_as_a_cost_is_the_cause():
+    report = check(k3_as_a_cost, claims="sequence_reverse", regimes=("on_policy",))
+    assert not report.ok
+    assert "k3 is a cost, where k1 has the gradient of the reverse KL" in str(report)
 
 
 def overflows_in_float32(logp, ref_logp, mask):

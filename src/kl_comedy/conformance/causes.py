@@ -268,6 +268,8 @@ WRONG_TARGETS = {
     ("sequence_reverse", "token_reverse"): "each token's cost reaches that token alone; earlier tokens, which lead to "
     "it, get no credit (put it into the reward, or use a ratio of the prefix)",
     ("token_reverse", "token_policy_square"): "the ratio on k2 has a gradient: detach exp(logp - behaviour_logp)",
+    ("sequence_reverse", "sequence_k2_cost"): "k2 is a cost, where k1 has the gradient of the reverse KL",
+    ("sequence_reverse", "sequence_k3_cost"): "k3 is a cost, where k1 has the gradient of the reverse KL",
     ("token_reverse", "sequence_reverse"): "a ratio or a cost of the whole completion stands where a token's is meant",
 }
 """By the claimed target and the one that is hit."""

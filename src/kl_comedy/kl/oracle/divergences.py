@@ -57,7 +57,12 @@ _DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "token_policy_square": _policy_square,
     "token_reference_square": _reference_square,
 }
-DIVERGENCES = tuple(_DIVERGENCES)
+# An estimate that is a detached cost of the completion: what is missing is its own gradient.
+_COSTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sequence_k2_cost": lambda log_ratio_NV: 0.5 * log_ratio_NV**2,
+    "sequence_k3_cost": lambda log_ratio_NV: torch.expm1(-log_ratio_NV) + log_ratio_NV,
+}
+DIVERGENCES = (*_DIVERGENCES, *_COSTS)
 DIVERGENCE_MEANINGS = {
     "token_chi_square": "optimizes the chi-square of policy against reference per visited prefix, not a KL",
     "token_reference_chi_square": "optimizes the chi-square of reference against policy per visited prefix, not a KL",
@@ -67,15 +72,29 @@ DIVERGENCE_MEANINGS = {
     "token_reference_square": (
         "optimizes half the mean square log-ratio under the reference per visited prefix, not a KL"
     ),
+    "sequence_k2_cost": (
+        "k2 as a cost: optimizes its mean over completions less the reverse KL of each visited prefix; both are equal "
+        "near the reference, where nothing is left"
+    ),
+    "sequence_k3_cost": (
+        "k3 as a cost: optimizes the reverse KL of completions less the forward KL of each visited prefix; both are "
+        "equal near the reference, where nothing is left"
+    ),
 }
 
 
 def divergence_gradient(instance: Instance, name: str) -> Tensor:
     """The gradient ``[D]`` of a divergence, summed over the prefixes that the sampler visits, which are held fixed.
 
-    It is not finite where the divergence itself is not, as a chi-square where the reference forbids a token.
+    Of an estimate as a cost: of its mean over the policy's completions, the estimate held fixed. It is not finite where
+    the divergence itself is not, as a chi-square where the reference forbids a token.
     """
     theta_D = instance.theta_D.clone().requires_grad_(True)
-    value_N = _DIVERGENCES[name](instance.policy_logp(theta_D), instance.ref_logp_NV)
-    total = instance.reach(instance.sampler_logp_NV) @ value_N
+    logp_NV = instance.policy_logp(theta_D)
+    if name in _COSTS:
+        cost_NV = _COSTS[name](logp_NV.detach() - instance.ref_logp_NV)
+        total = instance.reach(logp_NV) @ (logp_NV.exp() * cost_NV).sum(-1)
+    else:
+        value_N = _DIVERGENCES[name](logp_NV, instance.ref_logp_NV)
+        total = instance.reach(instance.sampler_logp_NV) @ value_N
     return torch.autograd.grad(total, theta_D)[0]
