@@ -21,6 +21,8 @@ WORDS = {
     "token_jensen_shannon": "Jensen-Shannon divergence of each token",
     "token_policy_square": "half the mean square log-ratio, under the policy",
     "token_reference_square": "half the mean square log-ratio, under the reference",
+    "sequence_k2_cost": "mean of k2 less the reverse KL of each token",
+    "sequence_k3_cost": "reverse KL of completions less the forward KL of each token",
     "zero": "nothing: noise of zero mean",
     "none": NO_TARGET,
 }
@@ -33,6 +35,10 @@ REASONS = {
         "k3 is differentiated with its samples held fixed: a token adds (1 - ref/policy) times the gradient of its "
         "log-prob. The mean of that under the policy is the gradient of the forward KL, though the mean of k3 itself "
         "is the reverse KL."
+    ),
+    "sequence_k3_cost": (
+        "A cost has the gradient of its mean less that of the estimate differentiated. The mean of k3 is the reverse "
+        "KL, and its gradient the forward KL's: the two are equal near the reference, where nothing is left."
     ),
     "token_chi_square": (
         "The estimate is differentiated with its samples held fixed: a token adds (policy/ref - 1) times the gradient "
