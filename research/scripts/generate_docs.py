@@ -22,7 +22,15 @@ from doc_tables.common import ROOT, built_in, code_span, format_default, options
 from kl_comedy.config.schema import Config
 from kl_comedy.config.validate import field_types, without_none
 from kl_comedy.kl import KLTerm, claimed_target, recipe, verdict
-from kl_comedy.kl.claims import KIND_WORDS, NO_TARGET, TARGET_MEANINGS, TARGETS, kind_in, own_targets
+from kl_comedy.kl.claims import (
+    KIND_WORDS,
+    NO_TARGET,
+    TARGET_MEANINGS,
+    TARGETS,
+    kind_in,
+    own_targets,
+    words_without_target,
+)
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
 from kl_comedy.peers.advice import MEASURED, read_advice
 from kl_comedy.registry import KINDS, RECIPES
@@ -216,10 +224,8 @@ def _described_target(terms: Sequence[KLTerm], regime: str) -> str:
     kind = kind_in(term, regime)
     if target != "none":
         assert verdict(term, regime).startswith(f"{target}:")
-    elif kind is None:
-        assert verdict(term, regime) == NO_TARGET
     else:
-        assert verdict(term, regime) == kind.words
+        assert verdict(term, regime) == words_without_target(term, regime)
 
     unbounded_term = dataclasses.replace(
         term, cap=None, cap_mode="truncate", window=None, input_clamp=None, output_clamp=None

@@ -11,7 +11,7 @@ from typing import Any
 from doc_tables.common import code_span, table
 
 from kl_comedy.kl import KLTerm, claimed_target
-from kl_comedy.kl.claims import NO_TARGET, TARGET_WORDS, kind_in
+from kl_comedy.kl.claims import TARGET_WORDS, words_without_target
 from kl_comedy.kl.recipes import resolve_terms
 from kl_comedy.peers.advice import (
     REGIME_OF_SAMPLES,
@@ -31,10 +31,9 @@ from kl_comedy.peers.advice import (
     with_interval,
 )
 
-TARGETS_IN_WORDS: dict[str | None, str] = {
+TARGETS_IN_WORDS = {
     **TARGET_WORDS,
     "token_forward": "the **forward** KL of each visited prefix",
-    None: NO_TARGET,
 }
 
 ORDINALS = {6: "six", 9: "nine"}
@@ -144,7 +143,10 @@ def _target(situation: Situation) -> str:
     # A policy loss regularizes without the gradient of a KL: there is nothing to hit.
     if not situation.terms:
         return "by the form" if situation.candidates else "-"
-    return TARGETS_IN_WORDS[situation.target]
+    if situation.target is not None:
+        return TARGETS_IN_WORDS[situation.target]
+    (term,) = situation.terms
+    return words_without_target(term, REGIME_OF_SAMPLES[situation.samples])
 
 
 def _use(situation: Situation) -> str:
@@ -311,10 +313,7 @@ def _target_or_kind(term: KLTerm, regime: str) -> str:
     target = claimed_target(term, regime)
     if target is not None:
         return target
-    kind = kind_in(term, regime)
-    if kind is None:
-        return NO_TARGET
-    return kind.words
+    return words_without_target(term, regime)
 
 
 def _cell_texts(cell: Cell) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ claim here does not hold and when a term hits a target that nothing here claims.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -696,6 +697,24 @@ def target_meaning(target: str) -> str:
     return meaning
 
 
+def words_without_target(term: KLTerm, regime: str) -> str:
+    """What a term that claims no target optimizes: its kind, or the target that it hits while no bound acts.
+
+    >>> words_without_target(KLTerm("exact", correction="prefix_previous", cap=8.0), "off_policy")
+    'the reverse KL of completions while no bound acts, biased beyond'
+    """
+    kind = kind_in(term, regime)
+    if kind is not None:
+        return kind.words
+    unbounded = dataclasses.replace(
+        term, cap=None, cap_mode="truncate", window=None, input_clamp=None, output_clamp=None
+    )
+    target = claimed_target(unbounded, regime)
+    if target is None:
+        return NO_TARGET
+    return f"{TARGET_WORDS[target.removesuffix(WEIGHTED)]} while no bound acts, biased beyond"
+
+
 def verdict(term: KLTerm, regime: str) -> str:
     """One sentence for a user: the claimed target in a regime, or that there is none; a plugin may claim too little.
 
@@ -705,12 +724,10 @@ def verdict(term: KLTerm, regime: str) -> str:
     target = claimed_target(term, regime)
     if target is not None:
         return f"{target}: {target_meaning(target)}"
-    kind = kind_in(term, regime)
-    if kind is not None:
-        return kind.words
-    if _is_built_in(term):
+    without_target = words_without_target(term, regime)
+    if without_target != NO_TARGET or _is_built_in(term):
         # The exact tests fail where a built-in part hits a target that it does not claim, so no claim is no target.
-        return NO_TARGET
+        return without_target
     return "not claimed: kl-comedy certify computes what it optimizes"
 
 

@@ -65,9 +65,11 @@ class Certificate:
 
     @property
     def optimizes(self) -> str:
-        """The target that is hit, else the name of the kind, for the column of a table."""
+        """The target that is hit, if only while no bound acts, else the name of the kind, for the column of a table."""
         if self.target is not None:
             return self.target
+        if self.near_target is not None:
+            return f"{self.near_target}, bounded"
         if self.kind is not None:
             return self.kind.kind
         return NO_TARGET
