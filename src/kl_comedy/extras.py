@@ -21,6 +21,7 @@ CHECKOUT = Path(__file__).parents[2]
 TRAIN = (
     "accelerate",
     "datasets",
+    "fastapi",
     "gguf",
     "huggingface_hub",
     "jinja2",
@@ -35,6 +36,7 @@ TRAIN = (
     "sympy",
     "tokenizers",
     "transformers",
+    "uvicorn",
 )
 """Modules of the extra ``train``: those that pyproject.toml names, and those that come with them and that we import."""
 

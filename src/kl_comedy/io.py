@@ -303,7 +303,8 @@ def set_aside(path: Path) -> Path:
 def write_checksums(folder: Path) -> None:
     """Write the SHA-256 of the folder's files, which :func:`find_damage` compares.
 
-    Markdown files are left out: people edit them.
+    safetensors has no checksum: a flipped bit on a disk loads as another weight. Markdown files are left out: people
+    edit them.
     """
     digests = {}
     for path in sorted(folder.iterdir()):

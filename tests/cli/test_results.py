@@ -49,7 +49,13 @@ def table(kl_comedy, study):
 
 
 @pytest.mark.parametrize(
-    ("where", "n_runs"), [("", RUNS), ("seed = 1", 7), ("train/reward > 0.5 and tags.kl.label LIKE 'no%'", 3)]
+    ("where", "n_runs"),
+    [
+        ("", RUNS),
+        ("seed = 1", 7),
+        ("kl.family = 'no KL' and seed = 1", 1),
+        ("train/reward > 0.5 and tags.kl.label LIKE 'no%'", 3),
+    ],
 )
 def test_a_filter_chooses_runs(study, where, n_runs):
     assert len(runs_frame(study, where=where)) == n_runs
@@ -375,6 +381,7 @@ REFUSED = [
     ("table", ["--where", "seed = 0; drop table"], "--where"),
     ("table", ["--where", "seed = 'open"], "--where"),
     ("table", ["--where", "= &"], "--where"),
+    ("link", ["--where", "kl.family = 'no KL'"], "MLflow's pages do not have kl.family; filter by kl.label"),
     ("table", ["--experiment", "studdy"], "did you mean 'study'"),
     ("table", ["--format", "jsn"], "did you mean 'json'"),
     ("table", ["--format", "parquet"], "name a file"),

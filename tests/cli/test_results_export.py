@@ -13,8 +13,9 @@ import pytest
 from commands import run_here
 from kl_comedy.errors import UserError
 from kl_comedy.results.export import thinned
-from kl_comedy.results.runs import curves_file, history, nested, open_runs, runs_frame
+from kl_comedy.results.runs import curves_file, history, nested, open_runs, runs_frame, translate
 from kl_comedy.results.values import with_values
+from kl_comedy.tracking.store import open_existing
 from study_runs import EVAL, HOSTILE
 
 ROOT = Path(__file__).parents[2]
@@ -110,11 +111,15 @@ def test_a_report_is_written_from_an_export_and_is_escaped(kl_comedy, exported, 
         "seed IS NOT NULL and status = 'FAILED'",
     ],
 )
-def test_a_filter_chooses_the_same_runs(study, exported_once, where):
-    of_store = runs_frame(study, where=where)
-    of_export = runs_frame(str(exported_once), where=where)
-    ids = list(of_store.get("run_id", []))
-    assert list(of_export.get("run_id", [])) == ids
+def test_a_filter_chooses_the_runs_that_mlflow_chooses(study, exported_once, where):
+    client = open_existing(study)
+    mlflow_filter, _ = translate(where, runs_frame(study).columns)
+    ids = [
+        run.info.run_id
+        for run in client.search_runs([client.get_experiment_by_name("study").experiment_id], mlflow_filter)
+    ]
+    assert list(runs_frame(study, where=where).get("run_id", [])) == ids
+    assert list(runs_frame(str(exported_once), where=where).get("run_id", [])) == ids
     assert len(ids) < 21
 
 

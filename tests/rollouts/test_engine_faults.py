@@ -281,19 +281,19 @@ def test_a_server_with_log_probs_before_the_temperature_is_refused(serve, connec
 def test_without_a_key_the_error_names_its_variable(serve, connect, monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY")
     with pytest.raises(UserError, match=r"it refuses an empty API key: there is none in .* VLLM_API_KEY"):
-        connect(serve(key="right"))
+        connect(serve(key="the-right-key-of-it"))
 
 
 def test_a_wrong_key_is_not_shown(serve, connect, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "wrong-key")
     with pytest.raises(UserError, match="it refuses the API key in") as caught:
-        connect(serve(key="right"))
+        connect(serve(key="the-right-key-of-it"))
     assert "wrong-key" not in str(caught.value)
 
 
 def test_the_right_key_is_accepted(serve, connect, monkeypatch):
-    monkeypatch.setenv("VLLM_API_KEY", "right")
-    assert draw(connect(serve(key="right")))
+    monkeypatch.setenv("VLLM_API_KEY", "the-right-key-of-it")
+    assert draw(connect(serve(key="the-right-key-of-it")))
 
 
 def test_a_key_file_that_does_not_exist_is_refused(serve, connect):

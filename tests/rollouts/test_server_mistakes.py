@@ -38,7 +38,7 @@ def test_an_address_where_nothing_listens_is_one_line_and_leaves_nothing(train, 
 
 
 def test_a_server_that_refuses_the_key_is_one_line_and_leaves_nothing(train, serve, tmp_path):
-    line = train(serve(key="another").url)
+    line = train(serve(key="another-key-than-theirs").url)
     assert "refuses the API key in the environment variable VLLM_API_KEY" in line
     assert not (tmp_path / "runs").exists()
 

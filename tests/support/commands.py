@@ -16,6 +16,7 @@ from unittest import mock
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
+        "fastapi",
         "kl_comedy.cli.main",
         "kl_comedy.training.run",
         "lightning",
@@ -25,11 +26,11 @@ FORKS.set_forkserver_preload(
         "pandas",
         "peft",
         "pyarrow.parquet",
-        "pydantic",
         "scipy.stats",
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "transformers.models.llama.modeling_llama",
+        "uvicorn",
     ]
 )
 DEADLINE_S = 400

@@ -1,15 +1,16 @@
 """Our inference server in this process, on a tiny policy, with faults on request. No process, no vLLM needed."""
 
+import asyncio
 import contextlib
 import copy
 import json
-import socket
 import threading
 import time
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 import pytest
 import torch
+from fastapi.responses import JSONResponse
 
 from engine_policies import PROMPT, llama, loaded
 from kl_comedy.config.schema import RolloutConfig
@@ -52,22 +53,21 @@ class FaultyServer:
 
     def close(self):
         self.engine.stop()
-        stopping = threading.Thread(target=self._http.shutdown)
-        stopping.start()
-        # The server looks whether it shall stop every half second, and at every connection: this one saves the wait.
-        with contextlib.suppress(OSError), socket.create_connection(self._http.server_address, timeout=5):
-            stopping.join()
-        stopping.join()
-        self._http.server_close()
+        # Its thread ends some tenths of a second later, for which no test waits.
+        self._http.force_exit = True
+        self._http.should_exit = True
 
 
-class FaultyHandler(hf_server.Handler):
-    def do_GET(self):
-        server = getattr(self.engine, "server", None)
-        if server is None:
-            super().do_GET()
-            return
-        path = urlsplit(self.path).path
+class Faults:
+    """ASGI middleware around our server: records requests, and answers or drops those that its ``faults`` say."""
+
+    def __init__(self, app, server):
+        self.app = app
+        self.server = server
+
+    async def __call__(self, scope, receive, send):
+        server = self.server
+        path = scope["path"]
         server.calls.append(path)
 
         fault = None
@@ -77,42 +77,69 @@ class FaultyHandler(hf_server.Handler):
             server.down = True
         if fault == "hang":
             # Longer than every request_timeout_s of these tests: the client gives the request up.
-            time.sleep(30)
+            await asyncio.sleep(30)
         if server.down or fault in ("drop", "hang"):
-            self.close_connection = True
+            # ASGI has no word for it: `send` is a method of uvicorn's record of the request.
+            send.__self__.transport.abort()
+            while (await receive())["type"] != "http.disconnect":
+                pass
             return
 
         answer = server.answers.get(path) or server.answers.get("any")
         if fault == "500":
             answer = (500, {})
-        if answer is None:
-            super().do_GET()
+        if answer is not None:
+            # The body is read even so: an answer to a client that still sends would reset its connection.
+            while (await receive()).get("more_body"):
+                pass
+            status, content = answer
+            await JSONResponse(content, status)(scope, receive, send)
             return
-        # The body is read even so: an answer to a client that still sends would reset its connection.
-        self.rfile.read(int(self.headers.get("content-length") or 0))
-        status, content = answer
-        self.send(status, content)
 
-    do_POST = do_GET
+        body = bytearray()
+        is_whole = False
 
-    def _body(self):
-        data = super()._body()
-        server = getattr(self.engine, "server", None)
-        if server is not None:
-            url = urlsplit(self.path)
-            body = data or None
-            # Some tests send what is no JSON.
-            with contextlib.suppress(TypeError, ValueError, RecursionError):
-                body = json.loads(body)
-            server.requests.append((self.command, url.path, dict(parse_qsl(url.query)), body))
-        return data
+        async def receive_and_record():
+            nonlocal is_whole
+            message = await receive()
+            body.extend(message.get("body", b""))
+            is_whole = not message.get("more_body")
+            return message
+
+        async def send_and_record(message):
+            # Some routes read no body, which the tests want to see all the same.
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                while not is_whole:
+                    await receive_and_record()
+                server.requests.append(self.request(scope, bytes(body)))
+            await send(message)
+
+        await self.app(scope, receive_and_record, send_and_record)
+
+    def request(self, scope, data):
+        body = data or None
+        # Some tests send what is no JSON.
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            body = json.loads(body)
+        return (scope["method"], scope["path"], dict(parse_qsl(scope["query_string"].decode())), body)
+
+
+def with_faults(application):
+    """``application``, whose engines that belong to a :class:`FaultyServer` go wrong as it says."""
+
+    def build(engine, key):
+        app = application(engine, key)
+        server = getattr(engine, "server", None)
+        return app if server is None else Faults(app, server)
+
+    return build
 
 
 @pytest.fixture
 def short_polls(monkeypatch):
     monkeypatch.setattr(pool, "FIRST_POLL_S", 0.05)
     monkeypatch.setattr(pool, "LONGEST_POLL_S", 0.2)
-    monkeypatch.setattr(hf_server, "Handler", FaultyHandler)
+    monkeypatch.setattr(hf_server, "application", with_faults(hf_server.application))
     monkeypatch.setenv("VLLM_API_KEY", KEY)
 
 

@@ -55,12 +55,11 @@ def teacher_url(monkeypatch):
     from kl_comedy.rollouts.engines import hf_server
     from teachers import OTHER, TINY
 
-    monkeypatch.setenv("VLLM_API_KEY", "key")
+    monkeypatch.setenv("VLLM_API_KEY", "key-of-the-teacher")
     engine = hf_server.Engine(load_model(load_config(TINY, [f"model.options={OTHER}"]).model), batch_sequences=8)
     port = free_port()
-    server = hf_server.listen(engine, port=port, key="key")
+    server = hf_server.listen(engine, port=port, key="key-of-the-teacher")
     threading.Thread(target=engine.run, daemon=True).start()
     yield f"http://127.0.0.1:{port}"
     engine.stop()
-    server.shutdown()
-    server.server_close()
+    server.should_exit = True

@@ -737,7 +737,7 @@ def link(wanted: LinkOptions) -> None:
     The choice is stored in the experiment (as the button Share of the page stores one), so the links can be sent on.
     """
     from kl_comedy.results.mlflow_pages import LOCAL_PAGES, choose_view, serve_command, share
-    from kl_comedy.results.runs import translate
+    from kl_comedy.results.runs import DERIVED, short, translate
     from kl_comedy.results.selection import read_matching
 
     wanted.check()
@@ -746,7 +746,11 @@ def link(wanted: LinkOptions) -> None:
     # A page shows one experiment.
     if len(experiments) > 1:
         raise UserError(f"--experiment: these runs are of {len(experiments)}: {', '.join(experiments)}; name one")
-    page_filter, _ = translate(wanted.where or "", frame.columns)
+    page_filter, keys = translate(wanted.where or "", frame.columns)
+    for key in keys:
+        if key in DERIVED:
+            source = short(DERIVED[key])
+            raise UserError(f"--where: MLflow's pages do not have {short(key)}; filter by {source}")
     view = choose_view(frame, split(wanted.columns), split(wanted.metric), page_filter)
     for address in share(wanted.uri, experiments[0], view, wanted.pages):
         typer.echo(address)

@@ -1,7 +1,8 @@
 """The one validator: plain data (from YAML, JSON or an override) to a dataclass, with errors that name the key.
 
 A schema is a dataclass. Its types are checked and converted; a field made by :func:`option` carries its documentation
-and further rules.
+and further rules. Records that come by the thousand, or from a process that is not trusted, are checked and not
+converted: a table of :class:`Field` and :func:`record_fault`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kl_comedy.errors import UserError, bad_value, error_prefix, unknown_key
@@ -247,6 +248,53 @@ def check_rules(value: Any, rules: Mapping[str, Any], key: str) -> None:
         rules["check"](value, key)
     if "terms" in rules:
         KINDS[rules["terms"]].check(value, key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field of a record that is checked and not converted. ``kind``: the type of its column in a file of columns."""
+
+    meaning: str
+    accepts: Callable[[Any], bool]
+    required: bool = True
+    kind: str = ""
+
+
+def record_fault(record: Mapping[str, Any], fields: Mapping[str, Field], *, others: bool = False) -> str | None:
+    """The first thing that makes ``record`` unusable; None where there is none. ``others``: it may have more fields.
+
+    >>> record_fault({"n": "1"}, {"n": Field("a count", is_count)}), record_fault({}, {"n": Field("a count", is_count)})
+    ('n is not a count: 1', 'n is missing (a count)')
+    """
+    for name, field in fields.items():
+        value = record.get(name)
+        if value is None:
+            if field.required:
+                return f"{name} is missing ({field.meaning})"
+        elif not field.accepts(value):
+            return f"{name} is not {field.meaning}: {str(value)[:60]}"
+    unknown = record.keys() - fields.keys()
+    if unknown and not others:
+        return f"{min(unknown)[:60]} is no field of it"
+    return None
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_number(value: Any) -> bool:
+    """Whether ``value`` is a finite number of a size that a float has."""
+    # By type, not isinstance: a bool is an int, and no number here.
+    return type(value) in (int, float) and is_finite(value)
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def is_numbers_by_name(value: Any) -> bool:
+    return isinstance(value, dict) and all(is_number(item) for item in value.values())
 
 
 def fields_with_registry(record: Any) -> Iterator[tuple[str, str]]:

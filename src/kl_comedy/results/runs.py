@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import logging
 import math
@@ -72,8 +73,8 @@ ENTITIES = {
 }
 """MLflow's names of what a filter asks about, without a final s."""
 
-ATTRIBUTES = ("status", "start_time", "end_time", "run_id", "run_name", "user_id", "artifact_uri", "created")
-KEYWORDS = ("AND", "LIKE", "ILIKE", "RLIKE", "IN", "NOT", "IS", "NULL")
+ATTRIBUTES = ("status", "start_time", "run_id", "run_name")
+KEYWORDS = ("AND", "LIKE", "ILIKE", "IN", "NOT", "IS", "NULL")
 WHERE_EXAMPLE = "example: seed = 0 and algorithm.advantage = 'rloo' and train/reward > 0.5"
 
 _TOKEN = re.compile(
@@ -227,9 +228,9 @@ class Store:
     def frame(
         self, experiment: str | None = None, where: str | None = None, *, mark_dead: bool = False
     ) -> pd.DataFrame:
-        """:meth:`Runs.frame`; MLflow filters."""
-        # Before the store is opened, which takes seconds: a filter that cannot be read is reported at once.
-        mlflow_filter, columns = translate(where or "")
+        """:meth:`Runs.frame`."""
+        # Before the store is opened, which takes seconds: some filters cannot be read whatever the runs have.
+        translate(where or "")
         client = self._client
         experiments = self._experiments(client, experiment)
         if mark_dead:
@@ -238,22 +239,14 @@ class Store:
             except Exception as error:  # a store that is only readable still answers queries
                 log.warning("could not mark dead runs as failed: %s", store.first_line(error))
         try:
-            frame = _query(client, experiments, mlflow_filter)
+            rows = _stored_rows(client, experiments)
         except Exception as error:
-            if not where:
-                raise store.cannot_be_read(self.uri, error) from error
-            problem = f"MLflow cannot read {where!r}: {store.first_line(error)}"
-            raise UserError(f"--where: {problem}; {WHERE_EXAMPLE}") from error
-        if len(frame) > 0 or not columns:
+            raise store.cannot_be_read(self.uri, error) from error
+        frame = _frame_of(rows)
+        if not where or frame.empty:
             return frame
-        # No run matches. A bare name was taken for a param; with the columns at hand it may turn out to be a tag, or
-        # a name that no run has, which MLflow does not report.
-        unfiltered = _query(client, experiments, "")
-        mlflow_filter, columns = translate(where or "", unfiltered.columns)
-        if len(unfiltered) > 0:
-            for column in columns:
-                _check_filter_column(unfiltered, column)
-        return _query(client, experiments, mlflow_filter)
+        # Made anew of the rows: its columns are those of the runs that match.
+        return _frame_of(list(itertools.compress(rows, matching(frame, where))))
 
     def _experiments(self, client: Any, experiment: str | None) -> dict[str, str]:
         """Id to name of every experiment, or of the one that is asked for."""
@@ -439,8 +432,7 @@ class Export:
             if experiment not in set(frame["experiment"]):
                 raise bad_value("--experiment", experiment, sorted(set(frame["experiment"])))
             frame = frame[frame["experiment"] == experiment]
-        for column, holds in conditions(frame, where or ""):
-            frame = frame[[holds(value) for value in frame[column]]]
+        frame = frame[matching(frame, where or "")]
         if len(frame) > 0:
             # As in a store, whose runs have the columns of their own keys alone.
             empty = [name for name in frame.columns if name.startswith(PREFIXES) and frame[name].isna().all()]
@@ -510,17 +502,6 @@ class Export:
         return ""
 
 
-def _check_filter_column(frame: pd.DataFrame, column: str) -> None:
-    """Raise :class:`UserError` for a column of a filter that MLflow does not have."""
-    if column in DERIVED:
-        name = short(column)
-        source = short(DERIVED[column])
-        problem = f"{name} is derived from {source}, and MLflow, which filters, does not have it"
-        raise UserError(f"--where: {problem}; filter by {source}, as in {source} LIKE '%...%'")
-    if not column.startswith("attributes."):
-        resolve(frame, column, "--where")
-
-
 def nested(texts: Mapping[str, str]) -> dict[str, Any]:
     """The values that dotted keys and texts as MLflow's params stand for; keys 0, 1, ... are a list.
 
@@ -553,18 +534,20 @@ def nested(texts: Mapping[str, str]) -> dict[str, Any]:
     return {name: with_lists(value) for name, value in root.items()}
 
 
-def _query(client: Any, experiments: dict[str, str], where: str) -> pd.DataFrame:
-    """The runs of ``experiments`` (id to name) that match MLflow's filter ``where``, newest first, one row each."""
+def _stored_rows(client: Any, experiments: dict[str, str]) -> list[dict[str, Any]]:
+    """The runs of ``experiments`` (id to name), newest first, each as a row of a runs frame."""
+    with _garbage_collector_paused():
+        runs = database.active_runs(client, list(experiments))
+        if runs is None:
+            runs = [StoredRun.of(run) for run in search_runs(client, list(experiments))]
+        return [_run_row(run, experiments[run.experiment_id]) for run in runs]
+
+
+def _frame_of(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """The runs frame of these rows; without rows it has no columns."""
     import pandas as pd
 
     with _garbage_collector_paused():
-        runs = None
-        # What a filter means, MLflow decides.
-        if not where:
-            runs = database.active_runs(client, list(experiments))
-        if runs is None:
-            runs = [StoredRun.of(run) for run in search_runs(client, list(experiments), where)]
-        rows = [_run_row(run, experiments[run.experiment_id]) for run in runs]
         frame = pd.DataFrame(rows)
     if not rows:
         return frame
@@ -647,6 +630,7 @@ def read_table(path: Path) -> pd.DataFrame:
 def translate(where: str, columns: Collection[str] = ()) -> tuple[str, list[str]]:
     """``--where``, which is MLflow's filter language with short names, as MLflow's filter, and the columns it names.
 
+    Its runs are chosen by :func:`matching`, in a store as in an export; MLflow's own pages get the filter.
     A name with a slash is a metric, a field of a run (status, start_time, ...) is an attribute, every other bare name
     is a param, or else a tag of ``columns``; ``params.``, ``tags.``, ``metrics.`` and ``attributes.`` are explicit.
     Raises :class:`UserError` for OR.
@@ -670,7 +654,7 @@ def translate(where: str, columns: Collection[str] = ()) -> tuple[str, list[str]
             return token.upper()
         # MLflow would take it for a name and complain about what follows.
         if token.upper() == "OR":
-            problem = "MLflow filters know AND but not OR: ask twice, or group instead"
+            problem = "filters know AND but not OR, as MLflow's: ask twice, or group instead"
             raise UserError(f"--where: got {where!r}; {problem}")
         entity, key = _entity_and_key(token, columns)
         column = f"{entity}.{key}"
@@ -700,14 +684,17 @@ def _entity_and_key(token: str, columns: Collection[str]) -> tuple[str, str]:
     return "params", key
 
 
-def conditions(frame: pd.DataFrame, where: str) -> list[tuple[str, Callable[[Any], bool]]]:
-    """``--where`` as columns of ``frame``, each with what its value must satisfy; as MLflow decides.
+def matching(frame: pd.DataFrame, where: str) -> list[bool]:
+    """Whether each run of ``frame`` satisfies ``--where``, as MLflow decides; one without a value only IS NULL.
 
-    A run without a value satisfies only IS NULL. Raises :class:`UserError` for what is not a condition, and for a key
-    that no run has.
+    Raises :class:`UserError` for what is not a condition, and for a key that no run has.
+
+    >>> import pandas as pd
+    >>> matching(pd.DataFrame({"params.seed": ["0", "1", None]}), "seed != 0")
+    [False, True, False]
     """
     text, _ = translate(where, frame.columns)
-    clauses: list[tuple[str, Callable[[Any], bool]]] = []
+    matches = [True] * len(frame)
     position = 0
     while position < len(text.rstrip()):
         match = _CONDITION.match(text, position)
@@ -727,10 +714,12 @@ def conditions(frame: pd.DataFrame, where: str) -> list[tuple[str, Callable[[Any
             else:
                 quoted = re.findall(r"'[^']*'|\"[^\"]*\"", value)
                 condition = _condition(sign, [word[1:-1] for word in quoted])
-            clauses.append((column, condition))
         except (ValueError, IndexError, KeyError):
             raise UserError(f"--where: cannot read {match[0].strip()!r}; {WHERE_EXAMPLE}") from None
-    return clauses
+        matches = [
+            matches_so_far and condition(value) for matches_so_far, value in zip(matches, frame[column], strict=True)
+        ]
+    return matches
 
 
 def _condition(sign: str, given: float | list[str]) -> Callable[[Any], bool]:

@@ -39,12 +39,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
+from kl_comedy.config.validate import Field, is_count, is_finite, is_number, is_numbers_by_name, is_text, record_fault
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.processes import BrokenChannel, ChildProcess, FrameChannel
 from kl_comedy.records import STATUSES, Reward
@@ -129,62 +130,55 @@ def namespace() -> tuple[str, ...]:
 # --- What a worker may reply -----------------------------------------------------------------------------------------
 
 
-def _is_number(value: object) -> bool:
-    """Whether ``value`` is a finite number. Whole numbers of any size are compared exactly; NaN compares as false."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    # math.isfinite would raise OverflowError for a whole number of 400 digits, which JSON may hold.
-    return abs(value) <= sys.float_info.max
+def _is_status(value: Any) -> bool:
+    return is_text(value) and value in STATUSES
 
 
-def _is_status(value: object) -> bool:
-    return isinstance(value, str) and value in STATUSES
+def _is_parts(value: Any) -> bool:
+    return is_numbers_by_name(value) and len(value) <= MAX_PARTS
 
 
-def _is_parts(value: object) -> bool:
-    if not isinstance(value, dict) or len(value) > MAX_PARTS:
-        return False
-    return all(_is_number(part) for part in value.values())
-
-
-def _is_bool(value: object) -> bool:
+def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_error(value: object) -> bool:
+def _is_error(value: Any) -> bool:
     return value in ("user", "bug")
 
 
 def _is_cpu_seconds(value: Any) -> bool:
-    return _is_number(value) and value >= 0
+    return is_number(value) and value >= 0
 
 
 def _is_byte_count(value: Any) -> bool:
-    return isinstance(value, int) and _is_number(value) and value >= 0
+    return is_count(value) and is_finite(value)
 
 
 def _is_pid(value: Any) -> bool:
     # psutil and os.kill raise OverflowError for larger numbers.
-    return isinstance(value, int) and _is_number(value) and 0 < value < 1 << 31
+    return is_count(value) and 0 < value < 1 << 31
 
 
-Check = Callable[[Any], bool]
-_USAGE_FIELDS: dict[str, Check] = {"cpu_s": _is_cpu_seconds, "rss_bytes": _is_byte_count, "pid": _is_pid}
+_USAGE_FIELDS = {
+    "cpu_s": Field("the CPU seconds that the process has used", _is_cpu_seconds),
+    "rss_bytes": Field("its memory", _is_byte_count),
+    "pid": Field("its id", _is_pid),
+}
 """Every reply has these."""
-_VERDICT_FIELDS: dict[str, Check] = {"value": _is_number, "status": _is_status, "parts": _is_parts}
+_VERDICT_FIELDS = {
+    "value": Field("the reward", is_number),
+    "status": Field("a status of rewards", _is_status),
+    "parts": Field("numbers by name", _is_parts),
+}
 """A verdict has these too."""
-_OPTIONAL_FIELDS: dict[str, Check] = {
-    "suspect": _is_bool,
-    "forks": _is_bool,
-    "again": _is_bool,
-    "failed": _is_text,
-    "bad_gold": _is_text,
-    "message": _is_text,
-    "error": _is_error,
+_OPTIONAL_FIELDS = {
+    "suspect": Field("true or false", _is_bool, required=False),
+    "forks": Field("true or false", _is_bool, required=False),
+    "again": Field("true or false", _is_bool, required=False),
+    "failed": Field("a text", is_text, required=False),
+    "bad_gold": Field("a text", is_text, required=False),
+    "message": Field("a text", is_text, required=False),
+    "error": Field("user or bug", _is_error, required=False),
 }
 _TEXT_IN_JSON = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _MOST_BRACKETS = 2
@@ -208,18 +202,13 @@ def checked_reply(body: bytes, *, verdict: bool) -> dict[str, Any]:
     if not isinstance(reply, dict):
         raise BrokenChannel("the worker's reply is not a mapping")
 
-    needed = dict(_USAGE_FIELDS)
+    fields = _USAGE_FIELDS | _OPTIONAL_FIELDS
     if verdict and "error" not in reply:
-        needed |= _VERDICT_FIELDS
-    checks = _OPTIONAL_FIELDS | needed
-    missing = needed.keys() - reply.keys()
-    # Unknown fields are refused as well: only what is checked here may travel on.
-    wrong = []
-    for name, value in reply.items():
-        if name not in checks or not checks[name](value):
-            wrong.append(name)
-    if missing or wrong:
-        raise BrokenChannel(f"a reply without {sorted(missing)} and with invalid {wrong!r:.200}")
+        fields |= _VERDICT_FIELDS
+    # Without other fields: only what is checked here may travel on.
+    fault = record_fault(reply, fields)
+    if fault is not None:
+        raise BrokenChannel(f"a reply that is none: {fault}")
     return reply
 
 

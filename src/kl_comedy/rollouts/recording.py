@@ -17,7 +17,16 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_comedy.config.validate import option, parse_record
+from kl_comedy.config.validate import (
+    Field,
+    is_count,
+    is_number,
+    is_numbers_by_name,
+    is_text,
+    option,
+    parse_record,
+    record_fault,
+)
 from kl_comedy.errors import RunFailed, UserError, bad_value, error_prefix
 from kl_comedy.io import atomic_write, check_tree, decode_json, json_line, open_file
 from kl_comedy.models import LoadedModel
@@ -47,21 +56,8 @@ Row = tuple[str, Mapping[str, Any]]
 """The place of a row for messages (file and line), and the row."""
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_number(value: Any) -> bool:
-    # By type, not isinstance: a bool is an int, and no number here.
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _is_logp(value: Any) -> bool:
-    return _is_number(value) and value <= LOGP_SLACK
+    return is_number(value) and value <= LOGP_SLACK
 
 
 def _is_version(value: Any) -> bool:
@@ -69,11 +65,7 @@ def _is_version(value: Any) -> bool:
 
 
 def _is_temperature(value: Any) -> bool:
-    return _is_number(value) and value > 0
-
-
-def _is_parts(value: Any) -> bool:
-    return isinstance(value, dict) and all(_is_number(part) for part in value.values())
+    return is_number(value) and value > 0
 
 
 def _is_flags(value: Any) -> bool:
@@ -91,41 +83,33 @@ def _list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return is_list
 
 
-@dataclass(frozen=True)
-class Column:
-    """One column of a recording."""
-
-    meaning: str
-    kind: str
-    """Its Parquet type, by the names of :func:`_parquet_bytes`."""
-    accepts: Callable[[Any], bool]
-    """Whether a value can be used."""
-    required: bool = True
-
-
-COLUMNS: Mapping[str, Column] = {
-    "batch": Column("the number of its batch, counted from 0", "int", _is_count),
-    "group": Column("the number of its group within the batch", "int", _is_count),
-    "problem": Column("the problem's id", "text", _is_text),
-    "prompt_ids": Column("token ids of the prompt", "ints", _list_of(_is_count)),
-    "completion_ids": Column("token ids of the completion, the end token included", "ints", _list_of(_is_count)),
-    "logps": Column(
-        "the sampler's log-prob (nats) of each token of the completion, at `temperature`", "floats", _list_of(_is_logp)
+COLUMNS: Mapping[str, Field] = {
+    "batch": Field("the number of its batch, counted from 0", is_count, kind="int"),
+    "group": Field("the number of its group within the batch", is_count, kind="int"),
+    "problem": Field("the problem's id", is_text, kind="text"),
+    "prompt_ids": Field("token ids of the prompt", _list_of(is_count), kind="ints"),
+    "completion_ids": Field("token ids of the completion, the end token included", _list_of(is_count), kind="ints"),
+    "logps": Field(
+        "the sampler's log-prob (nats) of each token of the completion, at `temperature`",
+        _list_of(_is_logp),
+        kind="floats",
     ),
-    "versions": Column(
-        "the version of the weights that drew each token; -1: weights of another run", "ints", _list_of(_is_version)
+    "versions": Field(
+        "the version of the weights that drew each token; -1: weights of another run",
+        _list_of(_is_version),
+        kind="ints",
     ),
-    "stop_reason": Column("eos, stop or length", "text", STOP_REASONS.__contains__),
-    "text": Column("the decoded completion, without special tokens", "text", _is_text),
-    "reward": Column("the weighted reward", "float", _is_number),
-    "status": Column(f"one of {', '.join(STATUSES)}", "text", STATUSES.__contains__),
-    "parts": Column("each reward before its weight", "parts", _is_parts),
-    "temperature": Column("the sampling temperature, above 0", "float", _is_temperature),
-    "trained": Column(
+    "stop_reason": Field("eos, stop or length", STOP_REASONS.__contains__, kind="text"),
+    "text": Field("the decoded completion, without special tokens", is_text, kind="text"),
+    "reward": Field("the weighted reward", is_number, kind="float"),
+    "status": Field(f"one of {', '.join(STATUSES)}", STATUSES.__contains__, kind="text"),
+    "parts": Field("each reward before its weight", is_numbers_by_name, kind="parts"),
+    "temperature": Field("the sampling temperature, above 0", _is_temperature, kind="float"),
+    "trained": Field(
         "whether the policy drew each token, and not an environment; empty or missing where it drew all",
-        "flags",
         _is_flags,
         required=False,
+        kind="flags",
     ),
 }
 """Columns of a recording by name. Their order is that of the stored Parquet files."""
@@ -237,16 +221,9 @@ def _parquet_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 def check_row(row: Mapping[str, Any], place: str) -> None:
     """Raise :class:`UserError` for the first thing that makes a row unusable, naming ``place`` and the field."""
-    for name, column in COLUMNS.items():
-        value = row.get(name)
-        if value is None:
-            if not column.required:
-                continue
-            raise UserError(
-                f"{place}: {name} is missing ({column.meaning}); a run records it with train.record_rollouts"
-            )
-        if not column.accepts(value):
-            raise UserError(f"{place}: {name} is not {column.meaning}: {str(value)[:60]}")
+    fault = record_fault(row, COLUMNS, others=True)
+    if fault is not None:
+        raise UserError(f"{place}: {fault}; a run records such rows with train.record_rollouts")
     # After the columns: each is a list now.
     tokens = len(row["completion_ids"])
     for name in ("logps", "versions"):

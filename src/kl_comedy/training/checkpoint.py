@@ -309,7 +309,10 @@ def write_whole(
 
 
 def _written_files(folder: Path, ranks: Ranks) -> dict[str, Any]:
-    """The manifest's entries of the files that this process wrote."""
+    """The manifest's entries of the files that this process wrote.
+
+    With a SHA-256, because torch reads a file of DCP or of ``torch.save`` with a flipped bit as other numbers.
+    """
     paths = list(folder.glob(f"__{ranks.rank}_*.distcp"))
     paths.append(folder / f"rank-{ranks.rank}.pt")
     if ranks.is_rank_zero:

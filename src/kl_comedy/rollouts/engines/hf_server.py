@@ -1,36 +1,37 @@
 """An inference server over transformers, with the routes of vLLM that our client uses. Run it with ``python -m``.
 
-    HTTP threads -> queues -> the main thread: one batch after another; between two tokens, new weights and probes
+    uvicorn's thread -> queues -> the main thread: one batch after another; between two tokens, new weights and probes
 
-It draws as the ``hf`` backend does, with the same random numbers, in the precision that the request names.
+It draws as the ``hf`` backend does, with the same random numbers, in the precision that the request names. It needs
+FastAPI and uvicorn, which the extra ``train`` brings: ``pip install 'kl_comedy[train]'``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import hmac
-import io
 import itertools
 import json
 import os
 import socket
 import sys
 import threading
-import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal
 
 import torch
+import uvicorn
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kl_comedy.config.schema import ModelConfig
-from kl_comedy.config.validate import option, parse_record
 from kl_comedy.cuda import leave_memory_unfilled
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.models import LoadedModel, load_model
@@ -44,6 +45,7 @@ from kl_comedy.rollouts.decoding import Completion, pick
 from kl_comedy.rollouts.engines.client import GENERATE, check_key
 from kl_comedy.rollouts.engines.options import KEY_VARIABLE
 from kl_comedy.rollouts.engines.transports import TrainerAddress, receive
+from kl_comedy.rollouts.engines.vllm import RequireKey
 from kl_comedy.rollouts.hf import HFRollouts, check_request, uniform_numbers
 
 NO_PROBLEM = Problem(id="", text="", answer="")
@@ -53,16 +55,9 @@ MAX_BODY_BYTES = 128 * 2**20
 MAX_RANDOM_NUMBERS = 2**30
 """The most random numbers of one group, one per token of its rows and of the rows before it: 8 GiB while they are
 drawn."""
-HEAD_SECONDS = 30.0
-"""How long a client may take to send its request line and headers. This and the two limits below bound what a client
-that sends nothing costs: a thread for this long."""
-BODY_SECONDS = 60.0
-"""How long a client may take to send the body."""
-ANSWER_SECONDS = 60.0
-"""How long a client may take to accept a part of the answer."""
-LISTEN_QUEUE = 1024
-"""Connections that the kernel holds until a thread accepts them. Our client opens one per request in progress and uses
-none twice, so that a batch begins with as many as it has requests; those beyond the queue would be reset."""
+REQUEST_SECONDS = 60.0
+"""How long a client may take to send its request, body included: what a client that sends nothing costs at most is a
+connection for this long."""
 MAX_ERROR_CHARACTERS = 1000
 
 _Job = tuple["Future[Any]", Callable[[], Any]]
@@ -88,8 +83,8 @@ class Engine:
         self._ended = False
         self._trainer: TrainerAddress | None = None
 
-    def call(self, work: Callable[[], Any], *, urgent: bool) -> Any:
-        """Run ``work`` in the computing thread; returns or raises what it does.
+    def submit(self, work: Callable[[], Any], *, urgent: bool) -> Future[Any]:
+        """Run ``work`` in the computing thread; the future gets what it returns or raises.
 
         Urgent work comes between two tokens of a batch, other work between batches.
         """
@@ -99,10 +94,10 @@ class Engine:
             jobs = self._urgent if urgent else self._batches
             jobs.append((future, work))
             self._changed.notify_all()
-        return future.result()
+        return future
 
     def run(self) -> None:
-        """Compute what HTTP threads ask for, until :meth:`stop`."""
+        """Compute what requests ask for, until :meth:`stop`."""
         while True:
             with self._changed:
                 self._changed.wait_for(self._can_continue)
@@ -309,90 +304,83 @@ class Engine:
 
 
 def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
-    """Do ``work`` and give its result or exception to the thread that waits for ``future``."""
+    """Do ``work`` and give its result or exception to whoever waits for ``future``."""
+    # Cancelled where the HTTP side ended meanwhile; from here on it cannot be.
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(work())
-    # All of them: the computing thread must not end, and the thread that waits would wait for ever.
+    # All of them: the computing thread must not end, and the request would wait for ever.
     except BaseException as error:
         future.set_exception(error)
 
 
 # --- bodies of requests -----------------------------------------------------------------------------------------------
 
-
-def _token_ids(value: Any, key: str) -> tuple[int, ...]:
-    """A checked list of token ids. The validator of configs would take a microsecond for each of them."""
-    if not isinstance(value, list):
-        raise bad_value(key, value, "a list of token ids")
-    for position, token in enumerate(value):
-        if type(token) is not int or not 0 <= token < 2**31:
-            raise bad_value(f"{key}.{position}", token, "a token id")
-    return tuple(value)
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
-def _prompt_ids(value: Any, key: str) -> tuple[int, ...]:
-    ids = _token_ids(value, key)
-    if not ids:
-        raise bad_value(key, value, "at least one token id")
-    return ids
+class Body(BaseModel):
+    """A JSON object with these fields and no others: to ignore one would do something else than the client asked for.
 
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingFields:
-    """The fields of vLLM's ``SamplingParams`` that this server takes, with vLLM's defaults.
-
-    Those after ``prompt_logprobs`` change nothing here. A field of another name is refused: to ignore it would give
-    other completions than the client asked for.
+    Values are not converted: a number is no text, and true is no number.
     """
 
-    temperature: float = option(..., minimum=0)
-    max_tokens: int = option(..., minimum=1, maximum=MAX_RANDOM_NUMBERS)
-    seed: int = option(..., minimum=0, maximum=2**63 - 1)
-    n: int = option(1, minimum=1)
-    first_row: int = option(0, "rows of random numbers that earlier groups of the call took", minimum=0)
-    top_p: float = option(1.0, above=0, maximum=1)
-    top_k: int = option(0, minimum=0)
-    min_p: float = option(0.0, minimum=0, maximum=1)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = option((), parse=_token_ids)
-    prompt_logprobs: int | None = option(None, minimum=0)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class SamplingFields(Body):
+    """The fields of vLLM's ``SamplingParams`` that this server takes, with vLLM's defaults.
+
+    Those after ``prompt_logprobs`` change nothing here.
+    """
+
+    temperature: float = Field(ge=0)
+    max_tokens: int = Field(ge=1, le=MAX_RANDOM_NUMBERS)
+    seed: int = Field(ge=0, lt=2**63)
+    n: int = Field(1, ge=1)
+    # Rows of random numbers that earlier groups of the call took.
+    first_row: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    stop: list[str] = []
+    stop_token_ids: list[TokenId] = []
+    prompt_logprobs: int | None = Field(None, ge=0)
     logprobs: int | None = None
     ignore_eos: bool = True
     detokenize: bool = True
     include_stop_str_in_output: bool = True
     skip_special_tokens: bool = True
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _fields_fit(self) -> SamplingFields:
         most_rows = MAX_RANDOM_NUMBERS // self.max_tokens
         if self.first_row + self.n > most_rows:
             reason = f"{self.max_tokens} tokens each, after {self.first_row} rows of earlier groups"
             raise bad_value("n", self.n, f"at most {max(most_rows - self.first_row, 0)}", reason)
         if self.prompt_logprobs is not None and self.temperature == 0:
             raise bad_value("temperature", self.temperature, "above 0 where prompt_logprobs are asked for")
+        return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """A prompt to complete."""
+class Group(Body):
+    """A prompt to complete. ``autocast``: the precision; None: that of the weights."""
 
-    token_ids: tuple[int, ...] = option(..., parse=_prompt_ids)
+    token_ids: list[TokenId] = Field(min_length=1)
     sampling_params: SamplingFields
-    autocast: str | None = option(None, "precision; null: the weights'", choices=("bfloat16", "float16"))
-    model: str | None = option(None, "a field of vLLM's; this server has one model")
-
-    def fields(self) -> dict[str, Any]:
-        return {**vars(self), "sampling_params": vars(self.sampling_params)}
+    autocast: Literal["bfloat16", "float16"] | None = None
+    # A field of vLLM's; this server has one model.
+    model: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Groups:
+class Groups(Body):
     """Several prompts, drawn as one batch, with one precision and one sampling but for seeds and sizes."""
 
-    groups: tuple[Group, ...]
+    groups: list[Group] = Field(min_length=1)
 
-    def __post_init__(self) -> None:
-        if not self.groups:
-            raise bad_value("groups", [], "at least one")
+    @model_validator(mode="after")
+    def _groups_agree(self) -> Groups:
         first = self.groups[0]
         for number, group in enumerate(self.groups):
             if group.autocast != first.autocast:
@@ -404,39 +392,56 @@ class Groups:
                 if value != expected:
                     allowed = f"that of the first group, {expected!r}"
                     raise bad_value(f"groups.{number}.sampling_params.{name}", value, allowed)
+        return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class ReloadArguments:
+def _number_of_groups(body: Any) -> str:
+    has_several = isinstance(body, dict) and "groups" in body
+    return "several" if has_several else "one"
+
+
+# Without the tag an error would name the fields of both.
+GroupOrGroups = Annotated[
+    Annotated[Group, Tag("one")] | Annotated[Groups, Tag("several")], Discriminator(_number_of_groups)
+]
+
+
+class ReloadArguments(Body):
     weights_path: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reload:
-    method: str = option(..., choices=("reload_weights",))
+class Reload(Body):
+    method: Literal["reload_weights"]
     kwargs: ReloadArguments
 
 
-@dataclass(frozen=True, kw_only=True)
-class Label:
+class Label(Body):
     new_version: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Address:
-    init_info: TrainerAddress
+class AddressFields(Body):
+    """Those of :class:`TrainerAddress`."""
+
+    host: str
+    port: int
+    secret: str
+    timeout_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateInfo:
+class Address(Body):
+    init_info: AddressFields
+
+
+class UpdateInfo(Body):
     """The weights that follow, in order. ``aliases``: further names of tied weights, each with its first name."""
 
-    names: tuple[str, ...]
-    dtype_names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    aliases: dict[str, str] = option(dict)
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    aliases: dict[str, str] = {}
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _fields_fit(self) -> UpdateInfo:
         for name in ("dtype_names", "shapes"):
             count = len(getattr(self, name))
             if count != len(self.names):
@@ -444,276 +449,228 @@ class UpdateInfo:
         for alias, name in self.aliases.items():
             if name not in self.names:
                 raise bad_value(f"aliases.{alias}", name, "one of names")
+        return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class Update:
+class Update(Body):
     update_info: UpdateInfo
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    action: str = option("checksum", choices=("checksum",))
+class Check(Body):
+    action: Literal["checksum"] = "checksum"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Nothing:
-    """A body without fields, or none."""
-
+# --- routes -----------------------------------------------------------------------------------------------------------
 
 SUCCESS = {"success": True}
 
+# Every route is a coroutine: one that is no coroutine takes one of 40 threads, and 40 requests that wait for the end of
+# a pause would keep out the one that ends it.
+router = APIRouter()
 
-def _change(engine: Engine, change: Callable[[], Any]) -> dict[str, Any]:
+
+async def _engine_of(request: Request) -> Engine:
+    engine: Engine = request.app.state.engine
+    return engine
+
+
+Served = Annotated[Engine, Depends(_engine_of)]
+
+
+async def compute(engine: Engine, work: Callable[[], Any], *, urgent: bool) -> Any:
+    """What ``work`` returns in the computing thread; see :meth:`Engine.submit`."""
+    return await asyncio.wrap_future(engine.submit(work, urgent=urgent))
+
+
+async def change(engine: Engine, work: Callable[[], Any]) -> dict[str, Any]:
     """Make a change of the engine between two tokens."""
-    engine.call(change, urgent=True)
+    await compute(engine, work, urgent=True)
     return SUCCESS
 
 
-def _complete(engine: Engine, group: Group) -> Any:
-    fields = group.fields()
-    if group.sampling_params.prompt_logprobs is not None:
+@router.get("/health")
+async def health() -> dict[str, Any]:
+    return {}
+
+
+@router.get("/v1/models")
+async def models(engine: Served) -> dict[str, Any]:
+    return engine.identity()
+
+
+@router.get("/version")
+async def version() -> dict[str, Any]:
+    return {"version": "kl_comedy hf_server"}
+
+
+@router.get("/get_world_size")
+async def world_size() -> dict[str, Any]:
+    return {"world_size": 1}
+
+
+@router.get("/weight_info")
+async def weight_info(engine: Served) -> dict[str, Any]:
+    return {"weight_version": engine.label}
+
+
+@router.post("/pause")
+async def pause(engine: Served) -> dict[str, Any]:
+    return await change(engine, lambda: engine.pause(True))
+
+
+@router.post("/resume")
+async def resume(engine: Served) -> dict[str, Any]:
+    return await change(engine, lambda: engine.pause(False))
+
+
+@router.post("/collective_rpc")
+async def reload(engine: Served, body: Reload) -> dict[str, Any]:
+    return await change(engine, lambda: engine.reload(Path(body.kwargs.weights_path)))
+
+
+@router.post("/init_weight_transfer_engine")
+async def set_trainer(engine: Served, body: Address) -> dict[str, Any]:
+    address = TrainerAddress(**body.init_info.model_dump())
+    return await change(engine, lambda: engine.set_trainer(address))
+
+
+@router.post("/update_weights")
+async def update_weights(engine: Served, body: Update) -> dict[str, Any]:
+    return await change(engine, lambda: engine.receive(body.update_info.model_dump()))
+
+
+@router.post("/update_weight_version")
+async def set_label(engine: Served, body: Label) -> dict[str, Any]:
+    return await change(engine, lambda: engine.set_label(body.new_version))
+
+
+@router.post("/start_weight_update")
+@router.post("/finish_weight_update")
+@router.post("/reset_prefix_cache")
+async def nothing_to_do() -> dict[str, Any]:
+    """Calls that vLLM needs around an update. Here /update_weights does all of it."""
+    return SUCCESS
+
+
+@router.post("/weight_checker")
+async def checksums(engine: Served, body: Check) -> Response:
+    return _answer({"checksums": await compute(engine, engine.checksums, urgent=True)})
+
+
+@router.post(GENERATE)
+async def generate(engine: Served, body: GroupOrGroups) -> Response:
+    fields = body.model_dump()
+    if isinstance(body, Groups):
+        answers = await compute(engine, lambda: engine.generate(fields["groups"]), urgent=False)
+        return _answer({"groups": answers})
+    if body.sampling_params.prompt_logprobs is not None:
         # Urgent, so that the check after an update does not wait for a batch to end.
-        return engine.call(lambda: engine.probe(group.token_ids, fields["sampling_params"]), urgent=True)
-    return engine.call(lambda: engine.generate([fields]), urgent=False)[0]
+        sampling = fields["sampling_params"]
+        return _answer(await compute(engine, lambda: engine.probe(body.token_ids, sampling), urgent=True))
+    answers = await compute(engine, lambda: engine.generate([fields]), urgent=False)
+    return _answer(answers[0])
 
 
-def _complete_all(engine: Engine, body: Groups) -> Any:
-    groups = [group.fields() for group in body.groups]
-    return {"groups": engine.call(lambda: engine.generate(groups), urgent=False)}
+def _answer(content: Any) -> Response:
+    """``content`` as JSON. Numbers that are not finite pass: the client says what is wrong with the weights."""
+    # FastAPI's own encoder walks each list and refuses such numbers.
+    return Response(json.dumps(content), media_type="application/json")
 
 
-Answer = Callable[[Engine, Any], Any]
-ROUTES: Mapping[str, tuple[type, Answer]] = {
-    "/pause": (Nothing, lambda engine, body: _change(engine, lambda: engine.pause(True))),
-    "/resume": (Nothing, lambda engine, body: _change(engine, lambda: engine.pause(False))),
-    "/collective_rpc": (
-        Reload,
-        lambda engine, body: _change(engine, lambda: engine.reload(Path(body.kwargs.weights_path))),
-    ),
-    "/init_weight_transfer_engine": (
-        Address,
-        lambda engine, body: _change(engine, lambda: engine.set_trainer(body.init_info)),
-    ),
-    # Two calls that vLLM needs around an update. Here /update_weights does all of it.
-    "/start_weight_update": (Nothing, lambda engine, body: SUCCESS),
-    "/update_weights": (
-        Update,
-        lambda engine, body: _change(engine, lambda: engine.receive(vars(body.update_info))),
-    ),
-    "/finish_weight_update": (Nothing, lambda engine, body: SUCCESS),
-    "/update_weight_version": (
-        Label,
-        lambda engine, body: _change(engine, lambda: engine.set_label(body.new_version)),
-    ),
-    "/reset_prefix_cache": (Nothing, lambda engine, body: SUCCESS),
-    "/health": (Nothing, lambda engine, body: {}),
-    "/v1/models": (Nothing, lambda engine, body: engine.identity()),
-    "/version": (Nothing, lambda engine, body: {"version": "kl_comedy hf_server"}),
-    "/get_world_size": (Nothing, lambda engine, body: {"world_size": 1}),
-    "/weight_info": (Nothing, lambda engine, body: {"weight_version": engine.label}),
-    "/weight_checker": (
-        Check,
-        lambda engine, body: {"checksums": engine.call(engine.checksums, urgent=True)},
-    ),
-    GENERATE: (Group, _complete),
-}
-"""By path: the schema of the body, and what answers it. Errors of a body name the field."""
+def _error(status: int, text: str) -> Response:
+    return JSONResponse({"detail": text[:MAX_ERROR_CHARACTERS]}, status)
 
 
-def answer(engine: Engine, path: str, body: Any) -> Any:
-    """The content of the answer to a request. Raises :class:`UserError` for a body that its route does not take."""
-    schema, respond = ROUTES[path]
-    has_several_groups = isinstance(body, dict) and "groups" in body
-    if path == GENERATE and has_several_groups:
-        schema = Groups
-        respond = _complete_all
-    return respond(engine, parse_record(schema, body, key="body"))
+async def wrong_body(request: Request, error: Any) -> Response:
+    """The answer to a body that its route does not take. FastAPI's own repeats the body."""
+    first = error.errors()[0]
+    field = ".".join(map(str, first["loc"]))
+    # For what is no JSON the reason stands here.
+    reason = first.get("ctx", {}).get("error", "")
+    return _error(400, f"{field}: {first['msg']} {reason}")
 
 
-def decode_body(data: bytes) -> Any:
-    """The JSON of a body; an empty body is an object without fields. Raises ValueError for anything else."""
-
-    # Python's parser accepts NaN and infinities, with which a comparison of the checks below would not fail.
-    def refuse(name: str) -> Any:
-        raise ValueError(f"the body holds {name}, which is not JSON")
-
-    try:
-        return json.loads(data or b"{}", parse_constant=refuse)
-    except RecursionError:
-        raise ValueError("the body is nested too deeply") from None
+async def refused(request: Request, error: Exception) -> Response:
+    """The answer where the engine refuses what is asked."""
+    return _error(400, str(error))
 
 
-# --- connections ------------------------------------------------------------------------------------------------------
+async def failed(request: Request, error: Exception) -> Response:
+    """The answer of one line where the engine fails. Its traceback is in the log, where uvicorn writes it."""
+    return _error(500, f"{type(error).__name__}: {error}")
 
 
-class Refusal(Exception):
-    """A request that is refused before its body is read as JSON; the connection is then closed."""
+def application(engine: Engine, key: str) -> FastAPI:
+    """The routes, and what a request must pass before them: the key, then the length of its body."""
+    # UserError is a ValueError.
+    handlers: dict[Any, Any] = {RequestValidationError: wrong_body, ValueError: refused, Exception: failed}
+    # openapi_url: no pages that describe the routes.
+    app = FastAPI(openapi_url=None, exception_handlers=handlers)
+    app.state.engine = engine
+    app.include_router(router)
+    app.add_middleware(LimitBody)
+    # Added last, so that it comes first: of a request without the key nothing more is read.
+    app.add_middleware(RequireKey, key=key)
+    return app
 
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
+
+class LimitBody:
+    """ASGI middleware: 413 to a body of more than :data:`MAX_BODY_BYTES`, and no more of it is read."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        size = 0
+
+        async def receive_part() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > MAX_BODY_BYTES:
+                # close: uvicorn would read the rest of the body, and throw it away.
+                raise HTTPException(413, f"a body has at most {MAX_BODY_BYTES} bytes", {"connection": "close"})
+            return message
+
+        await self._app(scope, receive_part, send)
 
 
-class TimedReader(io.RawIOBase):
-    """Reads from a connection until a deadline, after which reading raises TimeoutError.
+class Connection(H11Protocol):
+    """Closes a connection whose first request is not whole within :data:`REQUEST_SECONDS`: uvicorn would wait for ever.
 
-    The socket's own limit applies to each packet: a client that sends a byte now and then would keep its thread for
-    ever.
+    Our client sends one request through each connection.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self.allow(HEAD_SECONDS)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(REQUEST_SECONDS, self._close_unless_whole)
 
-    def allow(self, seconds: float) -> None:
-        """Set the deadline, from now."""
-        self._deadline = time.monotonic() + seconds
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        left_s = self._deadline - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("the client sends too slowly")
-        self._connection.settimeout(left_s)
-        return self._connection.recv_into(buffer)
+    def _close_unless_whole(self) -> None:
+        if self.cycle is None or self.cycle.more_body:
+            self.transport.close()
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Passes requests with the key to :func:`answer`. One without the key is refused before its body is read."""
+def listen(engine: Engine, *, port: int, key: str, host: str = LOOPBACK) -> uvicorn.Server:
+    """Answer requests to ``host`` in a thread, until ``should_exit`` of the returned server is set.
 
-    protocol_version = "HTTP/1.1"
-
-    def __init__(self, engine: Engine, key: str, *arguments: Any) -> None:
-        self.engine = engine
-        self._expected = f"Bearer {key}"
-        # Last: it handles the whole request.
-        super().__init__(*arguments)
-
-    def setup(self) -> None:
-        """Read by :class:`TimedReader` instead of the base class's file, which has no deadline."""
-        super().setup()
-        self.rfile.close()
-        self._reader = TimedReader(self.connection)
-        self.rfile = io.BufferedReader(self._reader)
-
-    def handle_one_request(self) -> None:
-        self._reader.allow(HEAD_SECONDS)
-        super().handle_one_request()
-
-    def handle_expect_100(self) -> bool:
-        """Send nothing yet: :meth:`_body` asks for the body after the key and the path are checked."""
-        return True
-
-    def do_GET(self) -> None:
-        try:
-            path = self._checked_path()
-            data = self._body()
-        except Refusal as refusal:
-            # The unread body is still in the connection.
-            self.close_connection = True
-            self.send(refusal.status, {"error": str(refusal)})
-            return
-        try:
-            content = answer(self.engine, path, decode_body(data))
-        # UserError is a ValueError.
-        except ValueError as error:
-            self.send(400, {"error": str(error)[:MAX_ERROR_CHARACTERS]})
-        except Exception as error:
-            # Into the server's log; the client gets one line.
-            traceback.print_exception(error)
-            self.send(500, {"error": f"{type(error).__name__}: {error}"})
-        else:
-            self.send(200, content)
-
-    do_POST = do_GET
-
-    def _checked_path(self) -> str:
-        """The path of the request. Raises :class:`Refusal` without the key, and for a path without a route."""
-        given = self.headers.get("authorization", "")
-        # In constant time: the time of `==` tells how many characters are right.
-        if not hmac.compare_digest(given.encode(), self._expected.encode()):
-            raise Refusal(401, "Unauthorized")
-        try:
-            path = urlsplit(self.path).path
-        except ValueError as error:
-            raise Refusal(400, f"no address: {error}") from None
-        if path not in ROUTES:
-            raise Refusal(404, f"no such route: {path[:MAX_ERROR_CHARACTERS]}")
-        return path
-
-    def _body(self) -> bytes:
-        """The body of the request. Raises :class:`Refusal` where it is too long, or does not come in time."""
-        length = self._content_length()
-        if length is None:
-            return b""
-        if self.headers.get("expect", "").lower() == "100-continue":
-            self.send_response_only(100)
-            self.end_headers()
-        self._reader.allow(BODY_SECONDS)
-        try:
-            data = self.rfile.read(length)
-        except TimeoutError:
-            raise Refusal(408, f"the body did not come within {BODY_SECONDS:g} s") from None
-        if len(data) < length:
-            raise Refusal(400, "the body is shorter than its Content-Length")
-        return data
-
-    def _content_length(self) -> int | None:
-        """The length of the body; None without one. Raises :class:`Refusal` for none in a POST, and a wrong one."""
-        lengths = self.headers.get_all("content-length", [])
-        if "transfer-encoding" in self.headers:
-            raise Refusal(411, "a body needs a Content-Length")
-        if not lengths:
-            if self.command == "POST":
-                raise Refusal(411, "a body needs a Content-Length")
-            return None
-        text = lengths[0]
-        # isdigit alone accepts digits of other scripts, and int() spaces and signs.
-        is_number = text.isascii() and text.isdigit()
-        if len(lengths) > 1 or not is_number:
-            raise Refusal(400, "Content-Length is not a number")
-        # The count of digits comes first: Python refuses to convert thousands of them.
-        if len(text.lstrip("0")) > len(str(MAX_BODY_BYTES)) or int(text) > MAX_BODY_BYTES:
-            raise Refusal(413, f"Content-Length is above {MAX_BODY_BYTES}")
-        return int(text)
-
-    def send(self, status: int, content: Any) -> None:
-        """Answer with ``content`` as JSON."""
-        data = json.dumps(content).encode()
-        self.connection.settimeout(ANSWER_SECONDS)
-        self.send_response(status)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(data)))
-        if self.close_connection:
-            # The unread body of a refused request would be taken for the next request on this connection.
-            self.send_header("connection", "close")
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments: Any) -> None:
-        """Log nothing per request."""
-
-
-class Server(ThreadingHTTPServer):
-    """A thread for each connection."""
-
-    daemon_threads = True
-    request_queue_size = LISTEN_QUEUE
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print what was raised, unless a client has left before its answer, which is not an error of this server."""
-        # The base class would print a traceback for each client that went away.
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
-
-
-def listen(engine: Engine, *, port: int, key: str, host: str = LOOPBACK) -> ThreadingHTTPServer:
-    """Answer requests to ``host``, each in a thread, until the returned server is shut down."""
-    server = Server((host, port), lambda *arguments: Handler(engine, key, *arguments))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    Raises OSError for a port that is in use.
+    """
+    # Bound here: where uvicorn cannot, it ends its thread without an error.
+    listener = socket.create_server((host, port))
+    config = uvicorn.Config(
+        application(engine, key),
+        http=Connection,
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        # Errors alone, to the standard error output: strangers would fill the log with warnings.
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        proxy_headers=False,
+    )
+    server = uvicorn.Server(config)
+    threading.Thread(target=server.run, args=([listener],), daemon=True).start()
     return server
 
 

@@ -28,6 +28,7 @@ import torch
 
 from kl_comedy.cuda import VARIABLES
 from kl_comedy.errors import RunFailed, bad_value
+from kl_comedy.extras import require_module
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import head_dtype, is_peft
 from kl_comedy.processes import LOOPBACK, ChildProcess, free_port
@@ -92,6 +93,10 @@ def build_vllm_server(config: RolloutConfig, *, loaded: LoadedModel, leader: boo
 def build_hf_server(config: RolloutConfig, *, loaded: LoadedModel, leader: bool = True) -> RolloutBackend:
     """Build the backend. Raises :class:`UserError` as :func:`build_vllm_server` does."""
     options = engine_options(HFServerOptions, config.options)
+    if not options.urls:
+        # Asked here: a server that cannot start says so in its own log.
+        require_module("fastapi", "rollout.backend: hf_server")
+        require_module("uvicorn", "rollout.backend: hf_server")
     return EngineRollouts(HFServers(config, options, loaded), config.temperature, leader)
 
 

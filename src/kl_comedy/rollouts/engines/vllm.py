@@ -393,12 +393,14 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 class RequireKey:
     """ASGI middleware: 401 to every HTTP request or websocket without ``Authorization: Bearer <key>``.
 
-    vLLM's own check leaves the routes that replace weights open.
+    vLLM's own check leaves the routes that replace weights open. Without ``key`` it is that of the environment.
     """
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], key: str | None = None) -> None:
         self._app = app
-        self._expected = f"Bearer {check_key(os.environ.get(KEY_VARIABLE, ''))}".encode()
+        if key is None:
+            key = os.environ.get(KEY_VARIABLE, "")
+        self._expected = f"Bearer {check_key(key)}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = b""
