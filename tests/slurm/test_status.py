@@ -29,7 +29,10 @@ def slurm(monkeypatch):
 
 @pytest.fixture
 def sweep(tmp_path):
-    return plan_sweep(tmp_path, "grid: {optimizer.lr: {from: 0.001, to: 0.01, num: 10}}\nevaluate: {}\n")
+    return plan_sweep(
+        tmp_path,
+        "grid: {optimizer.lr: [0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01]}\nevaluate: {}\n",
+    )
 
 
 def submit_cells(sweep, *train, profile=SITE, evaluate=()):
@@ -318,6 +321,8 @@ def test_a_job_that_its_submitter_did_not_record_is_adopted_and_not_submitted_ag
     of_another_sweep = comment.replace("-", "-0", 1)
     for task in range(3):
         slurm.queue += f"1|{task}|PENDING||{comment}|Resources\n9|{task}|PENDING||{of_another_sweep}|Resources\n"
+        # A job that is over, which squeue lists for some minutes, as of a folder that was deleted and planned again.
+        slurm.queue += f"3|{task}|CANCELLED||{comment}|None\n"
     (adopted,) = submit.adopt_unrecorded_jobs(sweep)
     assert adopted.job == "1"
     assert adopted.stage == "train"
@@ -370,7 +375,10 @@ def test_sbatchs_refusal_names_the_keys_of_the_profile(monkeypatch, refusal, key
 
 def test_a_thousand_cells_are_submitted_and_looked_up_in_seconds(tmp_path, slurm):
     start = time.process_time()
-    sweep = plan_sweep(tmp_path, "grid: {optimizer.lr: {from: 0.001, to: 0.01, num: 10}}\nseeds: 100\n")
+    sweep = plan_sweep(
+        tmp_path,
+        "grid: {optimizer.lr: [0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01]}\nseeds: 100\n",
+    )
     submit_cells(sweep, *range(1000))
     slurm.queue = "".join(f"1|{index}|RUNNING|n1||None\n" for index in range(1000))
     for index in range(1000):

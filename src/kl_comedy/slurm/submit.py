@@ -183,7 +183,7 @@ def create_stores(manifest: Manifest) -> None:
 
 
 def adopt_unrecorded_jobs(sweep: Sweep) -> list[Submission]:
-    """Record jobs of this sweep that are in SLURM's queue and not in the folder; return them.
+    """Record waiting and running jobs of this sweep that are in SLURM's queue and not in the folder; return them.
 
     Happens when sbatch timed out, or the submitter died before recording the job id. Without this the cells would be
     submitted again. Jobs are recognized by their comment.
@@ -197,7 +197,8 @@ def adopt_unrecorded_jobs(sweep: Sweep) -> list[Submission]:
     for name, state in queue(sweep.job_names).items():
         job, _, task = name.partition("_")
         job_mark, _, rest = state.comment.partition(":")
-        if job_mark != mark or job in recorded:
+        # A job that is over can submit nothing twice; what it trained is in the cells.
+        if job_mark != mark or job in recorded or not state.active:
             continue
         stage, _, offset = rest.partition(":")
         cells = indices.setdefault((job, stage, int(offset)), [])
