@@ -28,7 +28,7 @@ SIZES = """
 rows:
   a: {seed: 1, train.strategy: ddp, train.devices: 2}
   b: {seed: 2, train.strategy: ddp, train.devices: 2}
-grid: {optimizer.lr: {from: 0.001, to: 0.007, num: 7}}
+grid: {optimizer.lr: [0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007]}
 """
 
 
@@ -277,7 +277,8 @@ def finish(sweep, index, *, scores=False):
 
 def finished_sweep(folder):
     """Trained cells. Of 0 to 8 the evaluation was submitted to SLURM, of 9 to 11 otherwise; 11 and 12 have scores."""
-    sweep = plan_sweep(folder, "grid: {optimizer.lr: {from: 0.001, to: 0.014, num: 14}}\nevaluate: {}\n")
+    rates = [number / 1000 for number in range(1, 15)]
+    sweep = plan_sweep(folder, f"grid: {{optimizer.lr: {rates}}}\nevaluate: {{}}\n")
     for index in range(14):
         finish(sweep, index, scores=index in (11, 12))
     queued = Submission(stage="evaluate", indices=(*range(9), 11), time=1.0, job="5")

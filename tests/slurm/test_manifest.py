@@ -35,7 +35,10 @@ PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
 def sweep(tmp_path_factory):
     """A sweep of ten cells; for reading."""
     folder = tmp_path_factory.mktemp("planned")
-    return plan_sweep(folder, "grid: {optimizer.lr: {from: 0.001, to: 0.01, num: 10}}\nevaluate: {}\n")
+    return plan_sweep(
+        folder,
+        "grid: {optimizer.lr: [0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01]}\nevaluate: {}\n",
+    )
 
 
 @pytest.fixture

@@ -272,8 +272,9 @@ def test_evaluation_and_report_depend_on_training_and_accounting_says_why(site, 
 def test_hundreds_of_cells_are_submitted_queried_and_cancelled(site):
     """Held, so that none of them runs."""
     (site.folder / "held.yaml").write_text(PROFILE + 'extra: ["--hold"]\n')
+    betas = [step / 10 for step in range(1, 11)]
     (site.folder / "hundreds.yaml").write_text(
-        f"base: {TINY}\ngrid: {{kl.0.estimator: [k1, k3], kl.0.beta: {{from: 0.01, to: 1, num: 10}}}}\nseeds: 15\n"
+        f"base: {TINY}\ngrid: {{kl.0.estimator: [k1, k3], kl.0.beta: {betas}}}\nseeds: 15\n"
     )
     submission = site.kl_comedy("sweep", "hundreds.yaml", "--slurm", "held.yaml").stderr
     assert "train: job" in submission
