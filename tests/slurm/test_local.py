@@ -246,7 +246,8 @@ def test_cancel_saves_a_running_cell(tmp_path, kl_comedy, monkeypatch):
     assert process.wait() == 1, process.output
     assert "stopped; resume with" in process.output
     rows = read_status(sweep).rows
-    assert [row.state for row in rows] == ["CANCELLED", "CANCELLED"]
+    assert [row.state for row in rows] == ["STOPPED", "PLANNED"]
+    assert rows[1].why == "its local manager ended before it began"
     assert "stopped by SIGTERM at update" in rows[0].why
     saved = max(Path(rows[0].run).glob("checkpoints/step-*.ckpt"))
     assert int(saved.stem.removeprefix("step-")) == rows[0].step
@@ -261,7 +262,7 @@ def test_a_worker_killed_outright_is_reported_as_dead(tmp_path):
     assert process.wait() == 1, process.output
     assert "killed by SIGKILL" in process.output
     (row,) = states(tmp_path, "dies").values()
-    assert row.state == "DIED"
+    assert row.state == "FAILED"
     assert row.why == "killed by SIGKILL"
 
 

@@ -201,8 +201,7 @@ def cancel(sweep: SweepArgument) -> None:
     if not jobs and not managers:
         message("nothing to cancel: no job of this sweep waits or runs")
         return
-    # Recorded too, so that status can tell a cancelled cell from one that died.
-    submit.cancel(loaded, jobs)
+    submit.scancel(jobs)
     # A local manager stops its cells as SLURM does, by a signal after which they save.
     for pid in managers:
         os.kill(pid, signal.SIGTERM)

@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from kl_comedy.errors import REQUEUE_EXIT_CODE
 from kl_comedy.processes import ChildProcess
-from kl_comedy.slurm.manifest import Submission, Sweep
+from kl_comedy.slurm.manifest import RESUMABLE_EXIT_CODES, Submission, Sweep
 from kl_comedy.slurm.scripts import stage_command
 from kl_comedy.slurm.submit import Work
 from kl_comedy.tracking.provenance import is_dead, process_tags
@@ -21,8 +20,6 @@ from kl_comedy.tracking.provenance import is_dead, process_tags
 POLL_S = 0.2
 GRACE_S = 60.0
 """How long workers may take to finish an update and save when this process is asked to stop."""
-RESUMABLE_EXIT_CODES = (REQUEUE_EXIT_CODE, -signal.SIGUSR1)
-"""Saved and asks to resume; or signalled before it had a handler, when there was nothing to save."""
 Report = Callable[[str], None]
 
 

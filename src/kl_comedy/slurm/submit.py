@@ -134,8 +134,9 @@ def accounting(jobs: Sequence[str]) -> dict[str, JobState]:
 
 
 def scancel(jobs: Sequence[str]) -> None:
+    """Cancel the arrays of ``jobs``, waiting or running."""
     if jobs:
-        _call(["scancel", *jobs])
+        _call(["scancel", *sorted({job.split("_")[0] for job in jobs})])
 
 
 def _call(words: list[str]) -> str:
@@ -314,14 +315,6 @@ def _sbatch_words(sweep: Sweep, stage: str, array: Array | None, share: int | No
         # The script adds it to the array's own index.
         words.append(str(offset))
     return words
-
-
-def cancel(sweep: Sweep, jobs: Sequence[str]) -> None:
-    """Cancel ``jobs`` of the sweep, running or not, and record it."""
-    # Recorded first: a cell that ends at once must count as cancelled, not as failed.
-    sweep.record_cancel()
-    # Arrays, and not each of their tasks.
-    scancel(sorted({job.split("_")[0] for job in jobs}))
 
 
 def active_jobs(sweep: Sweep) -> list[str]:
