@@ -462,8 +462,11 @@ def _difference(old: Manifest, new: Manifest) -> str:
     if len(old.cells) != len(new.cells):
         return f"{len(old.cells)} cells there, {len(new.cells)} planned now"
     for before, now in zip(old.cells, new.cells, strict=True):
-        if before != now:
-            return f"cell {now.index} is {before.name} there and {now.name} now, with other settings or another seed"
+        if before.name != now.name:
+            return f"cell {now.index} is {before.name} there and {now.name} now"
+        for key in asdict(now):
+            if getattr(before, key) != getattr(now, key):
+                return f"cell {now.index} has another {key}: {getattr(before, key)} there, {getattr(now, key)} now"
     names = [key for key in asdict(old) if getattr(old, key) != getattr(new, key)]
     return f"another {', '.join(names)}"
 
