@@ -74,8 +74,8 @@ TYPOS = {
     f"train {CONFIG} trainer.devices=1": "trainer.devices: got 1; train.devices sets this argument",
     f"train {CONFIG} train.stepss=3": "train.stepss: no such key",
     f"train {CONFIG} optimizer.beta=1": "optimizer.beta: no such key",
-    f"sweep {CONFIG} trainer.nope=1 seed=0..1 --local 1": "trainer.nope: no such key",
-    f"sweep {CONFIG} reward.0.nam=1 seed=0..1 --dry-run": "reward: no such key",
+    f"sweep {CONFIG} trainer.nope=1 seed=0,1 --local 1": "trainer.nope: no such key",
+    f"sweep {CONFIG} reward.0.nam=1 seed=0,1 --dry-run": "reward: no such key",
     f"evaluate {CONFIG} trainer.nope=1": "trainer.nope: no such key",
     f"evaluate {CONFIG} eval.nope=1": "eval.nope: no such key",
 }

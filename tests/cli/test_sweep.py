@@ -49,6 +49,6 @@ def test_a_sweep_in_which_every_kl_acts_has_no_warning(terms, tmp_path):
 
 def test_the_age_of_the_samples_is_in_the_words():
     lag = ("lag.mode=replayed", "lag.steps=1")
-    code, _, err = run_here("sweep", "quickstart", f"kl=[{K1_IN_LOSS}]", *lag, "seed=0..1", "--dry-run")
+    code, _, err = run_here("sweep", "quickstart", f"kl=[{K1_IN_LOSS}]", *lag, "seed=0,1", "--dry-run")
     assert code == 0, err
     assert err == "warning: no KL acts in 2 of 2 cells (0-1), as in cell 0: k1 in the loss on stale samples\n"

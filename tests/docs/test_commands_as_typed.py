@@ -78,7 +78,7 @@ samples is tested in tests/audit/test_audit.py."""
 READ_ONLY = ("certify", "check", "conformance", "doctor", "explain", "list", "plan")
 """Commands that answer and leave nothing: one that stands on several pages is typed on the first of them."""
 
-ALONE = ("kl-comedy sweep quickstart seed=0..1 kl.0.beta=0.01,0.03 --local 2",)
+ALONE = ("kl-comedy sweep quickstart seed=0,1 kl.0.beta=0.01,0.03 --local 2",)
 """Commands that leave what no other one of their pages reads: typed once too."""
 
 SMALL = {

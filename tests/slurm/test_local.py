@@ -11,11 +11,13 @@ import pytest
 from rich.console import Console
 
 from commands import WAITS, Command, assert_resumed, waits
+from fake_slurm import plan_sweep
 from kl_comedy.cli.sweep_job import write_html_reports
 from kl_comedy.config import load_config
 from kl_comedy.slurm import local as local_runs
 from kl_comedy.slurm.manifest import Manifest, Sweep, read_sweep
 from kl_comedy.slurm.status import read_status
+from kl_comedy.slurm.submit import Work
 from kl_comedy.training.run import train
 
 TINY = Path(__file__).parents[1] / "support" / "tiny.yaml"
@@ -211,6 +213,77 @@ def test_a_sweep_whose_store_is_gone_has_no_page_and_says_so(tmp_path, capsys):
     assert "no report.html: --uri: no results store at" in capsys.readouterr().err
 
 
+class FakeWorker:
+    """A worker that ends at the second look at it, with the next code of its cell (default: 0)."""
+
+    codes: dict[str, list[int]]
+    running: list["FakeWorker"]
+    most = 0
+    started: list[tuple[str, str, str]]
+
+    def __init__(self, command, *, log, env, cwd):
+        self.pid = 1
+        self.looks = 0
+        self.cell = command[-1]
+        words = [word for word in command[3:] if not word.startswith("/") and not word.isdigit()]
+        FakeWorker.started.append((" ".join(words), self.cell, env["OMP_NUM_THREADS"]))
+        FakeWorker.running.append(self)
+        FakeWorker.most = max(FakeWorker.most, len(FakeWorker.running))
+
+    @property
+    def alive(self):
+        self.looks += 1
+        return self.looks < 2
+
+    def wait(self, timeout_s):
+        return True
+
+    def kill(self):
+        FakeWorker.running.remove(self)
+        return FakeWorker.codes.get(self.cell, [0]).pop(0)
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    monkeypatch.setattr(FakeWorker, "codes", {}, raising=False)
+    monkeypatch.setattr(FakeWorker, "running", [], raising=False)
+    monkeypatch.setattr(FakeWorker, "started", [], raising=False)
+    monkeypatch.setattr(FakeWorker, "most", 0)
+    monkeypatch.setattr(local_runs, "ChildProcess", FakeWorker)
+    monkeypatch.setattr(local_runs, "POLL_S", 0.0)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return FakeWorker
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "most"), [(3, "", 3), (3, "max_parallel: 2\n", 2), (2, "max_parallel: 3\n", 2)]
+)
+def test_the_smaller_of_max_parallel_and_the_workers_bounds_the_cells(tmp_path, workers, asked, limit, most):
+    """A cell of two processes counts once; the cores are shared by processes."""
+    sweep = plan_sweep(tmp_path, f"overrides: {{train.strategy: ddp, train.devices: 2}}\nseeds: 6\n{limit}")
+    lines = []
+    local_runs.run_local(sweep, Work(train=(0, 1, 2, 3, 4, 5), evaluate=()), asked, lines.append)
+    assert workers.most == most
+    assert {threads for command, _, threads in workers.started if command == "cell"} == {str(8 // (2 * most))}
+    assert ("2 cells at a time, by the grid's max_parallel" in lines) == (asked > most)
+    assert len(workers.started) == 6 + 1, "the cells and the report"
+
+
+def test_cells_start_by_seed_and_resume_behind_those_that_have_not_started(tmp_path, workers):
+    sweep = plan_sweep(tmp_path, "grid: {optimizer.lr: [0.1, 0.2]}\nseeds: 2\nevaluate: {}\n")
+    workers.codes = {"0": [75, 0, 0], "3": [1], "1": [-10, 0, 0]}
+    lines = []
+    local_runs.run_local(sweep, Work(train=(0, 1, 2, 3), evaluate=()), 1, lines.append)
+    trained = [cell for command, cell, _ in workers.started if command == "cell"]
+    evaluated = [cell for command, cell, _ in workers.started if command == "cell --evaluate"]
+    # Cells 0 and 2 have seed 0. Cell 3 fails, and is not evaluated.
+    assert trained == ["0", "2", "1", "3", "0", "1"]
+    assert evaluated == ["0", "2", "1"]
+    assert "train cell 3 lr0.2 seed 1: failed: exit code 1" in lines
+    assert "train cell 0 lr0.1 seed 0: stopped, resumes later" in lines
+
+
 def wait_for(what, seconds=180):
     """Call ``what`` until its result is true, and return that."""
     deadline = time.monotonic() + seconds
@@ -246,7 +319,8 @@ def test_cancel_saves_a_running_cell(tmp_path, kl_comedy, monkeypatch):
     assert process.wait() == 1, process.output
     assert "stopped; resume with" in process.output
     rows = read_status(sweep).rows
-    assert [row.state for row in rows] == ["CANCELLED", "CANCELLED"]
+    assert [row.state for row in rows] == ["STOPPED", "PLANNED"]
+    assert rows[1].why == "its local manager ended before it began"
     assert "stopped by SIGTERM at update" in rows[0].why
     saved = max(Path(rows[0].run).glob("checkpoints/step-*.ckpt"))
     assert int(saved.stem.removeprefix("step-")) == rows[0].step
@@ -261,7 +335,7 @@ def test_a_worker_killed_outright_is_reported_as_dead(tmp_path):
     assert process.wait() == 1, process.output
     assert "killed by SIGKILL" in process.output
     (row,) = states(tmp_path, "dies").values()
-    assert row.state == "DIED"
+    assert row.state == "FAILED"
     assert row.why == "killed by SIGKILL"
 
 

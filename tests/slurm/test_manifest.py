@@ -35,7 +35,10 @@ PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
 def sweep(tmp_path_factory):
     """A sweep of ten cells; for reading."""
     folder = tmp_path_factory.mktemp("planned")
-    return plan_sweep(folder, "grid: {optimizer.lr: {from: 0.001, to: 0.01, num: 10}}\nevaluate: {}\n")
+    return plan_sweep(
+        folder,
+        "grid: {optimizer.lr: [0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01]}\nevaluate: {}\n",
+    )
 
 
 @pytest.fixture
@@ -72,6 +75,10 @@ def test_another_sweep_in_its_place_is_refused(sweep):
     before = files_of(sweep)
     with pytest.raises(UserError, match="10 cells there, 3 planned now"):
         write_sweep(sweep.path, planned_again(sweep, cells=3))
+    cells = list(sweep.manifest.cells)
+    longer = replace(sweep.manifest, cells=(*cells[:3], replace(cells[3], steps=7), *cells[4:]))
+    with pytest.raises(UserError, match=f"cell 3 has another steps: {cells[3].steps} there, 7 now"):
+        write_sweep(sweep.path, replace(planned_again(sweep), manifest=longer))
     with pytest.raises(UserError, match=r"holds another sweep of this name \(cell 3 has another seed\); give the grid"):
         write_sweep(sweep.path, planned_again(sweep, seed=5))
     assert files_of(sweep) == before

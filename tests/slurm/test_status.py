@@ -16,7 +16,16 @@ from kl_comedy.slurm import local, submit
 from kl_comedy.slurm.manifest import Attempt, Submission, read_sweep
 from kl_comedy.slurm.profile import Profile, read_profile
 from kl_comedy.slurm.scripts import scripts
-from kl_comedy.slurm.status import UNKNOWN, CellHistory, cell_metrics, missing_work, read_status, unfinished_state
+from kl_comedy.slurm.status import (
+    RULES,
+    STATES,
+    UNKNOWN,
+    cell_facts,
+    cell_metrics,
+    cell_state,
+    missing_work,
+    read_status,
+)
 from kl_comedy.tracking.provenance import process_tags
 
 SITE = Profile(name="p", time="10")
@@ -29,7 +38,10 @@ def slurm(monkeypatch):
 
 @pytest.fixture
 def sweep(tmp_path):
-    return plan_sweep(tmp_path, "grid: {optimizer.lr: {from: 0.001, to: 0.01, num: 10}}\nevaluate: {}\n")
+    return plan_sweep(
+        tmp_path,
+        "grid: {optimizer.lr: [0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01]}\nevaluate: {}\n",
+    )
 
 
 def submit_cells(sweep, *train, profile=SITE, evaluate=()):
@@ -164,10 +176,10 @@ def test_the_tasks_of_all_sizes_are_found_and_cancelled(slurm, sizes, shapes):
     assert submit.active_jobs(sizes) == jobs
     assert status.counts() == {"RUNNING": 5}
     assert missing_work(sizes, status) == submit.Work(train=(), evaluate=())
-    submit.cancel(sizes, submit.active_jobs(sizes))
+    submit.scancel(submit.active_jobs(sizes))
     assert slurm.calls[-1] == ["scancel", "1", "3", "5"]
-    slurm.queue = ""
-    assert read_status(sizes).counts() == {"CANCELLED": 5}
+    slurm.queue = slurm.queue.replace("RUNNING", "CANCELLED")
+    assert read_status(sizes).counts() == {"STOPPED": 5}
 
 
 QUEUE = """1|0|RUNNING|n1||None
@@ -204,12 +216,12 @@ def test_states_from_queue_attempts_and_folders(sweep, slurm, monkeypatch):
         ("RUNNING", ""),
         ("PENDING", "Resources"),
         ("FAILED", "no such file"),
-        ("DIED", "ended without a message: TimeLimit"),
-        ("DIED", "ended without a message: OutOfMemory"),
-        ("CANCELLED", "CANCELLED"),
+        ("FAILED", "ended without a message: TimeLimit (log: logs/train-1_3.out)"),
+        ("FAILED", "ended without a message: OutOfMemory (log: logs/train-1_4.out)"),
+        ("STOPPED", "cancelled"),
         ("PENDING", "started again at update 0 (BeginTime)"),
         ("FINISHED", ""),
-        ("DIED", "job 1 left the queue before it began"),
+        ("PLANNED", "job 1_8 ended before it began"),
         ("PLANNED", ""),
     ]
     assert status.rows[7].step == 5
@@ -219,55 +231,122 @@ def test_states_from_queue_attempts_and_folders(sweep, slurm, monkeypatch):
     assert missing_work(sweep, status) == submit.Work(train=(2, 3, 4, 5, 8, 9), evaluate=(7,))
 
 
-SUBMITTED = Submission(stage="train", indices=(3,), time=100.0, job="1")
+ALIVE = process_tags()
+GONE = ALIVE | {"process.pid": "999999999"}
+ELSEWHERE = {**ALIVE, "process.host": "n1", "process.namespace": "another"}
+BY_SLURM = Submission(stage="train", indices=(3,), time=100.0, job="1")
+BY_A_MANAGER = Submission(stage="train", indices=(3,), time=100.0, process=ALIVE, workers=1)
+BY_A_LOST_MANAGER = Submission(stage="train", indices=(3,), time=100.0, process=GONE, workers=1)
 
 
-def attempt(code=None, reason=None, job="1_3", **end):
-    return Attempt(stage="train", started=101.0, process={}, node="n1", job=job, code=code, reason=reason, **end)
+def attempt(code=None, reason=None, *, job="1_3", process=GONE, parent=None, interrupted=False):
+    return Attempt(
+        stage="train",
+        started=101.0,
+        process=process,
+        node="n1",
+        job=job,
+        parent=parent,
+        code=code,
+        reason=reason,
+        interrupted=interrupted,
+    )
+
+
+def here(code=None, reason=None, **options):
+    """An attempt of a worker of this process."""
+    return attempt(code, reason, job=None, parent=ALIVE["process.pid"], **options)
 
 
 def job(state, why=""):
     return submit.JobState(state=state, why=why)
 
 
-HISTORIES = {
-    "never submitted": ({"submission": None}, ("PLANNED", "")),
-    "waits": ({"job": job("PENDING", "Priority")}, ("PENDING", "Priority")),
-    "runs, whatever an earlier attempt says": (
-        {"job": job("COMPLETING"), "attempts": [attempt(2, "no such file")]},
-        ("RUNNING", ""),
+LOG = " (log: logs/train-1_3.out)"
+CELLS = [
+    # submission          squeue or sacct               the newest attempt                      state and reason
+    (None, None, None, ("PLANNED", "")),
+    (BY_SLURM, job("PENDING", "Priority"), None, ("PENDING", "Priority")),
+    (BY_SLURM, job("PENDING", "BeginTime"), attempt(75, "saved"), ("PENDING", "BeginTime")),
+    (BY_SLURM, job("COMPLETING"), attempt(2, "no such file"), ("RUNNING", "")),
+    (BY_SLURM, job("RUNNING"), None, ("RUNNING", "")),
+    (BY_SLURM, job("RUNNING"), attempt(), ("RUNNING", "")),
+    # SLURM does not answer.
+    (BY_SLURM, UNKNOWN, None, ("PENDING", UNKNOWN.why)),
+    (BY_SLURM, UNKNOWN, attempt(), ("RUNNING", "")),
+    (BY_SLURM, UNKNOWN, attempt(75, "saved"), ("PENDING", UNKNOWN.why)),
+    (BY_SLURM, UNKNOWN, attempt(2, "typo"), ("FAILED", "typo")),
+    (BY_SLURM, UNKNOWN, attempt(2, "typo", job="0_3"), ("PENDING", UNKNOWN.why)),
+    # It has ended, with an exit record.
+    (BY_SLURM, None, attempt(75, "saved"), ("STOPPED", "saved")),
+    (BY_SLURM, job("CANCELLED"), attempt(75, "saved"), ("STOPPED", "saved")),
+    (BY_SLURM, job("CANCELLED"), attempt(1, "stopped by SIGTERM", interrupted=True), ("STOPPED", "stopped by SIGTERM")),
+    (BY_SLURM, job("FAILED"), attempt(2, "typo"), ("FAILED", "typo")),
+    (BY_SLURM, job("CANCELLED"), attempt(2, "typo"), ("FAILED", "typo")),
+    (BY_SLURM, None, attempt(2), ("FAILED", "exit code 2")),
+    # It has ended, without.
+    (BY_SLURM, job("CANCELLED"), None, ("STOPPED", "cancelled")),
+    (BY_SLURM, job("CANCELLED"), attempt(), ("STOPPED", "cancelled")),
+    (BY_SLURM, job("NODE_FAIL"), attempt(), ("FAILED", f"ended without a message: NODE_FAIL{LOG}")),
+    (BY_SLURM, job("FAILED", "NonZeroExitCode"), None, ("FAILED", f"ended without a message: NonZeroExitCode{LOG}")),
+    (BY_SLURM, None, attempt(), ("FAILED", f"ended without a message: the process is gone from n1{LOG}")),
+    (
+        BY_SLURM,
+        None,
+        attempt(process=ELSEWHERE),
+        ("FAILED", f"ended without a message: the process is gone from n1{LOG}"),
     ),
-    "SLURM is silent before the start": ({"job": UNKNOWN}, ("PENDING", UNKNOWN.why)),
-    "SLURM is silent after the start": ({"job": UNKNOWN, "attempts": [attempt()]}, ("RUNNING", UNKNOWN.why)),
-    "SLURM is silent after the end": ({"job": UNKNOWN, "attempts": [attempt(2, "typo")]}, ("FAILED", "typo")),
-    "cancelled in the queue": ({"cancelled_at": 200.0}, ("CANCELLED", "cancelled before it began")),
-    "submitted again after a cancel": ({"job": job("PENDING"), "cancelled_at": 50.0}, ("PENDING", "")),
-    "cancelled at work": ({"attempts": [attempt()], "cancelled_at": 200.0}, ("CANCELLED", "cancelled")),
-    "cancelled by others": ({"job": job("CANCELLED"), "attempts": [attempt(75, "saved")]}, ("CANCELLED", "saved")),
-    "saved": ({"attempts": [attempt(75, "saved")]}, ("STOPPED", "saved")),
-    "ended by Ctrl-C": (
-        {"attempts": [attempt(1, "stopped by SIGTERM", interrupted=True)]},
-        ("STOPPED", "stopped by SIGTERM"),
+    (BY_SLURM, None, None, ("PLANNED", "job 1_3 ended before it began")),
+    (BY_SLURM, None, attempt(2, "typo", job="0_3"), ("PLANNED", "job 1_3 ended before it began")),
+    # On this machine.
+    (BY_A_MANAGER, None, None, ("PENDING", "")),
+    (BY_A_MANAGER, None, here(), ("RUNNING", "")),
+    (BY_A_MANAGER, None, here(75, "saved"), ("PENDING", "")),
+    (BY_A_MANAGER, None, here(-10, "killed by SIGUSR1"), ("PENDING", "")),
+    (BY_A_MANAGER, None, here(2, "typo"), ("FAILED", "typo")),
+    (BY_A_MANAGER, None, here(-9, "killed by SIGKILL"), ("FAILED", "killed by SIGKILL")),
+    (BY_A_MANAGER, None, attempt(2, "typo"), ("PENDING", "")),
+    (BY_A_LOST_MANAGER, None, None, ("PLANNED", "its local manager ended before it began")),
+    (BY_A_LOST_MANAGER, None, attempt(job=None, parent="999999999", process=ALIVE), ("RUNNING", "")),
+    (
+        BY_A_LOST_MANAGER,
+        None,
+        attempt(job=None, parent="999999999"),
+        ("FAILED", "ended without a message: the process is gone from n1 (log: logs/train-local_3.out)"),
     ),
-    "failed without a word": ({"attempts": [attempt(2)]}, ("FAILED", "exit code 2")),
-    "killed": ({"attempts": [attempt(-9, "killed by SIGKILL")]}, ("DIED", "killed by SIGKILL")),
-    "a node is lost": ({"attempts": [attempt()]}, ("DIED", "ended without a message: the process is gone from n1")),
-    "a node is lost, and SLURM knows": (
-        {"job": job("NODE_FAIL"), "attempts": [attempt()]},
-        ("DIED", "ended without a message: NODE_FAIL"),
-    ),
-    "lost before a new attempt": (
-        {"attempts": [attempt(2, "typo", job="0_3")]},
-        ("DIED", "job 1 left the queue before it began"),
-    ),
-}
-"""By what happened to cell 3: what is known, beside its submission at second 100, and its state with the reason."""
+    # By hand, with `kl-comedy cell`.
+    (None, None, attempt(job=None, process=ALIVE), ("RUNNING", "")),
+    (BY_SLURM, None, attempt(job=None, process=ALIVE), ("RUNNING", "")),
+    (None, None, attempt(2, "typo", job=None), ("FAILED", "typo")),
+]
+"""What is known of cell 3, and its state with the reason."""
 
 
-@pytest.mark.parametrize(("known", "expected"), HISTORIES.values(), ids=HISTORIES)
-def test_the_state_of_a_cell_that_has_not_finished(known, expected):
-    nothing = {"index": 3, "attempts": (), "submission": SUBMITTED, "job": None, "cancelled_at": 0.0}
-    assert unfinished_state(CellHistory(**(nothing | known))) == expected
+@pytest.mark.parametrize(("submission", "job", "newest", "expected"), CELLS)
+def test_the_state_of_a_cell(submission, job, newest, expected):
+    facts = cell_facts(3, finished=False, submission=submission, job=job, newest=newest)
+    assert cell_state(facts) == expected
+    finished = cell_facts(3, finished=True, submission=submission, job=job, newest=newest)
+    assert cell_state(finished) == ("FINISHED", "")
+
+
+def test_every_rule_decides_a_cell():
+    """No rule is covered by those above it."""
+    deciding = set()
+    for submission, answer, newest, _ in CELLS:
+        for finished in (False, True):
+            facts = cell_facts(3, finished=finished, submission=submission, job=answer, newest=newest)
+            deciding.add(next(rule.meaning for rule in RULES if rule.applies(facts)))
+    assert deciding == {rule.meaning for rule in RULES}
+    assert {rule.state for rule in RULES} == set(STATES)
+
+
+def test_the_page_has_the_table_of_states():
+    page = (Path(__file__).parents[2] / "docs/clusters.md").read_text()
+    lines = [
+        line.split(" | ")[:2] for line in page.splitlines() if line.startswith(tuple(f"| {state}" for state in STATES))
+    ]
+    assert lines == [[f"| {rule.state}", rule.meaning] for rule in RULES]
 
 
 def test_an_attempt_belongs_to_its_job_whatever_the_clocks_say(sweep, slurm, monkeypatch):
@@ -279,7 +358,10 @@ def test_an_attempt_belongs_to_its_job_whatever_the_clocks_say(sweep, slurm, mon
     record(sweep, monkeypatch, 0, "1", 2, "no such file")
     record(sweep, monkeypatch, 1, "77", 2, "no such file")
     states = [(row.state, row.why) for row in read_status(sweep).rows[:2]]
-    assert states == [("FAILED", "no such file"), ("DIED", "NonZeroExitCode")]
+    assert states == [
+        ("FAILED", "no such file"),
+        ("FAILED", "ended without a message: NonZeroExitCode (log: logs/train-1_1.out)"),
+    ]
 
 
 def test_where_slurm_does_not_answer_nothing_is_taken_for_lost(sweep, monkeypatch, tmp_path):
@@ -318,6 +400,8 @@ def test_a_job_that_its_submitter_did_not_record_is_adopted_and_not_submitted_ag
     of_another_sweep = comment.replace("-", "-0", 1)
     for task in range(3):
         slurm.queue += f"1|{task}|PENDING||{comment}|Resources\n9|{task}|PENDING||{of_another_sweep}|Resources\n"
+        # A job that is over, which squeue lists for some minutes, as of a folder that was deleted and planned again.
+        slurm.queue += f"3|{task}|CANCELLED||{comment}|None\n"
     (adopted,) = submit.adopt_unrecorded_jobs(sweep)
     assert adopted.job == "1"
     assert adopted.stage == "train"
@@ -370,7 +454,10 @@ def test_sbatchs_refusal_names_the_keys_of_the_profile(monkeypatch, refusal, key
 
 def test_a_thousand_cells_are_submitted_and_looked_up_in_seconds(tmp_path, slurm):
     start = time.process_time()
-    sweep = plan_sweep(tmp_path, "grid: {optimizer.lr: {from: 0.001, to: 0.01, num: 10}}\nseeds: 100\n")
+    sweep = plan_sweep(
+        tmp_path,
+        "grid: {optimizer.lr: [0.001, 0.002, 0.003, 0.004, 0.005, 0.006, 0.007, 0.008, 0.009, 0.01]}\nseeds: 100\n",
+    )
     submit_cells(sweep, *range(1000))
     slurm.queue = "".join(f"1|{index}|RUNNING|n1||None\n" for index in range(1000))
     for index in range(1000):

@@ -491,6 +491,42 @@ def test_other_numbers_of_processes_than_srun_started_are_refused(monkeypatch, t
     assert "\n" not in str(error.value)
 
 
+@pytest.fixture
+def two_tasks_of_srun(monkeypatch):
+    """The environment of two tasks on a node whose name in SLURM is none of the network."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        # Set first, so that what the code sets is removed after the test.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    values = {
+        "NTASKS": "2",
+        "NTASKS_PER_NODE": "2",
+        "JOB_NUM_NODES": "1",
+        "NNODES": "1",
+        "NODELIST": "no-such-host[1-2]",
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+
+
+def test_the_ranks_of_one_node_of_slurm_meet_on_loopback(two_tasks_of_srun):
+    environment = cluster_environment(load_config(TINY, ["train.strategy=ddp", "train.devices=2"]))
+    assert environment.main_address == "127.0.0.1"
+
+
+def test_nodes_of_slurm_whose_name_cannot_be_resolved_are_refused(two_tasks_of_srun, monkeypatch):
+    config = load_config(TINY, ["train.strategy=ddp", "train.devices=1", "train.nodes=2"])
+    for name, value in {"NTASKS_PER_NODE": "1", "JOB_NUM_NODES": "2", "NNODES": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with pytest.raises(
+        UserError, match=r"^MASTER_ADDR: got 'no-such-host1'; allowed: an address of the first node"
+    ) as error:
+        cluster_environment(config)
+    assert "\n" not in str(error.value)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert cluster_environment(config).main_address == "10.0.0.1"
+
+
 def test_a_damaged_checkpoint_falls_back_and_goes_on_to_the_same_end(tmp_path, caplog):
     run = go(tmp_path, "train.steps=4").run
     metrics = metrics_of(run)

@@ -75,7 +75,7 @@ def sweep(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="key=value for every cell; key=a,b or key=0..4 makes cells of each value",
+            help="key=value for every cell; key=a,b makes cells of each value",
             autocompletion=complete_override,
         ),
     ] = None,
@@ -98,7 +98,7 @@ def sweep(
 
     Example: `kl-comedy sweep configs/sweeps/pocket_beta.yaml --local 2`
 
-    Example: `kl-comedy sweep quickstart seed=0..1 kl.0.beta=0.01,0.03 --local 2`
+    Example: `kl-comedy sweep quickstart seed=0,1 kl.0.beta=0.01,0.03 --local 2`
     """
     place = Place(slurm=slurm, workers=local)
     nowhere = slurm is None and local is None
@@ -201,8 +201,7 @@ def cancel(sweep: SweepArgument) -> None:
     if not jobs and not managers:
         message("nothing to cancel: no job of this sweep waits or runs")
         return
-    # Recorded too, so that status can tell a cancelled cell from one that died.
-    submit.cancel(loaded, jobs)
+    submit.scancel(jobs)
     # A local manager stops its cells as SLURM does, by a signal after which they save.
     for pid in managers:
         os.kill(pid, signal.SIGTERM)

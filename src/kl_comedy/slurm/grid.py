@@ -3,10 +3,9 @@
 name: pocket_beta
 base: ../quickstart.yaml            # relative to this file, or a name of `kl-comedy list configs`
 overrides: {train.steps: 60}        # in every cell
-grid:                               # the product of all of these
+grid:                               # the product of these lists; a mapping gives its values names
   kl: {k1-reward: [{estimator: k1, placement: reward, beta: 0.05}], grpo: grpo}
   optimizer.lr: [1e-4, 3e-4]
-  kl.0.beta: {from: 0.01, to: 1, log: 3}
 seeds: 5                            # 0..4, or a list
 exclude: [{kl: grpo, optimizer.lr: 3e-4}]
 rows: {no-kl: {kl: none}}           # single points beside the product, each with all seeds
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,25 +27,12 @@ from kl_comedy.config.load import EXTENDS, parse_override, read_named_config
 from kl_comedy.config.schema import Config
 from kl_comedy.config.shipped import beside
 from kl_comedy.config.validate import field_types, option, parse_record
-from kl_comedy.errors import UserError, bad_value, shown, unknown_key
-from kl_comedy.io import MAX_KEY_PARTS, MAX_NAME, read_yaml
+from kl_comedy.errors import UserError, bad_value
+from kl_comedy.io import MAX_NAME, read_yaml
 from kl_comedy.redaction import refuse_secrets
 
-SPACINGS = ("step", "num", "log")
-"""How a range says which values are between its ends: by their distance, or by their number."""
-RANGE_KEYS = ("from", "to", *SPACINGS)
-MAX_VALUES = 100_000
-"""A range with more values than this is a typing mistake."""
 MAX_CELLS = 100_000
 """The most cells of a grid, and the most seeds."""
-MAX_COMPARISONS = 1_000_000
-"""Cells times exclusions; a million take about two seconds."""
-MAX_AXES = 200
-"""The most keys of a grid. Those with several values are at most 16, because of :data:`MAX_CELLS`."""
-MAX_NAMESAKES = 100
-"""The most cells whose values differ and whose names do not; they are numbered."""
-MAX_NUMBER = 1e100
-"""The largest number of a range. Differences and powers of larger ones are beyond what a float holds."""
 RESERVED = ("name", "output", "resume")
 """Keys of a config that a sweep sets itself."""
 NAME_CHARACTERS = "letters, digits, '.', '_' and '-'"
@@ -91,17 +76,14 @@ class Grid:
     axes: dict[str, list[Value]] = field(init=False)
 
     def __post_init__(self) -> None:
-        _check_folder_name("name", self.name)
-        for row_name in self.rows:
-            _check_folder_name("rows", row_name)
-        if len(self.grid) > MAX_AXES:
-            raise UserError(f"grid: has {len(self.grid):,} keys; allowed: at most {MAX_AXES}")
-
+        if slug(self.name) != self.name or len(self.name) > MAX_NAME:
+            raise bad_value("name", self.name, f"{NAME_CHARACTERS}, at most {MAX_NAME}, since it names a folder")
         for settings in (self.overrides, self.grid, *self.rows.values()):
             for key in settings or {}:
-                _check_key(key)
+                if key in RESERVED:
+                    raise UserError(f"{key}: cannot be set in a sweep, which sets {', '.join(RESERVED)} itself")
         # In the order of the file, which is the order of the cells: their numbers name journals and tasks.
-        self.axes = {key: parse_values(key, item) for key, item in self.grid.items()}
+        self.axes = {key: _parse_values(key, item) for key, item in self.grid.items()}
 
         if self.seeds is not None:
             self.seeds = _parse_seeds(self.seeds)
@@ -115,18 +97,25 @@ class Grid:
                     raise bad_value(f"exclude.{position}", key, excludable, "an exclusion names keys of the grid")
 
 
-def _check_folder_name(key: str, name: str) -> None:
-    if slug(name) != name:
-        raise bad_value(key, name, f"{NAME_CHARACTERS}, since it names a folder")
-    if len(name) > MAX_NAME:
-        raise bad_value(key, name, f"at most {MAX_NAME} characters, since it names a folder")
-
-
-def _check_key(key: str) -> None:
-    if key.count(".") >= MAX_KEY_PARTS:
-        raise UserError(f"{shown(key)}: no such key; a key has at most {MAX_KEY_PARTS} parts")
-    if key in RESERVED:
-        raise UserError(f"{key}: cannot be set in a sweep, which sets {', '.join(RESERVED)} itself")
+def _parse_values(key: str, item: Any) -> list[Value]:
+    """The values of ``key``: a list, or a mapping of names to values. Raises :class:`UserError` for a value twice."""
+    if isinstance(item, list):
+        values = [Value(raw=raw) for raw in item]
+    elif isinstance(item, Mapping):
+        values = [Value(raw=raw, label=str(name)) for name, raw in item.items()]
+    else:
+        raise bad_value(f"grid.{key}", item, "a list, or {name: value, ...}")
+    if not values:
+        raise UserError(f"grid.{key}: is empty; give it at least one value, or leave the key out")
+    for value in values:
+        if value.label is not None and slug(value.label) != value.label:
+            raise bad_value(f"grid.{key}", value.label, f"names of {NAME_CHARACTERS}")
+    # Compared as text: values may be lists and mappings, and Python's 1, 1.0 and True are equal.
+    texts = Counter(json.dumps(value.raw, sort_keys=True, default=str) for value in values)
+    for text, count in texts.items():
+        if count > 1:
+            raise bad_value(f"grid.{key}", json.loads(text), "each value once")
+    return values
 
 
 def _parse_seeds(seeds: Any) -> list[int]:
@@ -138,6 +127,9 @@ def _parse_seeds(seeds: Any) -> list[int]:
         if whole_numbers and len(set(seeds)) == len(seeds):
             return seeds
     raise bad_value("seeds", seeds, f"how many (1 to {MAX_CELLS}), or a list of different whole numbers")
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_grid(path: Path, name: str | None = None, axes: Mapping[str, list[Any]] | None = None) -> Grid:
@@ -185,7 +177,7 @@ def _grid_over(config: Path, axes: Mapping[str, list[Any]]) -> dict[str, Any]:
     """What a grid file over ``config`` with the ``axes`` would hold. Raises :class:`UserError` where there are none."""
     if not axes:
         raise UserError(
-            f"{config} is a config, of one run; a sweep needs keys with several values, as seed=0..4 or "
+            f"{config} is a config, of one run; a sweep needs keys with several values, as seed=0,1,2 or "
             "kl.0.beta=0.01,0.03, or a grid file (`kl-comedy init grid`)"
         )
     short_keys = shorten_keys(list(axes))
@@ -212,170 +204,128 @@ def _add_axes(raw: dict[str, Any], axes: Mapping[str, list[Any]]) -> None:
             raise UserError(f"{key}: is set by the grid, cell by cell, and on the command line; keep one")
 
 
-WHOLE_RANGE = re.compile(r"(-?[0-9]{1,18})\.\.(-?[0-9]{1,18})")
-ANY_RANGE = re.compile(r"[-+0-9.e]*[0-9]\.\.+[-+0-9.e]*[0-9]")
-"""What was meant as a range, of whatever numbers; a path such as ``../runs`` has no number before its dots."""
-
-
 def split_axes(words: Sequence[str]) -> tuple[dict[str, list[Any]], list[str]]:
     """The ``key=value`` words with several values, as axes of a grid, and the others.
 
-    Values are separated by commas; ``0..4`` are the whole numbers 0 to 4. A comma within brackets, braces or quotes
-    belongs to its value. Raises :class:`UserError` for an empty value and for a range that cannot be counted.
+    ``key=a,b`` has the values of the YAML list ``[a,b]``, so that a comma within brackets, braces or quotes belongs
+    to its value.
 
-    >>> split_axes(["seed=0..2", "kl.0.beta=0.01,0.03", "optimizer.betas=[0.9,0.99]"])
-    ({'seed': [0, 1, 2], 'kl.0.beta': [0.01, 0.03]}, ['optimizer.betas=[0.9,0.99]'])
+    >>> split_axes(["seed=0,1", "kl.0.beta=0.01,0.03", "optimizer.betas=[0.9,0.99]"])
+    ({'seed': [0, 1], 'kl.0.beta': [0.01, 0.03]}, ['optimizer.betas=[0.9,0.99]'])
     """
     axes: dict[str, list[Any]] = {}
     others = []
     for word in words:
         key, equals, text = word.partition("=")
         key = key.strip()
-        parts = _split_at_commas(text)
-        is_axis = len(parts) > 1 or ANY_RANGE.fullmatch(text.strip()) is not None
-        if not equals or not is_axis:
+        if not equals or "," not in text:
+            others.append(word)
+            continue
+        values = parse_override(key, f"[{text}]")
+        if len(values) == 1:
             others.append(word)
             continue
         if key in axes:
             raise UserError(f"{key}: has several values twice; put them into one list")
-        values: list[Any] = []
-        for part in parts:
-            values += _values_of(key, part.strip(), text)
         axes[key] = values
     return axes, others
 
 
-def _split_at_commas(text: str) -> list[str]:
-    """The parts of ``text`` between commas that are not within brackets, braces or quotes."""
-    parts = [""]
-    depth = 0
-    quote = ""
-    for character in text:
-        if quote:
-            if character == quote:
-                quote = ""
-        elif character in "\"'":
-            quote = character
-        elif character in "[{(":
-            depth += 1
-        elif character in "]})":
-            depth -= 1
-        is_separator = character == "," and depth == 0 and not quote
-        if is_separator:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
+# --- expansion -------------------------------------------------------------------------------------------------------
 
 
-def _values_of(key: str, part: str, text: str) -> list[Any]:
-    """The values of one part of ``text``: a range of whole numbers, or one value."""
-    allowed = "values with commas, as 0.01,0.03, or whole numbers from..to, as 0..4"
-    if not part:
-        raise bad_value(key, text, allowed, "a value is empty")
-    ends = WHOLE_RANGE.fullmatch(part)
-    if ends is None:
-        if ANY_RANGE.fullmatch(part):
-            raise bad_value(key, text, allowed)
-        return [parse_override(key, part)]
-    first = int(ends[1])
-    last = int(ends[2])
-    if last < first:
-        raise UserError(f"{key}: the range {part} is empty; write the smaller number first")
-    if last - first >= MAX_VALUES:
-        raise bad_value(key, text, f"a range of at most {MAX_VALUES} values")
-    return list(range(first, last + 1))
+def expand(grid: Grid) -> list[GridPoint]:
+    """Every point, in the order of the file: the product without what is excluded, then the rows.
 
-
-def parse_values(key: str, item: Any) -> list[Value]:
-    """The values of ``key``: a list, a range ``{from, to, step | num | log}``, or a mapping of names to values.
-
-    Raises :class:`UserError` for an empty or impossible range, no values, or a value twice.
-
-    >>> [value.raw for value in parse_values("lr", {"from": 0.01, "to": 1, "log": 3})]
-    [0.01, 0.1, 1.0]
+    Raises :class:`UserError` for an exclusion that excludes nothing and for a grid without points.
     """
-    values = _read_values(key, item)
-    if not values:
-        raise UserError(f"grid.{key}: is empty; give it at least one value, or leave the key out")
-    # Compared as text: values may be lists and mappings, and Python's 1, 1.0 and True are equal.
-    texts = [json.dumps(value.raw, sort_keys=True, default=str) for value in values]
-    for text, count in Counter(texts).items():
-        if count > 1:
-            raise bad_value(f"grid.{key}", values[texts.index(text)].raw, "each value once")
-    return values
+    seeds: Sequence[int | None] = grid.seeds or (None,)
+    cells = len(seeds)
+    for values in grid.axes.values():
+        cells *= len(values)
+        # Before the product is built: 200 keys of two values would fill the memory.
+        if cells > MAX_CELLS:
+            raise UserError(f"grid: has more than {MAX_CELLS} cells")
+    points = []
+    if grid.axes or not grid.rows:
+        # The product of no axes is one cell, the base itself. A grid of rows alone does not ask for it.
+        points = _product(grid, seeds)
+    labels = {point.label for point in points}
+    # After the product: the numbers of its cells do not change when a row is added.
+    for name, row in grid.rows.items():
+        if name in labels:
+            raise UserError(f"rows.{name}: a cell of the grid is called {name} too; choose another name")
+        settings = row or {}
+        row_seeds = seeds
+        if "seed" in settings:
+            row_seeds = (None,)
+        for seed in row_seeds:
+            points.append(GridPoint(label=name, seed=seed, settings=settings, values={"row": name}))
+    if not points:
+        raise UserError("the grid has no cells: everything is excluded")
+    return points
 
 
-def _read_values(key: str, item: Any) -> list[Value]:
-    if isinstance(item, list):
-        return [Value(raw=raw) for raw in item]
-    if not isinstance(item, Mapping):
-        raise bad_value(f"grid.{key}", item, "a list, a range {from, to, step|num|log}, or {name: value, ...}")
-    # A mapping is a range or named values; a name that is called from or to would be ambiguous.
-    if "from" in item or "to" in item:
-        return [Value(raw=number) for number in _parse_range(f"grid.{key}", item)]
-    for name in item:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(name)):
-            raise bad_value(f"grid.{key}", name, f"names of {NAME_CHARACTERS}")
-    return [Value(raw=raw, label=str(name)) for name, raw in item.items()]
+def _product(grid: Grid, seeds: Sequence[int | None]) -> list[GridPoint]:
+    """The product of the axes, each combination with each seed, without what is excluded."""
+    short_keys = shorten_keys(list(grid.axes))
+    unused = set(range(len(grid.exclude)))
+    names: Counter[str] = Counter()
+    points = []
+    for values in itertools.product(*grid.axes.values()):
+        combination = dict(zip(grid.axes, values, strict=True))
+        seeds_to_run = []
+        for seed in seeds:
+            matching = {number for number, rule in enumerate(grid.exclude) if _matches(rule, combination, seed)}
+            unused -= matching
+            if not matching:
+                seeds_to_run.append(seed)
+        if not seeds_to_run:
+            continue
+        label = _label(grid, combination, short_keys)
+        names[label] += 1
+        # Two values may have one text: the slugs of "verl/k3" and "verl-k3" are equal.
+        if names[label] > 1:
+            label = f"{label}-{names[label]}"
+            names[label] += 1
+        if names[label] > 1:
+            raise bad_value("grid", label, "names that differ; name the values, as in grid: {key: {my-name: ...}}")
+        settings = {key: value.raw for key, value in combination.items()}
+        texts = {key: value.label or value_text(value.raw) for key, value in combination.items()}
+        points += [GridPoint(label=label, seed=seed, settings=settings, values=texts) for seed in seeds_to_run]
+    for number in sorted(unused):
+        raise UserError(f"exclude: {grid.exclude[number]} matches no cell of the grid")
+    return points
 
 
-def _parse_range(key: str, item: Mapping[str, Any]) -> list[float | int]:
-    """The numbers of a range. Raises :class:`UserError` for one that is not bounded, or whose end is not reached."""
-    for name, number in item.items():
-        if name not in RANGE_KEYS:
-            raise unknown_key(f"{key}.{name}", number, RANGE_KEYS)
-        # Written so that NaN, which compares with nothing, is refused too.
-        is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        if not is_number or not abs(number) <= MAX_NUMBER:
-            raise bad_value(f"{key}.{name}", number, f"a finite number, at most {MAX_NUMBER:g} in size")
-    spacings = [name for name in SPACINGS if name in item]
-    if "from" not in item or "to" not in item or len(spacings) != 1:
-        raise bad_value(key, dict(item), "from, to and one of step, num (points) or log (points)")
+def _matches(rule: Mapping[str, Any], combination: Mapping[str, Value], seed: int | None) -> bool:
+    """Whether a combination has, for each key of the rule, the value or one of the values that the rule names.
 
-    first = item["from"]
-    last = item["to"]
-    spacing = spacings[0]
-    if spacing == "step":
-        numbers = _numbers_by_step(key, first, last, item["step"])
-        # Whole numbers stay whole: keys such as train.steps take no 3.0.
-        if all(isinstance(number, int) for number in item.values()):
-            return numbers
-    else:
-        shares = _shares(f"{key}.{spacing}", item[spacing], may_be_one=first == last)
-        if spacing == "num":
-            # Not first + share * (last - first), which may miss the end by a rounding.
-            numbers = [first * (1 - share) + last * share for share in shares]
-        else:
-            if first <= 0 or last <= 0:
-                raise bad_value(key, dict(item), "from and to above 0, since the points are spaced by logarithm")
-            numbers = [first ** (1 - share) * last**share for share in shares]
-    # 12 digits, or 0.1 + 2 * 0.1 would name its cell 0.30000000000000004.
-    return [float(f"{number:.12g}") for number in numbers]
+    A value that has a name is named by it.
+    """
+    for key, wanted in rule.items():
+        value = combination.get(key, Value(raw=seed))
+        actual = value.raw
+        if value.label is not None:
+            actual = value.label
+        alternatives = wanted if isinstance(wanted, list) else [wanted]
+        # Python's True == 1 would drop what a rule does not name.
+        if not any(actual == other and isinstance(actual, bool) == isinstance(other, bool) for other in alternatives):
+            return False
+    return True
 
 
-def _numbers_by_step(key: str, first: float, last: float, step: float) -> list[float]:
-    if step == 0 or (last - first) * step < 0:
-        raise UserError(f"{key}: the range from {first:g} to {last:g} by {step:g} is empty")
-    steps = (last - first) / step
-    if steps >= MAX_VALUES:  # infinity too
-        raise bad_value(f"{key}.step", step, f"a step that makes at most {MAX_VALUES} values, not {steps:g}")
-    # The addend keeps the last value: (0.3 - 0.1) / 0.1 is 1.9999999999999998.
-    count = math.floor(steps + 1e-9) + 1
-    return [first + position * step for position in range(count)]
+def _label(grid: Grid, combination: Mapping[str, Value], short_keys: Mapping[str, str]) -> str:
+    """The values of the axes that have several, joined; the grid's name where no axis has."""
+    parts = []
+    for key, value in combination.items():
+        # A key of one value does not tell cells apart.
+        if len(grid.axes[key]) > 1:
+            parts.append(_label_part(key, value, short_keys[key]))
+    return "-".join(parts) or grid.name
 
 
-def _shares(key: str, points: float, *, may_be_one: bool) -> list[float]:
-    """The shares of the way, 0 to 1, at which that many points stand. A range of one number may have one point."""
-    fewest = 2
-    if may_be_one:
-        fewest = 1
-    if not isinstance(points, int) or not fewest <= points <= MAX_VALUES:
-        raise bad_value(key, points, f"a whole number of points, 1 (2 if they differ) to {MAX_VALUES}")
-    return [position / max(points - 1, 1) for position in range(points)]
-
-
-def value_label(key: str, value: Value, short_key: str) -> str:
+def _label_part(key: str, value: Value, short_key: str) -> str:
     """The value's part of a cell's name: its label, its text, or the short key with the number.
 
     Raises :class:`UserError` for a mapping or a nested list without a label.
@@ -385,9 +335,7 @@ def value_label(key: str, value: Value, short_key: str) -> str:
         return value.label
     if isinstance(raw, str):
         return slug(raw)
-    items = [raw]
-    if isinstance(raw, list) and raw:
-        items = raw
+    items = raw if isinstance(raw, list) and raw else [raw]
     if any(isinstance(item, list | Mapping) for item in items):
         raise bad_value(f"grid.{key}", raw, f"a name for it, as in grid: {{{key}: {{my-name: ...}}}}")
     # Not with commas or spaces, which would be replaced by the separator of the keys.
@@ -447,127 +395,3 @@ def override(key: str, raw: Any) -> str:
     if plain and OmegaConf.from_dotlist([f"value={raw}"]).value == raw:
         return f"{key}={raw}"
     return f"{key}={json.dumps(raw, ensure_ascii=False)}"
-
-
-def expand(grid: Grid) -> list[GridPoint]:
-    """Every point, in the order of the file: the product without what is excluded, then the rows.
-
-    Raises :class:`UserError` for an exclusion that excludes nothing and for a grid without points.
-    """
-    seeds: Sequence[int | None] = grid.seeds or (None,)
-    _check_size(grid, len(seeds))
-    # The product before the rows: the numbers of its cells do not change when a row is added.
-    points = _label_points(grid, _combinations(grid, seeds))
-    labels = {point.label for point in points}
-    for name, row in grid.rows.items():
-        if name in labels:
-            raise UserError(f"rows.{name}: a cell of the grid is called {name} too; choose another name")
-        settings = row or {}
-        row_seeds = seeds
-        if "seed" in settings:
-            row_seeds = (None,)
-        for seed in row_seeds:
-            points.append(GridPoint(label=name, seed=seed, settings=settings, values={"row": name}))
-    if not points:
-        raise UserError("the grid has no cells: everything is excluded")
-    return points
-
-
-def _check_size(grid: Grid, seeds: int) -> None:
-    """Refuse a grid that is too large, before its product is built: 200 keys of two values would fill the memory."""
-    cells = seeds
-    for values in grid.axes.values():
-        cells *= len(values)
-        if cells > MAX_CELLS:
-            raise UserError(f"grid: has more than {MAX_CELLS} cells")
-    if cells * len(grid.exclude) > MAX_COMPARISONS:
-        raise UserError(f"exclude: {cells} cells times {len(grid.exclude)} exclusions are more than {MAX_COMPARISONS}")
-
-
-def _combinations(grid: Grid, seeds: Sequence[int | None]) -> list[tuple[dict[str, Value], int | None]]:
-    """The product of the axes, each combination with each seed, without what is excluded.
-
-    Raises :class:`UserError` for an exclusion that matches nothing: it is a typing mistake.
-    """
-    combinations = [dict(zip(grid.axes, values, strict=True)) for values in itertools.product(*grid.axes.values())]
-    if not grid.axes and grid.rows:
-        # The product of no axes is one cell, the base itself. A grid of rows alone does not ask for it.
-        combinations = []
-    used = [False] * len(grid.exclude)
-    chosen = []
-    for combination in combinations:
-        for seed in seeds:
-            excluded = False
-            # All rules are tried, also after a match: one that a second rule covers is not a mistake.
-            for position, rule in enumerate(grid.exclude):
-                if _matches(rule, combination, seed):
-                    used[position] = True
-                    excluded = True
-            if not excluded:
-                chosen.append((combination, seed))
-    for rule, is_used in zip(grid.exclude, used, strict=True):
-        if not is_used:
-            raise UserError(f"exclude: {rule} matches no cell of the grid")
-    return chosen
-
-
-def _matches(rule: Mapping[str, Any], combination: Mapping[str, Value], seed: int | None) -> bool:
-    """Whether a combination has, for each key of the rule, the value or one of the values that the rule names."""
-    for key, wanted in rule.items():
-        value = combination.get(key, Value(raw=seed))
-        alternatives = [wanted]
-        if isinstance(wanted, list):
-            alternatives = wanted
-        # A list may also be the value itself.
-        by_value = any(_same_value(value.raw, candidate) for candidate in (wanted, *alternatives))
-        # The label of a value without one is None, and null in a rule is the value null, not "no label".
-        by_label = value.label is not None and value.label in alternatives
-        if not by_value and not by_label:
-            return False
-    return True
-
-
-def _same_value(raw: Any, wanted: Any) -> bool:
-    """Equal, and both or neither of them true or false: Python's ``True == 1`` would drop what a rule does not name."""
-    return bool(raw == wanted) and isinstance(raw, bool) == isinstance(wanted, bool)
-
-
-def _label_points(grid: Grid, chosen: Sequence[tuple[dict[str, Value], int | None]]) -> list[GridPoint]:
-    """Points with labels: equal settings share one, different settings never do."""
-    short_keys = shorten_keys(list(grid.axes))
-    # The combination that each label belongs to.
-    labelled: dict[str, dict[str, Value]] = {}
-    points = []
-    for combination, seed in chosen:
-        base_label = _base_label(grid, combination, short_keys)
-        label = base_label
-        number = 1
-        # Two values may have one text: the slugs of "verl/k3" and "verl-k3" are equal.
-        while labelled.setdefault(label, combination) != combination:
-            number += 1
-            if number > MAX_NAMESAKES:
-                allowed = f"at most {MAX_NAMESAKES} cells of one name"
-                raise bad_value("grid", base_label, f"{allowed}; name values, as in grid: {{key: {{my-name: ...}}}}")
-            # The number depends on the order of the file alone, so that planning again gives the same names.
-            label = f"{base_label}-{number}"
-        settings = {}
-        values = {}
-        for key, value in combination.items():
-            settings[key] = value.raw
-            values[key] = value.label or value_text(value.raw)
-        points.append(GridPoint(label=label, seed=seed, settings=settings, values=values))
-    return points
-
-
-def _base_label(grid: Grid, combination: Mapping[str, Value], short_keys: Mapping[str, str]) -> str:
-    """The values of the axes that have several, joined; the grid's name where no axis has."""
-    parts = []
-    for key, value in combination.items():
-        # A key of one value does not tell cells apart.
-        if len(grid.axes[key]) > 1:
-            parts.append(value_label(key, value, short_keys[key]))
-    label = "-".join(parts) or grid.name
-    if len(label) > MAX_NAME:
-        allowed = f"names of at most {MAX_NAME} characters, since they name folders; name values, as in"
-        raise bad_value("grid", label, f"{allowed} grid: {{key: {{my-name: ...}}}}")
-    return label

@@ -11,9 +11,8 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from kl_comedy.errors import REQUEUE_EXIT_CODE
 from kl_comedy.processes import ChildProcess
-from kl_comedy.slurm.manifest import Submission, Sweep
+from kl_comedy.slurm.manifest import RESUMABLE_EXIT_CODES, Submission, Sweep
 from kl_comedy.slurm.scripts import stage_command
 from kl_comedy.slurm.submit import Work
 from kl_comedy.tracking.provenance import is_dead, process_tags
@@ -21,8 +20,6 @@ from kl_comedy.tracking.provenance import is_dead, process_tags
 POLL_S = 0.2
 GRACE_S = 60.0
 """How long workers may take to finish an update and save when this process is asked to stop."""
-RESUMABLE_EXIT_CODES = (REQUEUE_EXIT_CODE, -signal.SIGUSR1)
-"""Saved and asks to resume; or signalled before it had a handler, when there was nothing to save."""
 Report = Callable[[str], None]
 
 
@@ -65,21 +62,24 @@ def record_local_submission(sweep: Sweep, work: Work, workers: int) -> None:
 
 
 def run_local(sweep: Sweep, work: Work, workers: int, report: Report, watch: Watch = _watch_nothing) -> None:
-    """Train, then evaluate what was trained, then write the report; ``workers`` cells at a time.
+    """Train, then evaluate what was trained, then write the report; ``workers`` cells at a time, or ``max_parallel``.
 
-    A cell that fails is recorded and reported, and does not stop the others. SIGTERM and Ctrl-C stop the workers and
-    raise KeyboardInterrupt.
+    A cell of several processes counts once. A cell that fails is recorded and reported, and does not stop the others.
+    SIGTERM and Ctrl-C stop the workers and raise KeyboardInterrupt.
     """
+    limit = sweep.manifest.max_parallel
+    if limit is not None and limit < workers:
+        report(f"{limit} cells at a time, by the grid's max_parallel")
+        workers = limit
     # SIGTERM then raises KeyboardInterrupt, as Ctrl-C does, and the workers are stopped on the way out.
     handler_before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        show = _Shown(report=report, watch=watch)
-        trained = _run_stage(sweep, "train", work.train, workers, show)
+        trained = _run_stage(sweep, "train", work.train, workers, report, watch)
         if sweep.manifest.evaluate is not None:
-            _run_stage(sweep, "evaluate", (*work.evaluate, *trained), workers, show)
+            _run_stage(sweep, "evaluate", (*work.evaluate, *trained), workers, report, watch)
         watch(StageState(stage="report", cells=(), running=(), ended=frozenset(), failures=frozenset()))
         # In a process of its own, as on a cluster: the report imports pandas, and its memory goes with it.
-        writer = _start(sweep, "report")
+        writer = _start(sweep, "report", None, 1)
         try:
             writer.wait(math.inf)
         finally:
@@ -109,21 +109,18 @@ def by_seed(sweep: Sweep, indices: tuple[int, ...]) -> list[int]:
     return sorted(indices, key=lambda index: (sweep.cell(index).seed, index))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shown:
-    """Where a stage says what it does: lines about cells that ended, and its state while they run."""
+def _run_stage(
+    sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int, report: Report, watch: Watch
+) -> list[int]:
+    """Run a stage over ``indices``, ``workers`` at a time; return those that succeeded, in order.
 
-    report: Report
-    watch: Watch
-
-
-def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int, show: _Shown) -> list[int]:
-    """Run a stage over ``indices``; return those that succeeded, in order."""
+    One thread that polls, and not a pool of threads: one of those could start a cell after Ctrl-C has stopped the rest.
+    """
     # A worker that saved and asks to resume goes to the end, behind those that have not started.
     waiting = deque(by_seed(sweep, indices))
     running: dict[int, ChildProcess] = {}
-    succeeded = []
-    failures = []
+    succeeded: set[int] = set()
+    failed: set[int] = set()
     try:
         while waiting or running:
             while waiting and len(running) < workers:
@@ -131,26 +128,32 @@ def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int,
                 running[index] = _start(sweep, stage, index, workers)
             # Polled, because os.wait would also take the ends of processes that are not workers.
             time.sleep(POLL_S)
-            ended = [index for index, worker in running.items() if not worker.alive]
-            for index in ended:
+            for index in [index for index, worker in running.items() if not worker.alive]:
                 worker = running.pop(index)
                 # It has ended; this ends what it left behind, and returns its exit code.
                 code = worker.kill()
+                if code < 0:
+                    # Its death by a signal, which it could not record itself.
+                    sweep.record_end(index, str(worker.pid), code, None)
                 if code in RESUMABLE_EXIT_CODES:
                     waiting.append(index)
+                    outcome = "stopped, resumes later"
                 elif code == 0:
-                    succeeded.append(index)
+                    succeeded.add(index)
+                    outcome = "done"
                 else:
-                    failures.append(index)
-                show.report(_outcome(sweep, stage, index, worker.pid, code))
+                    failed.add(index)
+                    outcome = f"failed: {_reason_of(sweep, stage, index, worker.pid) or f'exit code {code}'}"
+                cell = sweep.cell(index)
+                report(f"{stage} cell {index} {cell.name} seed {cell.seed}: {outcome}")
             state = StageState(
                 stage=stage,
                 cells=indices,
                 running=tuple(sorted(running)),
-                ended=frozenset([*succeeded, *failures]),
-                failures=frozenset(failures),
+                ended=frozenset(succeeded | failed),
+                failures=frozenset(failed),
             )
-            show.watch(state)
+            watch(state)
     except BaseException:
         # KeyboardInterrupt too: workers are in sessions of their own, and a Ctrl-C does not reach them.
         _stop(running.values())
@@ -158,13 +161,16 @@ def _run_stage(sweep: Sweep, stage: str, indices: tuple[int, ...], workers: int,
     return sorted(succeeded)
 
 
-def _start(sweep: Sweep, stage: str, index: int | None = None, workers: int = 1) -> ChildProcess:
-    """Start a worker on a cell, or the process that writes the report."""
+def _start(sweep: Sweep, stage: str, index: int | None, workers: int) -> ChildProcess:
+    """Start one of ``workers`` at a time on a cell, or the process that writes the report."""
     name = f"{stage}-local"
+    processes = workers
     if index is not None:
         name = f"{name}_{index}"
-    # Workers share the cores. A number that the user has set wins.
-    threads = max(1, (os.cpu_count() or 1) // workers)
+        if stage == "train":
+            processes = workers * sweep.cell(index).devices
+    # Processes share the cores. A number that the user has set wins.
+    threads = max(1, (os.cpu_count() or 1) // processes)
     return ChildProcess(
         [sys.executable, *stage_command(sweep, stage, index)],
         log=sweep.logs / f"{name}.out",
@@ -173,27 +179,12 @@ def _start(sweep: Sweep, stage: str, index: int | None = None, workers: int = 1)
     )
 
 
-def _outcome(sweep: Sweep, stage: str, index: int, pid: int, code: int) -> str:
-    """One line about a worker that ended; its death by a signal is recorded, which it could not do itself."""
-    if code < 0:
-        sweep.record_end(index, str(pid), code, None)
-    if code == 0:
-        outcome = "done"
-    elif code in RESUMABLE_EXIT_CODES:
-        outcome = "stopped, resumes later"
-    else:
-        outcome = f"failed: {_reason_of(sweep, stage, index, pid) or f'exit code {code}'}"
-    cell = sweep.cell(index)
-    return f"{stage} cell {index} {cell.name} seed {cell.seed}: {outcome}"
-
-
 def _reason_of(sweep: Sweep, stage: str, index: int, pid: int) -> str | None:
-    """What the newest attempt of process ``pid`` recorded as the reason of its end."""
-    # From the newest: process ids are used again.
-    for attempt in reversed(sweep.attempts(index, stage)):
-        if attempt.process["process.pid"] == str(pid):
-            return attempt.reason
-    return None
+    """What the attempt of process ``pid``, the newest if it recorded any, gave as the reason of its end."""
+    attempts = sweep.attempts(index, stage)
+    if not attempts or attempts[-1].process["process.pid"] != str(pid):
+        return None
+    return attempts[-1].reason
 
 
 def _stop(workers: Collection[ChildProcess]) -> None:

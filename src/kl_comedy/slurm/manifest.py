@@ -28,7 +28,7 @@ import kl_comedy
 from kl_comedy.config import Config, config_reader, stored_text
 from kl_comedy.config.load import differing_keys, identity, stored_reader
 from kl_comedy.config.validate import parse_record
-from kl_comedy.errors import UserError, bad_value, error_prefix, nearest
+from kl_comedy.errors import REQUEUE_EXIT_CODE, UserError, bad_value, error_prefix, nearest
 from kl_comedy.io import (
     atomic_write,
     check_tree,
@@ -61,6 +61,8 @@ SUBMISSIONS = "submissions.jsonl"
 SUBMIT_LOCK = ".submit.lock"
 """Held while the sweep is written, and while its missing cells are submitted."""
 SUBMIT_WAIT_S = 600.0
+RESUMABLE_EXIT_CODES = (REQUEUE_EXIT_CODE, -signal.SIGUSR1)
+"""Saved and asks to resume; or signalled before it had a handler, when there was nothing to save."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +172,11 @@ class Attempt:
     interrupted: bool = False
     """Whether Ctrl-C or SIGTERM ended it, and no fault."""
 
+    @property
+    def resumable(self) -> bool:
+        """Whether it ended in order to be started again."""
+        return self.code in RESUMABLE_EXIT_CODES
+
     def is_of(self, submission: Submission, index: int) -> bool:
         """Whether this attempt belongs to ``submission``: by job or manager, since the clocks of nodes may differ."""
         if submission.local:
@@ -273,21 +280,7 @@ class Sweep:
     def submissions(self) -> list[Submission]:
         """Every submission, oldest first."""
         journal = self.path / SUBMISSIONS
-        # Lines without a stage record that the sweep was cancelled.
-        rows = [row for row in self._read(journal) if "stage" in row]
-        return self._records(Submission, rows, journal)
-
-    def record_cancel(self) -> None:
-        _append(self.path / SUBMISSIONS, {"cancel": time.time()})
-
-    def cancelled_at(self) -> float:
-        """When the sweep was last cancelled (seconds since the epoch), 0 for never."""
-        newest = 0.0
-        for row in self._read(self.path / SUBMISSIONS):
-            cancelled = row.get("cancel")
-            if isinstance(cancelled, float):
-                newest = max(newest, cancelled)
-        return newest
+        return self._records(Submission, self._read(journal), journal)
 
     def record_start(self, index: int, stage: str, process: Mapping[str, str]) -> None:
         """Record that this process starts on a cell; SLURM's ids are taken from the environment."""
@@ -351,7 +344,7 @@ class Sweep:
         for line in lines:
             with contextlib.suppress(ValueError):
                 row = decode_json(line)
-                if row.keys() & {"stage", "cancel", "pid"}:
+                if row.keys() & {"stage", "pid"}:
                     rows.append(row)
         self.unreadable[str(path)] = len(lines) - len(rows)
         return rows
@@ -469,8 +462,11 @@ def _difference(old: Manifest, new: Manifest) -> str:
     if len(old.cells) != len(new.cells):
         return f"{len(old.cells)} cells there, {len(new.cells)} planned now"
     for before, now in zip(old.cells, new.cells, strict=True):
-        if before != now:
-            return f"cell {now.index} is {before.name} there and {now.name} now, with other settings or another seed"
+        if before.name != now.name:
+            return f"cell {now.index} is {before.name} there and {now.name} now"
+        for key in asdict(now):
+            if getattr(before, key) != getattr(now, key):
+                return f"cell {now.index} has another {key}: {getattr(before, key)} there, {getattr(now, key)} now"
     names = [key for key in asdict(old) if getattr(old, key) != getattr(new, key)]
     return f"another {', '.join(names)}"
 

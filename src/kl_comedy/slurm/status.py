@@ -1,8 +1,4 @@
-"""The state of every cell: from the run folders, then the attempts, then SLURM; and the sweep's report.
-
-FINISHED · RUNNING · PENDING (in the queue) · PLANNED (never submitted) · STOPPED (by a signal, saved)
-· FAILED (with its own message) · DIED (without a message) · CANCELLED
-"""
+"""The state of every cell: from its run's summary, squeue, its exit record and sacct; and the sweep's report."""
 
 from __future__ import annotations
 
@@ -10,12 +6,12 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, UserError
+from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import atomic_write, open_file, read_file, read_json
 from kl_comedy.records import RUN_SCORES
 from kl_comedy.slurm import submit
@@ -27,9 +23,8 @@ from kl_comedy.tracking.spool import UNREADABLE, decode_event
 if TYPE_CHECKING:
     import pandas as pd
 
-# What is not missing comes first: MISSING is the rest, from PLANNED on.
-STATES = ("FINISHED", "RUNNING", "PENDING", "PLANNED", "STOPPED", "FAILED", "DIED", "CANCELLED")
-MISSING = STATES[3:]
+STATES = ("FINISHED", "RUNNING", "PENDING", "PLANNED", "STOPPED", "FAILED")
+MISSING = ("PLANNED", "STOPPED", "FAILED")
 """The states that ``resubmit`` runs again."""
 TAIL_BYTES = 1 << 16
 """Enough of a spool's end to hold its last metrics."""
@@ -74,62 +69,120 @@ class SweepStatus:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CellHistory:
-    """What submissions, attempts and SLURM say about a cell. Whether its run has finished is in the run's folder."""
+class CellFacts:
+    """What decides the state of a cell (:data:`RULES`)."""
 
-    index: int
-    attempts: Sequence[Attempt]
-    """Oldest first, of whichever submission."""
-    submission: Submission | None
-    """The newest submission that contains the cell."""
-    job: JobState | None
-    """SLURM's answer about the submission's task; None if SLURM does not know it (any more)."""
-    cancelled_at: float
-    """When the sweep was last cancelled, in seconds since the epoch; 0 if never."""
-
-    @property
-    def attempt(self) -> Attempt | None:
-        """The newest attempt."""
-        if not self.attempts:
-            return None
-        return self.attempts[-1]
+    finished: bool = False
+    """Whether its run's summary says so."""
+    job: JobState | None = None
+    """Of its newest submission: squeue's row, else sacct's. For a local manager, and where SLURM does not answer, what
+    follows from the attempt (:func:`_presumed_job`). None where nobody knows of a job."""
+    attempt: Attempt | None = None
+    """The newest attempt of the newest submission, with its exit record."""
+    submitted: str = ""
+    """What its newest submission was given to, as "job 12_3"; empty before the first."""
+    log: str = ""
+    """The file that the job or the worker writes to, in the sweep's folder."""
 
     @property
-    def cancelled(self) -> bool:
-        """Whether the sweep was cancelled after this submission."""
-        return self.submission is not None and self.cancelled_at > self.submission.time
+    def code(self) -> int | None:
+        """The exit code of the attempt; None where none is recorded."""
+        return None if self.attempt is None else self.attempt.code
 
-    @property
-    def cancelled_by_slurm(self) -> bool:
-        """Whether SLURM says so, for example because an administrator did it."""
-        return self.job is not None and self.job.state == "CANCELLED"
 
-    @property
-    def waits_for_first_attempt(self) -> bool:
-        """Whether it was submitted, and no attempt of that submission has been recorded."""
-        if self.submission is None:
-            return False
-        if self.attempt is None:
-            return True
-        return not self.attempt.is_of(self.submission, self.index)
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A line of the table of states."""
 
-    @property
-    def has_open_attempt(self) -> bool:
-        """Whether the newest attempt has not recorded how it ended. A killed node records nothing."""
-        return self.attempt is not None and self.attempt.code is None
+    state: str
+    meaning: str
+    applies: Callable[[CellFacts], bool]
+    why: Callable[[CellFacts], str] = lambda cell: ""
 
-    @property
-    def runs_locally(self) -> bool:
-        """Whether a local manager submitted it, and the process of its newest attempt is alive."""
-        if self.submission is None or not self.submission.local:
-            return False
-        return self.attempt is not None and self.has_open_attempt and not is_dead(self.attempt.process)
+
+def _message(cell: CellFacts) -> str:
+    """What the attempt said when it ended; empty where it said nothing."""
+    if cell.attempt is None or cell.attempt.reason is None:
+        return ""
+    return cell.attempt.reason
+
+
+def _end_without_message(cell: CellFacts) -> str:
+    """Killed by a signal, or the node is gone: nobody was left to write a message."""
+    if cell.job is not None:
+        reason = cell.job.reason
+    else:
+        reason = "the process is gone"
+        if cell.attempt is not None:
+            reason = f"the process is gone from {cell.attempt.node}"
+    return f"ended without a message: {reason} (log: {cell.log})"
+
+
+RULES = (
+    Rule(
+        state="FINISHED",
+        meaning="trained to the end, by its summary",
+        applies=lambda cell: cell.finished,
+    ),
+    # SLURM's word about a live job: the files of a killed node are out of date.
+    Rule(
+        state="PENDING",
+        meaning="waits, by SLURM or a live local manager",
+        applies=lambda cell: cell.job is not None and cell.job.state == "PENDING",
+        why=lambda cell: "" if cell.job is None else cell.job.why,
+    ),
+    Rule(
+        state="RUNNING",
+        meaning="runs, by SLURM or a live local manager",
+        applies=lambda cell: cell.job is not None and cell.job.active,
+    ),
+    # The exit record before SLURM's word about a dead job: it knows the reason.
+    Rule(
+        state="STOPPED",
+        meaning="saved after a signal or Ctrl-C",
+        applies=lambda cell: cell.attempt is not None and (cell.attempt.resumable or cell.attempt.interrupted),
+        why=_message,
+    ),
+    Rule(
+        state="FAILED",
+        meaning="ended with a reason: config, data, NaN, a signal that kills",
+        applies=lambda cell: cell.code is not None and cell.code != 0,
+        why=lambda cell: _message(cell) or f"exit code {cell.code}",
+    ),
+    Rule(
+        state="STOPPED",
+        meaning="cancelled, and ended without an exit record",
+        applies=lambda cell: cell.job is not None and cell.job.state == "CANCELLED",
+        why=lambda cell: "cancelled",
+    ),
+    Rule(
+        state="FAILED",
+        meaning="ended without an exit record: out of memory, time limit, node failure, a line of the profile",
+        applies=lambda cell: cell.job is not None or cell.attempt is not None,
+        why=_end_without_message,
+    ),
+    Rule(
+        state="PLANNED",
+        meaning="never began",
+        applies=lambda cell: True,
+        why=lambda cell: f"{cell.submitted} ended before it began" if cell.submitted else "",
+    ),
+)
+"""The state of a cell is that of the first rule that applies."""
+
+
+def cell_state(cell: CellFacts) -> tuple[str, str]:
+    """The state of a cell, and why."""
+    rule = next(rule for rule in RULES if rule.applies(cell))
+    return rule.state, rule.why(cell)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _CellFiles:
     """What the files of a cell's run and evaluation say."""
 
+    run: Path | None
+    """The run's folder; None before it is there."""
     step: int = 0
     """The last update in the spool; 0 before the first."""
     reward: float | None = None
@@ -139,6 +192,11 @@ class _CellFiles:
     evaluated: bool
     damage: tuple[str, ...]
     """A message for each file that cannot be read."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the summary says that the run has finished."""
+        return self.summary.get("status") == "FINISHED"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,38 +210,28 @@ class _SpoolEnd:
 
 def read_status(sweep: Sweep) -> SweepStatus:
     """The state of every cell now."""
+    files = {cell.index: _read_cell_files(sweep, cell) for cell in sweep.manifest.cells}
     submissions = sweep.submissions()
     training = _newest_submissions(submissions, "train")
     evaluation = _newest_submissions(submissions, "evaluate")
-    # SLURM is asked once for all cells: a sweep may have thousands.
-    jobs, notes = _ask_slurm(sweep, _slurm_tasks(training) | _slurm_tasks(evaluation))
+    # SLURM is asked once for all cells, since a sweep may have thousands, and not about what is done.
+    unfinished = {index: item for index, item in training.items() if not files[index].finished}
+    unevaluated = {index: item for index, item in evaluation.items() if not files[index].evaluated}
+    jobs, notes = _ask_slurm(sweep, _slurm_tasks(unfinished) | _slurm_tasks(unevaluated))
 
-    cancelled_at = sweep.cancelled_at()
     rows = []
     damage: list[str] = []
     for cell in sweep.manifest.cells:
-        run = None
-        if sweep.run(cell.index).is_dir():
-            run = sweep.run(cell.index)
-        files = _read_cell_files(sweep, cell, run)
-        damage.extend(files.damage)
+        damage.extend(files[cell.index].damage)
         submission = training.get(cell.index)
         job = None
         if submission is not None:
             job = jobs.get(submission.task(cell.index))
-        history = CellHistory(
-            index=cell.index,
-            attempts=sweep.attempts(cell.index),
-            submission=submission,
-            job=job,
-            cancelled_at=cancelled_at,
-        )
-        rows.append(_cell_status(sweep, cell, run, files, history))
+        rows.append(_cell_status(sweep, cell, files[cell.index], submission, job))
 
     evaluating = set()
-    for index, submission in evaluation.items():
-        under_way = _is_under_way(submission, jobs.get(submission.task(index)))
-        if under_way and not sweep.evaluation(index).exists():
+    for index, submission in unevaluated.items():
+        if _is_under_way(submission, jobs.get(submission.task(index))):
             evaluating.add(index)
 
     # The journals were read above, and each reading counts its own damaged lines.
@@ -251,12 +299,14 @@ def _ask_slurm(sweep: Sweep, tasks: set[str]) -> tuple[dict[str, JobState], tupl
     return {**ended_jobs, **jobs}, ()
 
 
-def _read_cell_files(sweep: Sweep, cell: Cell, run: Path | None) -> _CellFiles:
+def _read_cell_files(sweep: Sweep, cell: Cell) -> _CellFiles:
     """Read the end of the spool, the summary and the scores. A damaged file is a message, and not an error."""
     damage = []
+    run = None
     spool = _SpoolEnd()
     summary: dict[str, Any] = {}
-    if run is not None:
+    if sweep.run(cell.index).is_dir():
+        run = sweep.run(cell.index)
         spool = _read_spool_end(run)
         if spool.unreadable_lines:
             damage.append(f"{spool.unreadable_lines} of the last lines of {run}/spool.jsonl cannot be read")
@@ -270,6 +320,7 @@ def _read_cell_files(sweep: Sweep, cell: Cell, run: Path | None) -> _CellFiles:
     except UserError as error:
         damage.append(f"{error}; resubmit evaluates its cell again")
     return _CellFiles(
+        run=run,
         step=spool.step,
         reward=spool.reward,
         summary=summary,
@@ -278,25 +329,34 @@ def _read_cell_files(sweep: Sweep, cell: Cell, run: Path | None) -> _CellFiles:
     )
 
 
-def _cell_status(sweep: Sweep, cell: Cell, run: Path | None, files: _CellFiles, history: CellHistory) -> CellStatus:
-    """The row of a cell in ``kl-comedy status``."""
+def _cell_status(
+    sweep: Sweep, cell: Cell, files: _CellFiles, submission: Submission | None, job: JobState | None
+) -> CellStatus:
+    """The row of a cell in ``kl-comedy status``. ``job``: what SLURM says about its submission."""
+    attempts = sweep.attempts(cell.index)
+    newest = attempts[-1] if attempts else None
+    facts = cell_facts(cell.index, finished=files.finished, submission=submission, job=job, newest=newest)
+    state, why = cell_state(facts)
     step = files.step
     reward = files.reward
-    if files.summary.get("status") == "FINISHED":
+    if state == "FINISHED":
         # Only the last TAIL_BYTES of the spool were read, and they need not hold the last update.
         step = files.summary.get("steps", step)
         reward = files.summary.get("metrics", {}).get("train/reward", reward)
-        state = "FINISHED"
         why = _why_not_evaluated(sweep, cell, files)
-    else:
-        state, why = unfinished_state(history)
-    if state == "PENDING" and history.attempt is not None:
-        started_again = f"started again at update {step}"
-        if why:
-            why = f"{started_again} ({why})"
-        else:
-            why = started_again
+    if state == "PENDING" and newest is not None:
+        why = f"started again at update {step}" + (f" ({why})" if why else "")
 
+    # Where the cell runs, else where it ran last.
+    node = ""
+    task = ""
+    if newest is not None:
+        node = newest.node
+        task = newest.job or ""
+    if job is not None and job.state == "RUNNING" and job.node:
+        node = job.node
+    if submission is not None and not submission.local:
+        task = submission.task(cell.index)
     return CellStatus(
         cell=cell.index,
         name=cell.name,
@@ -306,12 +366,51 @@ def _cell_status(sweep: Sweep, cell: Cell, run: Path | None, files: _CellFiles, 
         steps=cell.steps,
         reward=reward,
         evaluated=files.evaluated,
-        node=_node_of(history),
-        job=_job_of(history),
-        attempts=len(history.attempts),
+        node=node,
+        job=task,
+        attempts=len(attempts),
         why=why,
-        run=None if run is None else str(run),
+        run=None if files.run is None else str(files.run),
     )
+
+
+def cell_facts(
+    index: int, *, finished: bool, submission: Submission | None, job: JobState | None, newest: Attempt | None
+) -> CellFacts:
+    """What decides the state of a cell.
+
+    ``job``: what SLURM says about its newest ``submission``; ``newest``: its newest attempt, of whichever submission.
+    """
+    attempt = newest
+    submitted = ""
+    log = f"train-local_{index}"
+    if submission is not None:
+        if newest is not None and not newest.is_of(submission, index):
+            # It belongs to an earlier submission, and says nothing about this one.
+            attempt = None
+        if submission.local:
+            submitted = "its local manager"
+            may_run = not is_dead(submission.process)
+        else:
+            submitted = f"job {submission.task(index)}"
+            log = f"train-{submission.task(index)}"
+            may_run = job is UNKNOWN
+        if may_run:
+            job = _presumed_job(attempt, job)
+    if newest is not None and newest.code is None and is_dead(newest.process) is False:
+        # Its process is alive on this machine, whoever started it, and whether that one is alive.
+        job = JobState(state="RUNNING")
+    return CellFacts(finished=finished, job=job, attempt=attempt, submitted=submitted, log=f"logs/{log}.out")
+
+
+def _presumed_job(attempt: Attempt | None, job: JobState | None) -> JobState | None:
+    """The job of a live local manager, or of a SLURM that does not answer: what may run must not start twice."""
+    why = "" if job is None else job.why
+    if attempt is None or attempt.resumable:
+        return JobState(state="PENDING", why=why)
+    if attempt.code is None:
+        return JobState(state="RUNNING", why=why)
+    return None
 
 
 def _why_not_evaluated(sweep: Sweep, cell: Cell, files: _CellFiles) -> str:
@@ -322,86 +421,6 @@ def _why_not_evaluated(sweep: Sweep, cell: Cell, files: _CellFiles) -> str:
     if not attempts or not attempts[-1].reason:
         return ""
     return f"evaluation: {attempts[-1].reason}"
-
-
-def _node_of(cell: CellHistory) -> str:
-    """Where the cell runs, else where its newest attempt ran; empty before the first."""
-    if cell.job is not None and cell.job.state == "RUNNING" and cell.job.node:
-        return cell.job.node
-    if cell.attempt is not None:
-        return cell.attempt.node
-    return ""
-
-
-def _job_of(cell: CellHistory) -> str:
-    """The task that SLURM has for the cell, else that of its newest attempt; empty for a cell of a local manager."""
-    if cell.submission is not None and not cell.submission.local:
-        return cell.submission.task(cell.index)
-    if cell.attempt is not None and cell.attempt.job:
-        return cell.attempt.job
-    return ""
-
-
-def unfinished_state(cell: CellHistory) -> tuple[str, str]:
-    """The state of a cell whose run has not finished, and why.
-
-    The order is the order of trust. SLURM's word about a live job comes first: the files of a killed node are out of
-    date. An attempt's own exit code comes before SLURM's word about a dead job: it knows the reason.
-    """
-    if cell.job is not None and cell.job.active:
-        if cell.job.state == "PENDING":
-            return "PENDING", cell.job.why
-        return "RUNNING", ""
-
-    if cell.job is UNKNOWN:
-        # SLURM does not answer. What may still be running does not count as lost, or resubmit would start it twice.
-        if cell.waits_for_first_attempt:
-            return "PENDING", UNKNOWN.why
-        if cell.has_open_attempt:
-            return "RUNNING", UNKNOWN.why
-
-    if cell.submission is not None and cell.waits_for_first_attempt:
-        return _state_before_first_attempt(cell, cell.submission)
-    if cell.attempt is None:
-        return "PLANNED", ""
-    return _state_after_attempt(cell, cell.attempt)
-
-
-def _state_before_first_attempt(cell: CellHistory, submission: Submission) -> tuple[str, str]:
-    """The state and the reason of a cell that was submitted, and of which nothing more is recorded."""
-    if cell.cancelled:
-        return "CANCELLED", "cancelled before it began"
-    if submission.local:
-        if is_dead(submission.process):
-            return "PLANNED", "its manager ended"
-        return "PENDING", ""
-    if cell.job is None:
-        return "DIED", f"job {submission.job} left the queue before it began"
-    if cell.cancelled_by_slurm:
-        return "CANCELLED", cell.job.reason
-    return "DIED", cell.job.reason
-
-
-def _state_after_attempt(cell: CellHistory, attempt: Attempt) -> tuple[str, str]:
-    """The state and the reason of a cell with an attempt, of which SLURM does not say that it is alive."""
-    if cell.runs_locally:
-        return "RUNNING", ""
-
-    if cell.cancelled or cell.cancelled_by_slurm:
-        return "CANCELLED", attempt.reason or "cancelled"
-
-    if attempt.code == REQUEUE_EXIT_CODE or attempt.interrupted:
-        return "STOPPED", attempt.reason or ""
-    if attempt.code is not None and attempt.code > 0:
-        return "FAILED", attempt.reason or f"exit code {attempt.code}"
-    if attempt.code is not None and attempt.reason:
-        return "DIED", attempt.reason
-
-    # Killed by a signal, or the node is gone: nobody was left to write a message.
-    reason = f"the process is gone from {attempt.node}"
-    if cell.job is not None:
-        reason = cell.job.reason
-    return "DIED", f"ended without a message: {reason}"
 
 
 def last_update(run: Path) -> int:
@@ -488,8 +507,8 @@ def _summary(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
     # Metrics have a slash in their names, and the columns of CellStatus have none.
     metrics = [str(name) for name in frame.columns if "/" in name]
-    # summarize counts runs by MLflow's statuses, which know neither DIED nor CANCELLED.
-    by_run_status = frame.assign(status=frame["state"].replace({"DIED": "FAILED", "CANCELLED": "KILLED"}))
+    # summarize counts runs by MLflow's statuses.
+    by_run_status = frame.assign(status=frame["state"].replace({"STOPPED": "KILLED"}))
     return summarize(by_run_status, ["name"], metrics), metrics
 
 

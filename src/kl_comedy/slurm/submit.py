@@ -134,8 +134,9 @@ def accounting(jobs: Sequence[str]) -> dict[str, JobState]:
 
 
 def scancel(jobs: Sequence[str]) -> None:
+    """Cancel the arrays of ``jobs``, waiting or running."""
     if jobs:
-        _call(["scancel", *jobs])
+        _call(["scancel", *sorted({job.split("_")[0] for job in jobs})])
 
 
 def _call(words: list[str]) -> str:
@@ -183,7 +184,7 @@ def create_stores(manifest: Manifest) -> None:
 
 
 def adopt_unrecorded_jobs(sweep: Sweep) -> list[Submission]:
-    """Record jobs of this sweep that are in SLURM's queue and not in the folder; return them.
+    """Record waiting and running jobs of this sweep that are in SLURM's queue and not in the folder; return them.
 
     Happens when sbatch timed out, or the submitter died before recording the job id. Without this the cells would be
     submitted again. Jobs are recognized by their comment.
@@ -197,7 +198,8 @@ def adopt_unrecorded_jobs(sweep: Sweep) -> list[Submission]:
     for name, state in queue(sweep.job_names).items():
         job, _, task = name.partition("_")
         job_mark, _, rest = state.comment.partition(":")
-        if job_mark != mark or job in recorded:
+        # A job that is over can submit nothing twice; what it trained is in the cells.
+        if job_mark != mark or job in recorded or not state.active:
             continue
         stage, _, offset = rest.partition(":")
         cells = indices.setdefault((job, stage, int(offset)), [])
@@ -313,14 +315,6 @@ def _sbatch_words(sweep: Sweep, stage: str, array: Array | None, share: int | No
         # The script adds it to the array's own index.
         words.append(str(offset))
     return words
-
-
-def cancel(sweep: Sweep, jobs: Sequence[str]) -> None:
-    """Cancel ``jobs`` of the sweep, running or not, and record it."""
-    # Recorded first: a cell that ends at once must count as cancelled, not as failed.
-    sweep.record_cancel()
-    # Arrays, and not each of their tasks.
-    scancel(sorted({job.split("_")[0] for job in jobs}))
 
 
 def active_jobs(sweep: Sweep) -> list[str]:

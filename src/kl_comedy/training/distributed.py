@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kl_comedy.config import Config
 from kl_comedy.errors import RunFailed, UserError, bad_value
+from kl_comedy.processes import LOOPBACK
 
 T = TypeVar("T")
 
@@ -331,6 +332,7 @@ def cluster_environment(config: Config) -> Any:
     srun, torchrun or another launcher started another number of processes than the config says.
     """
     from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
     devices = config.train.devices
     nodes = config.train.nodes
@@ -342,6 +344,8 @@ def cluster_environment(config: Config) -> Any:
             allowed = f"train.devices x train.nodes = {started}"
             raise bad_value("train.devices", devices, allowed, f"{variable}: so many processes were started")
         environment.validate_settings(num_devices=devices, num_nodes=nodes)
+        if isinstance(environment, SLURMEnvironment):
+            _set_main_address(nodes)
     except UserError:
         raise
     except (RuntimeError, ValueError) as error:  # what Lightning raises for srun's variables
@@ -366,3 +370,24 @@ def _detected_environment() -> tuple[Any, str]:
         # Lightning's requeueing would save in the middle of an update; stop_signals.py saves after it.
         return SLURMEnvironment(auto_requeue=False), "SLURM_NTASKS"
     return LightningEnvironment(), "WORLD_SIZE"
+
+
+def _set_main_address(nodes: int) -> None:
+    """Choose the address at which the ranks of a SLURM step meet; Lightning would take the first node's name.
+
+    That name need not be one of the network (NodeName and NodeAddr of slurm.conf), and torch would ask for it until
+    :data:`TIMEOUT`. Raises :class:`UserError` where several nodes need it and it cannot be resolved.
+    """
+    from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+
+    if "MASTER_ADDR" in os.environ:
+        return
+    if nodes == 1:
+        os.environ["MASTER_ADDR"] = LOOPBACK
+        return
+    name = SLURMEnvironment.resolve_root_node_address(os.environ.get("SLURM_NODELIST", LOOPBACK))
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError as error:
+        allowed = "an address of the first node that all nodes reach, exported (in a profile: under environment)"
+        raise bad_value("MASTER_ADDR", name, allowed, f"SLURM's name of the node: {error.strerror}") from None
