@@ -35,7 +35,9 @@ The rules, written before any file was read:
 5. Files of other kinds are right if the error names the kind (a distillation is also right if the answer has a term
    to a teacher) and the system, where ``explain`` knows that. An error of rule 4 that does not name the kind is a
    refusal, with the same two exceptions. Any other answer is wrong.
-6. Files that are no training were passed over in the draw and are counted apart: an answer for one is wrong.
+6. Where the label says that the KL does not stand in the file (``kl: unknown``), no field is compared: an answer is
+   right in a remark if a remark says what was not read, and wrong otherwise.
+7. Files that are no training were passed over in the draw and are counted apart: an answer for one is wrong.
 """
 
 from __future__ import annotations
@@ -68,6 +70,8 @@ DRAWS = {
     "drawn_launch_files_4.jsonl": "third draw, the other files",
     "drawn_launch_files_5.jsonl": "other users' repositories",
     "drawn_launch_files_6.jsonl": "fourth draw",
+    "drawn_launch_files_7.jsonl": "fifth draw, its first half",
+    "drawn_launch_files_8.jsonl": "fifth draw, its second half",
 }
 """What the page calls the labelled files, by the file of their labels."""
 
@@ -236,6 +240,8 @@ def verdict(label: Mapping[str, Any], answer: Answer, systems: Mapping[str, str]
         return _verdict_on_another_kind(label, answer)
     if answer.system not in expected:
         return Verdict("wrong", (f"system {answer.system}, not {label['system']}",))
+    if label["kl"] == "unknown":
+        return _verdict_on_an_open_label(answer)
     if answer.instead:
         return _verdict_on_words(label, answer)
     return _verdict_on_terms(label, answer)
@@ -291,6 +297,13 @@ def _verdict_on_another_kind(label: Mapping[str, Any], answer: Answer) -> Verdic
     if label["kind"] == "distillation" and to_a_teacher:
         return Verdict("right")
     return Verdict("wrong", (f"{label['kind']} read as a run of {answer.system} with a KL",))
+
+
+def _verdict_on_an_open_label(answer: Answer) -> Verdict:
+    """Rule 6."""
+    if any(NOT_HERE.search(remark) for remark in answer.remarks):
+        return Verdict("right in a remark", ("the KL does not stand in the file, as a remark says",))
+    return Verdict("wrong", ("the KL does not stand in the file, and no remark says so",))
 
 
 def _verdict_on_words(label: Mapping[str, Any], answer: Answer) -> Verdict:
