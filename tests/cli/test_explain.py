@@ -154,7 +154,27 @@ def test_the_first_answer_is_short_and_opens_with_the_row(kl_comedy):
 def test_no_first_answer_is_a_wall(kl_comedy, system):
     code, out, _ = kl_comedy("explain", f"{system}:")
     assert code == 0
-    assert len(out.splitlines()) <= 26
+    assert len(out.splitlines()) <= 22
+
+
+@pytest.mark.parametrize("system", ["slime", "miles"])
+def test_where_the_age_of_the_samples_is_not_known_the_answer_is_as_short(kl_comedy, system):
+    flags = f"{system}:use_kl_loss=true,kl_loss_coef=0.01"
+    _, out, _ = kl_comedy("explain", flags)
+    lines = out.splitlines()
+    assert lines[0].startswith("The number of updates per batch is rollout_batch_size / global_batch_size, not given")
+    assert len(lines) <= 15
+    assert [line.split()[0] for line in lines if line.startswith(("Fresh", "Stale", "To change"))] == [
+        "Fresh",
+        "Stale",
+        "To",
+        "Stale",
+    ]
+    assert "for that of each visited prefix set kl_loss_type=k2" in out
+    # What was left out is behind --full.
+    _, full, _ = kl_comedy("explain", flags, "--full")
+    assert "k3 x token ratio            set kl_loss_type=k3 use_unbiased_kl=true" in full
+    assert "To change      for the reverse KL of completions set kl_coef=0.01" in full
 
 
 def test_the_first_answer_tells_the_pull_in_one_line_for_each_kind_of_samples(kl_comedy):

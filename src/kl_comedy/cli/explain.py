@@ -145,6 +145,7 @@ def _explain_file(name: str, launch: LaunchFile, format: str, full: bool) -> Non
     summary: dict[str, Any] = {
         "file": name,
         "defaults_before": launch.defaults_before,
+        "assumed": one_line(launch.assumed),
         "placement": placement_of(reading),
         "kl": _kl_rows(reading),
         "traps": _traps(reading),
@@ -286,21 +287,26 @@ def _explain_peer(
 
     ``summary`` is what JSON has besides, of a file, and ``read_as`` the line that says as what it was read.
     """
-    from kl_comedy.cli.first_answer import first_answer
+    from kl_comedy.cli.first_answer import advice_for_both, first_answer
     from kl_comedy.peers.freshness import freshness_of
     from kl_comedy.peers.systems import find_system
 
     if format == "json":
         print(json.dumps({**(summary or {}), **_peer_row(reading)}, indent=1))
         return
-    remarks = (summary or {}).get("remarks", ())
-    print("\n".join(first_answer(reading, freshness_of(reading), remarks)))
+    remarks = list((summary or {}).get("remarks", ()))
+    # The first of the remarks, and above all lines.
+    assumed = remarks.pop(0) if (summary or {}).get("assumed") else ""
+    freshness = freshness_of(reading)
+    print("\n".join(first_answer(reading, freshness, remarks, assumed=assumed)))
     if read_as:
         print(f"\n{read_as}")
         _print_list("Remarks", remarks)
     for key in reading.sampling.unused:
         print(f"{key}: an option of {find_system(reading.system).title} that this answer does not use")
     if full:
+        if assumed or freshness.regime is None:
+            print("\n".join(("", *advice_for_both(reading))))
         _print_all(reading, summary)
     else:
         print(f"\n{REST}")
