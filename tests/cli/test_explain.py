@@ -117,6 +117,8 @@ def test_the_recipe_without_terms_is_explained(kl_comedy):
         ("verl:kl_loss_typ=k3", "did you mean 'kl_loss_type'"),
         ("verl:kl_loss_type=k9", "low_var_kl"),
         ("grpoo", "did you mean 'grpo'"),
+        ("k4", "RECIPE: got 'k4', neither a recipe nor an estimator; did you mean 'k3'? It is an estimator"),
+        ("verl:kl_loss_type=k4", "did you mean 'k3'"),
     ],
 )
 def test_misuse_is_one_line_and_exit_2(kl_comedy, text, expected):

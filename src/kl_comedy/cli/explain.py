@@ -249,11 +249,11 @@ def _explain_recipe(name: str, format: str, full: bool) -> None:
     from kl_comedy.cli.first_answer import recipe_answer
     from kl_comedy.kl import verdict
     from kl_comedy.kl.oracle.stored_certificates import certificates as stored_or_enumerated
-    from kl_comedy.kl.recipes import recipe
+    from kl_comedy.kl.recipes import meant_estimator, recipe
     from kl_comedy.peers.advice import what_to_use
-    from kl_comedy.registry import ESTIMATORS, OWN_PART, RECIPES
+    from kl_comedy.registry import OWN_PART, RECIPES
 
-    if name not in RECIPES and name not in ESTIMATORS:
+    if name not in RECIPES and meant_estimator(name) is None:
         hint = f"or flags, as verl:use_kl_loss=true (list peers), a file, or a pasted command in quotes; {OWN_PART}"
         raise bad_value("RECIPE", name, sorted(RECIPES.names()), hint)
     terms = recipe(name, key="RECIPE")
