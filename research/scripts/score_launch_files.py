@@ -28,7 +28,8 @@ The rules, written before any file was read:
      number (or the answer has the number as a flag) or the ratio, and a version word such as before, since, older.
    Both are counted apart, as "right in a remark".
 3. An answer in words ("in a form that no term of ours has") is right if its text names the label's estimators and
-   betas, wrong if the label has no KL, and a refusal otherwise.
+   betas, wrong if the label has no KL, and a refusal otherwise. Rule 2 holds for it too: where the label leaves all
+   to another file and a remark says that this is not read, it is right in a remark.
 4. An error that names another kind of run than the label's is wrong, and so is a traceback. An error that says which
    part is not read or does not stand in the file is right where the label's ``unknown`` leaves everything to it. Any
    other error is a refusal; it is right only if the label names no system that ``explain`` knows.
@@ -37,7 +38,9 @@ The rules, written before any file was read:
    refusal, with the same two exceptions. Any other answer is wrong.
 6. Where the label says that the KL does not stand in the file (``kl: unknown``), no field is compared: an answer is
    right in a remark if a remark says what was not read, and wrong otherwise.
-7. Files that are no training were passed over in the draw and are counted apart: an answer for one is wrong.
+7. Files that are no training were passed over in the draw and are counted apart: an answer for one is wrong. The first
+   draws counted programs of the systems among them that train with a config of their caller, which later draws label
+   by rule 6: an answer that opens with what it assumes of that config is right in a remark.
 """
 
 from __future__ import annotations
@@ -104,6 +107,8 @@ NOT_HERE = re.compile(
     r"\bstands? in\b|\bstands? elsewhere\b|\bregistered elsewhere\b|\bleft to\b|\ban option of the file\b"
 )
 """What a remark or an error says of a value that the file leaves to others."""
+ASSUMES = "the KL does not stand in this file: "
+"""How an answer begins that rests on a config or a script which was not read."""
 VERSION_WORDS = re.compile(r"\b(since|before|up to|new in|older|earlier|later|until|by default in)\b")
 """What a remark on another version of a system says (rule 2)."""
 ALL_ELSEWHERE = re.compile(r"\bstands? in\b|\bholds all\b|\bown (code|runner)\b|\bbase config\b|\bbecomes\b")
@@ -230,6 +235,8 @@ def verdict(label: Mapping[str, Any], answer: Answer, systems: Mapping[str, str]
     if label["kind"] == NOT_A_TRAINING:
         if answer.error and not answer.is_traceback:
             return Verdict("right")
+        if any(remark.startswith(ASSUMES) for remark in answer.remarks):
+            return Verdict("right in a remark", ("all settings are its caller's, as the first line says",))
         return Verdict("wrong", (f"read as a run of {answer.system or answer.error}",))
     if answer.is_traceback:
         return Verdict("wrong", (f"a traceback: {answer.error[:100]}",))
@@ -309,6 +316,9 @@ def _verdict_on_an_open_label(answer: Answer) -> Verdict:
 def _verdict_on_words(label: Mapping[str, Any], answer: Answer) -> Verdict:
     """Rule 3."""
     if label["kl"] == "none":
+        says_so = any(NOT_HERE.search(remark) for remark in answer.remarks)
+        if says_so and _is_all_open(label):
+            return Verdict("right in a remark", ("the KL does not stand in the file, as a remark says",))
         return Verdict("wrong", (f"placement: no KL expected, but: {answer.instead[:100]}",))
     text = " ".join((answer.instead, *answer.remarks))
     names_estimators = all(_names_estimator(text, item["name"]) for item in label["estimators"])

@@ -138,7 +138,7 @@ READ = [
         ("monitor.wandb.project is an option up to 0.1", "up to 0.4.0, it is 0 by default"),
     ),
     Case("areal_0.2.yaml", "areal", "reward (k1, ratio token, beta 0.02)"),
-    Case("pipelinerl_conf.yaml", "pipelinerl", "none", ("defaults: words is not read",)),
+    Case("pipelinerl_conf.yaml", "pipelinerl", "none", ("defaults: words) may set it and is not read",)),
     Case("miles_spec.sh", "miles", "loss (k2, ratio none, beta 0.02)"),
     Case(
         "tunix_experimental.sh",
@@ -481,7 +481,9 @@ def test_a_config_over_a_base_that_is_not_read_is_recognised_and_says_so(tmp_pat
     config.write_text(BASES[system])
     launch = read_launch_file(config)
     assert launch.system.name == system
-    assert any(re.search("defaults: .* is not read", remark) for remark in launch.remarks)
+    assert any(re.search("defaults: .*is not read", remark) for remark in launch.remarks)
+    # A base of the system itself has its defaults.
+    assert launch.assumed.startswith("the KL does not stand in this file: its base (defaults: ") == (system != "verl")
 
 
 def test_every_file_of_the_cases_has_an_answer_here():

@@ -206,8 +206,13 @@ def _settings_elsewhere(values: _Values) -> str:
         return f"{scripts[-1][:100]}, which it starts,"
     for unread in parsed.unread:
         is_own = any(re.search(rf"(^|[/ ]){config}(\.yaml)?$", unread.what) for config in values.system.own_configs)
-        if unread.may_hold_all and not is_own and _bears_on(unread, _classes_of(values.system)):
+        if is_own or not _bears_on(unread, _classes_of(values.system)):
+            continue
+        if unread.may_hold_all:
             return unread.what
+        # Groups of Hydra, as `defaults: trainer: ddp`, are parts.
+        if re.fullmatch(r"defaults: [^:]+", unread.what):
+            return f"its base ({unread.what})"
     return ""
 
 
