@@ -24,6 +24,12 @@ a word of training (train, grpo, ppo, rloo, rlhf, sft, dpo, ...) and none of tes
 A file whose bytes a repository of the first list has is left out, so that copies of the systems' examples are not
 drawn again.
 
+The files of drawn_launch_files_7.jsonl and _8.jsonl are of repositories in neither list nor an earlier draw: found by
+name, or because they hold a file of a system at its own path, where a snapshot could be had. A candidate there is as
+in the second list, of at most 60 kB, with a word of RL in its text, no copy of a system's own file, and at most 2 to 5
+of one repository. Within a system they are ranked by sha256(seed + repository + path), the seed being e5064694. The
+files in odd places are _7, on which the reader was mended; those in even places are _8, which test it.
+
 A label is one line of JSON: ``repo``, ``path``, ``commit`` and ``sha256`` (of the file's bytes) say which file was
 read, ``kind`` and ``system`` what it starts. For ``kind: rl``, ``kl`` says where the run has a KL term (none, loss,
 reward, both, advantage) and ``anchor`` the policy to which it is taken (reference, sampler, old policy).

@@ -28,14 +28,19 @@ The rules, written before any file was read:
      number (or the answer has the number as a flag) or the ratio, and a version word such as before, since, older.
    Both are counted apart, as "right in a remark".
 3. An answer in words ("in a form that no term of ours has") is right if its text names the label's estimators and
-   betas, wrong if the label has no KL, and a refusal otherwise.
+   betas, wrong if the label has no KL, and a refusal otherwise. Rule 2 holds for it too: where the label leaves all
+   to another file and a remark says that this is not read, it is right in a remark.
 4. An error that names another kind of run than the label's is wrong, and so is a traceback. An error that says which
    part is not read or does not stand in the file is right where the label's ``unknown`` leaves everything to it. Any
    other error is a refusal; it is right only if the label names no system that ``explain`` knows.
 5. Files of other kinds are right if the error names the kind (a distillation is also right if the answer has a term
    to a teacher) and the system, where ``explain`` knows that. An error of rule 4 that does not name the kind is a
    refusal, with the same two exceptions. Any other answer is wrong.
-6. Files that are no training were passed over in the draw and are counted apart: an answer for one is wrong.
+6. Where the label says that the KL does not stand in the file (``kl: unknown``), no field is compared: an answer is
+   right in a remark if a remark says what was not read, and wrong otherwise.
+7. Files that are no training were passed over in the draw and are counted apart: an answer for one is wrong. The first
+   draws counted programs of the systems among them that train with a config of their caller, which later draws label
+   by rule 6: an answer that opens with what it assumes of that config is right in a remark.
 """
 
 from __future__ import annotations
@@ -68,6 +73,8 @@ DRAWS = {
     "drawn_launch_files_4.jsonl": "third draw, the other files",
     "drawn_launch_files_5.jsonl": "other users' repositories",
     "drawn_launch_files_6.jsonl": "fourth draw",
+    "drawn_launch_files_7.jsonl": "fifth draw, its first half",
+    "drawn_launch_files_8.jsonl": "fifth draw, its second half",
 }
 """What the page calls the labelled files, by the file of their labels."""
 
@@ -100,6 +107,8 @@ NOT_HERE = re.compile(
     r"\bstands? in\b|\bstands? elsewhere\b|\bregistered elsewhere\b|\bleft to\b|\ban option of the file\b"
 )
 """What a remark or an error says of a value that the file leaves to others."""
+ASSUMES = "the KL does not stand in this file: "
+"""How an answer begins that rests on a config or a script which was not read."""
 VERSION_WORDS = re.compile(r"\b(since|before|up to|new in|older|earlier|later|until|by default in)\b")
 """What a remark on another version of a system says (rule 2)."""
 ALL_ELSEWHERE = re.compile(r"\bstands? in\b|\bholds all\b|\bown (code|runner)\b|\bbase config\b|\bbecomes\b")
@@ -226,6 +235,8 @@ def verdict(label: Mapping[str, Any], answer: Answer, systems: Mapping[str, str]
     if label["kind"] == NOT_A_TRAINING:
         if answer.error and not answer.is_traceback:
             return Verdict("right")
+        if any(remark.startswith(ASSUMES) for remark in answer.remarks):
+            return Verdict("right in a remark", ("all settings are its caller's, as the first line says",))
         return Verdict("wrong", (f"read as a run of {answer.system or answer.error}",))
     if answer.is_traceback:
         return Verdict("wrong", (f"a traceback: {answer.error[:100]}",))
@@ -236,6 +247,8 @@ def verdict(label: Mapping[str, Any], answer: Answer, systems: Mapping[str, str]
         return _verdict_on_another_kind(label, answer)
     if answer.system not in expected:
         return Verdict("wrong", (f"system {answer.system}, not {label['system']}",))
+    if label["kl"] == "unknown":
+        return _verdict_on_an_open_label(answer)
     if answer.instead:
         return _verdict_on_words(label, answer)
     return _verdict_on_terms(label, answer)
@@ -293,9 +306,19 @@ def _verdict_on_another_kind(label: Mapping[str, Any], answer: Answer) -> Verdic
     return Verdict("wrong", (f"{label['kind']} read as a run of {answer.system} with a KL",))
 
 
+def _verdict_on_an_open_label(answer: Answer) -> Verdict:
+    """Rule 6."""
+    if any(NOT_HERE.search(remark) for remark in answer.remarks):
+        return Verdict("right in a remark", ("the KL does not stand in the file, as a remark says",))
+    return Verdict("wrong", ("the KL does not stand in the file, and no remark says so",))
+
+
 def _verdict_on_words(label: Mapping[str, Any], answer: Answer) -> Verdict:
     """Rule 3."""
     if label["kl"] == "none":
+        says_so = any(NOT_HERE.search(remark) for remark in answer.remarks)
+        if says_so and _is_all_open(label):
+            return Verdict("right in a remark", ("the KL does not stand in the file, as a remark says",))
         return Verdict("wrong", (f"placement: no KL expected, but: {answer.instead[:100]}",))
     text = " ".join((answer.instead, *answer.remarks))
     names_estimators = all(_names_estimator(text, item["name"]) for item in label["estimators"])

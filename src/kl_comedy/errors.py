@@ -48,6 +48,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "epochs": ("updates_per_batch", "algorithm.updates_per_batch"),
     "estimator": ("kl.0.estimator",),
     "group_size": ("rollout.group_size",),
+    "k4": ("k3",),
     "kl_coef": ("beta", "kl.0.beta"),
     "learning_rate": ("lr", "optimizer.lr"),
     "lr": ("optimizer.lr",),

@@ -330,6 +330,7 @@ def mine(log_ratio):
 """
 
 REFUSED = {
+    ("k4",): "NAME: got 'k4', neither a recipe nor an estimator; did you mean 'k3'?",
     ("gpro",): "gpro: neither a recipe nor a file; did you mean 'grpo'?",
     ("missing.yaml",): "missing.yaml",
     (

@@ -46,7 +46,9 @@ def test_the_processes_in_plain_words(overrides, words):
     ("overrides", "lines"),
     [
         (["algorithm.updates_per_batch=2"], ["no KL of this run acts: k1_reverse_token in loss: off-policy"]),
-        (["kl.0.beta=0"], []),
+        (["kl.0.beta=0"], ["no KL of this run acts: every beta is 0, so that it is measured only"]),
+        (["kl=[{estimator: k1, placement: loss, beta: 0}, {estimator: k2, placement: loss}]"], []),
+        (["kl=[]"], []),
     ],
 )
 def test_a_run_in_which_no_kl_acts_says_so_in_one_line(overrides, lines, caplog):
@@ -72,6 +74,12 @@ def test_several_updates_of_a_batch_are_off_policy_in_every_row():
     assert rows["samples"].endswith("off-policy after the first update of each batch")
     assert rows["kl.0"].endswith("beta 0.1: off-policy the gradient of no function")
     assert rows["learning"] == "rate 0.001, constant, of all weights"
+
+
+def test_a_term_without_a_coefficient_does_not_act():
+    rows = starts("kl=[{estimator: k1, placement: reward, beta: 0}, {estimator: k2, placement: loss, beta: 0.1}]")
+    assert rows["kl.0"] == "k1_reverse_token in reward to_go, beta 0: does not act, is measured only"
+    assert "on-policy token_reverse" in rows["kl.1"]
 
 
 def test_servers_elsewhere_get_the_merged_adapter_through_a_folder():
@@ -224,6 +232,8 @@ def config(tmp_path):
             ["data.train={dataset: hub, name: openai/gsm8k}"],
             r"data\.train\.split: the dataset 'hub' needs it",
         ),
+        (["kl=k4"], r"kl: got 'k4', .*; did you mean 'kl=\[\{estimator: k3, placement: loss\}\]'\?"),
+        (["kl=[{estimator: k4}]"], r"kl\.0\.estimator: got 'k4'; did you mean 'k3'\?"),
         (["eval.suites=[gsm8kk]"], r"eval\.suites: .*did you mean 'gsm8k'"),
     ],
 )

@@ -117,6 +117,8 @@ def test_the_recipe_without_terms_is_explained(kl_comedy):
         ("verl:kl_loss_typ=k3", "did you mean 'kl_loss_type'"),
         ("verl:kl_loss_type=k9", "low_var_kl"),
         ("grpoo", "did you mean 'grpo'"),
+        ("k4", "RECIPE: got 'k4', neither a recipe nor an estimator; did you mean 'k3'? It is an estimator"),
+        ("verl:kl_loss_type=k4", "did you mean 'k3'"),
     ],
 )
 def test_misuse_is_one_line_and_exit_2(kl_comedy, text, expected):
@@ -154,7 +156,27 @@ def test_the_first_answer_is_short_and_opens_with_the_row(kl_comedy):
 def test_no_first_answer_is_a_wall(kl_comedy, system):
     code, out, _ = kl_comedy("explain", f"{system}:")
     assert code == 0
-    assert len(out.splitlines()) <= 26
+    assert len(out.splitlines()) <= 22
+
+
+@pytest.mark.parametrize("system", ["slime", "miles"])
+def test_where_the_age_of_the_samples_is_not_known_the_answer_is_as_short(kl_comedy, system):
+    flags = f"{system}:use_kl_loss=true,kl_loss_coef=0.01"
+    _, out, _ = kl_comedy("explain", flags)
+    lines = out.splitlines()
+    assert lines[0].startswith("The number of updates per batch is rollout_batch_size / global_batch_size, not given")
+    assert len(lines) <= 15
+    assert [line.split()[0] for line in lines if line.startswith(("Fresh", "Stale", "To change"))] == [
+        "Fresh",
+        "Stale",
+        "To",
+        "Stale",
+    ]
+    assert "for that of each visited prefix set kl_loss_type=k2" in out
+    # What was left out is behind --full.
+    _, full, _ = kl_comedy("explain", flags, "--full")
+    assert "k3 x token ratio            set kl_loss_type=k3 use_unbiased_kl=true" in full
+    assert "To change      for the reverse KL of completions set kl_coef=0.01" in full
 
 
 def test_the_first_answer_tells_the_pull_in_one_line_for_each_kind_of_samples(kl_comedy):

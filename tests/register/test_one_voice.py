@@ -203,9 +203,12 @@ def decision_rows():
 
 # --- what an answer says ----------------------------------------------------------------------------------------------
 def answer_of(reading):
-    """The lines of `explain` for fresh and for stale samples, with each label's text in one piece."""
+    """The lines of `explain` for fresh, stale and unknown samples, with each label's text in one piece."""
     items = []
-    for line in first_answer(reading, replace(freshness_of(reading), regime=None)):
+    lines = []
+    for regime in ("on_policy", "off_policy", None):
+        lines += first_answer(reading, replace(freshness_of(reading), regime=regime))
+    for line in lines:
         if re.match(r"(  )?\S", line):
             items.append(line.strip())
         else:

@@ -271,8 +271,8 @@ def _is_main(term: KLTerm, new_corrections: Sequence[str]) -> bool:
 
 def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[str, AlgorithmContext]) -> None:
     """Add a recipe, a bare list of terms, or a config (whose algorithm is certified around its terms too)."""
-    from kl_comedy.kl.recipes import recipe, resolve_terms
-    from kl_comedy.registry import ADVANTAGES, ESTIMATORS, OWN_PART, RECIPES
+    from kl_comedy.kl.recipes import meant_estimator, recipe, resolve_terms
+    from kl_comedy.registry import ADVANTAGES, OWN_PART, RECIPES
 
     path = Path(name)
     if name in RECIPES:
@@ -280,7 +280,7 @@ def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[st
         return
     is_config = name.endswith((".yaml", ".yml"))
     if not is_config and not path.is_file() and shipped_config(name) is None:
-        if name in ESTIMATORS:
+        if meant_estimator(name) is not None:
             recipe(name, key="NAME")  # raises: it says what to write instead
         near = nearest(name, RECIPES.names())
         hint = f"; did you mean {near!r}?" if near else ""

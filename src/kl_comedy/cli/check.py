@@ -251,6 +251,8 @@ def _kl_terms(config: Config) -> dict[str, str]:
         meaning = f"{regime.replace('_', '-')} {verdict(term, regime)}"
         if term.reference == "sampler":
             meaning = "pulls towards the policy that sampled"
+        if term.beta == 0:
+            meaning = "does not act, is measured only"
         rows[f"kl.{position}"] = f"{term.label()}, beta {term.beta:g}: {meaning}"
     return rows or {"kl": "none"}
 

@@ -145,6 +145,7 @@ def _explain_file(name: str, launch: LaunchFile, format: str, full: bool) -> Non
     summary: dict[str, Any] = {
         "file": name,
         "defaults_before": launch.defaults_before,
+        "assumed": one_line(launch.assumed),
         "placement": placement_of(reading),
         "kl": _kl_rows(reading),
         "traps": _traps(reading),
@@ -248,11 +249,11 @@ def _explain_recipe(name: str, format: str, full: bool) -> None:
     from kl_comedy.cli.first_answer import recipe_answer
     from kl_comedy.kl import verdict
     from kl_comedy.kl.oracle.stored_certificates import certificates as stored_or_enumerated
-    from kl_comedy.kl.recipes import recipe
+    from kl_comedy.kl.recipes import meant_estimator, recipe
     from kl_comedy.peers.advice import what_to_use
-    from kl_comedy.registry import ESTIMATORS, OWN_PART, RECIPES
+    from kl_comedy.registry import OWN_PART, RECIPES
 
-    if name not in RECIPES and name not in ESTIMATORS:
+    if name not in RECIPES and meant_estimator(name) is None:
         hint = f"or flags, as verl:use_kl_loss=true (list peers), a file, or a pasted command in quotes; {OWN_PART}"
         raise bad_value("RECIPE", name, sorted(RECIPES.names()), hint)
     terms = recipe(name, key="RECIPE")
@@ -286,21 +287,26 @@ def _explain_peer(
 
     ``summary`` is what JSON has besides, of a file, and ``read_as`` the line that says as what it was read.
     """
-    from kl_comedy.cli.first_answer import first_answer
+    from kl_comedy.cli.first_answer import advice_for_both, first_answer
     from kl_comedy.peers.freshness import freshness_of
     from kl_comedy.peers.systems import find_system
 
     if format == "json":
         print(json.dumps({**(summary or {}), **_peer_row(reading)}, indent=1))
         return
-    remarks = (summary or {}).get("remarks", ())
-    print("\n".join(first_answer(reading, freshness_of(reading), remarks)))
+    remarks = list((summary or {}).get("remarks", ()))
+    # The first of the remarks, and above all lines.
+    assumed = remarks.pop(0) if (summary or {}).get("assumed") else ""
+    freshness = freshness_of(reading)
+    print("\n".join(first_answer(reading, freshness, remarks, assumed=assumed)))
     if read_as:
         print(f"\n{read_as}")
         _print_list("Remarks", remarks)
     for key in reading.sampling.unused:
         print(f"{key}: an option of {find_system(reading.system).title} that this answer does not use")
     if full:
+        if assumed or freshness.regime is None:
+            print("\n".join(("", *advice_for_both(reading))))
         _print_all(reading, summary)
     else:
         print(f"\n{REST}")

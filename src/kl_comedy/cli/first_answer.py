@@ -44,9 +44,15 @@ POLICIES = "policies of 3 tokens, 0.02 to 0.06 nats away"
 SAMPLES_OF_REGIME = {"on_policy": "fresh", "off_policy": "stale", "mixed": "stale"}
 
 
-def first_answer(reading: Reading, freshness: FreshnessAnswer, remarks: Sequence[str] = ()) -> list[str]:
-    """The lines for the flags of another system."""
-    lines = textwrap.wrap(freshness.sentence, WIDTH, break_on_hyphens=False)
+def first_answer(
+    reading: Reading, freshness: FreshnessAnswer, remarks: Sequence[str] = (), *, assumed: str = ""
+) -> list[str]:
+    """The lines for the flags of another system; ``assumed`` is what is supposed of a config that was not read."""
+    lines = []
+    if assumed:
+        # First: without it the lines below would be taken for what the file does.
+        lines += [*textwrap.wrap(f"{assumed[:1].upper()}{assumed[1:]}.", WIDTH, break_on_hyphens=False), ""]
+    lines += textwrap.wrap(freshness.sentence, WIDTH, break_on_hyphens=False)
     acting = None
     if reading.terms == ():
         acting = switched_on(reading)
@@ -56,18 +62,30 @@ def first_answer(reading: Reading, freshness: FreshnessAnswer, remarks: Sequence
         return lines
     regimes = _regimes(freshness.regime)
     if asked.terms:
-        certificates = asked.certificates(tuple(regimes))
-        for regime in regimes:
-            label = "It follows" if len(regimes) == 1 else SAMPLES_OF_REGIME[regime].capitalize()
-            lines += _line(label, _follows(regime, certificates, asked))
-            if regime in asked.holds_in:
-                lines += _pull(certificates[regime])
+        lines += _what_it_follows(asked, regimes)
+    if assumed:
+        # What to set is not known where what is set is not.
+        return lines
     trap = _trap(reading, asked, regimes, remarks)
     if trap:
         lines += _line("Trap", trap)
-    if asked.terms:
-        for samples in dict.fromkeys(SAMPLES_OF_REGIME[regime] for regime in regimes):
-            lines += _what_to_set(reading, asked, samples)
+    if asked.terms and len(regimes) == 1:
+        lines += _what_to_set(reading, asked, SAMPLES_OF_REGIME[regimes[0]])
+    elif asked.terms:
+        # Four forms with their flags would be as long as all the rest.
+        lines += _what_to_set(reading, asked, "fresh")
+        if _what_to_set(reading, asked, "stale"):
+            lines.append("Stale samples: which form to take is open; --full lists four, with their flags and risks.")
+    return lines
+
+
+def advice_for_both(reading: Reading) -> list[str]:
+    """All that can be set, on fresh and on stale samples: what the first answer leaves out where it knows neither."""
+    acting = switched_on(reading) if reading.terms == () else None
+    asked = acting or reading
+    lines = []
+    for samples in REGIME_OF_SAMPLES:
+        lines += _what_to_set(reading, asked, samples)
     return lines
 
 
@@ -172,6 +190,20 @@ def _regimes(regime: str | None) -> list[str]:
     if regime is None:
         return ["on_policy", "off_policy"]
     return [regime]
+
+
+def _what_it_follows(asked: Reading, regimes: Sequence[str]) -> list[str]:
+    """The direction and the pull in each regime; a pull that is the same in both stands once."""
+    lines = []
+    certificates = asked.certificates(tuple(regimes))
+    pulls = {regime: _pull(certificates[regime]) for regime in regimes if regime in asked.holds_in}
+    is_one_pull = len(pulls) > 1 and len({tuple(pull) for pull in pulls.values()}) == 1
+    for regime in regimes:
+        label = "It follows" if len(regimes) == 1 else SAMPLES_OF_REGIME[regime].capitalize()
+        lines += _line(label, _follows(regime, certificates, asked))
+        if not is_one_pull or regime == regimes[-1]:
+            lines += pulls.get(regime, [])
+    return lines
 
 
 def _follows(regime: str, certificates: Mapping[str, Certificate], reading: Reading) -> str:

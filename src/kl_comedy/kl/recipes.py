@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from kl_comedy.config.validate import option, parse_record
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import UserError, bad_value, meant, nearest, shown
 from kl_comedy.kl.beta import NEGATIVE, Beta, first_value, parse_beta
 from kl_comedy.kl.term import KLTerm
 from kl_comedy.registry import ESTIMATORS, RECIPES
@@ -247,16 +247,36 @@ def _optional_beta(value: Any, key: str) -> Beta | None:
     return parse_beta(value, key)
 
 
+def meant_estimator(name: str) -> str | None:
+    """The estimator that a name is, or is nearest to where it is no recipe's and near none; else None.
+
+    >>> meant_estimator("k3"), meant_estimator("k4"), meant_estimator("gpro")
+    ('k3', 'k3', None)
+    """
+    if name in RECIPES:
+        return None
+    if name in ESTIMATORS:
+        return name
+    if nearest(name, RECIPES.names()) is not None:
+        return None
+    return meant(name, ESTIMATORS.names())
+
+
 def recipe(name: str, *, beta: Any = None, key: str = "kl") -> tuple[KLTerm, ...]:
     """The terms of a recipe, all with ``beta`` where it is given.
 
     ``key`` is the config key that messages begin with. Raises :class:`UserError` for an unknown name, with the nearest
     one, for the name of an estimator, and for a ``beta`` beside terms whose betas differ.
     """
-    if name in ESTIMATORS and name not in RECIPES:
+    estimator = meant_estimator(name)
+    if estimator is not None:
+        kind = "an estimator, and"
+        if name != estimator:
+            kind = f"neither a recipe nor an estimator; did you mean {estimator!r}? It is an estimator, and"
         raise UserError(
-            f"{key}: got {name!r}, an estimator, and what it optimizes depends on where it stands: kl-comedy certify "
-            f"--term '{{estimator: {name}, placement: loss}}', or in Python KLTerm({name!r}, placement='loss')"
+            f"{key}: got {shown(name)}, {kind} what it optimizes depends on where it stands: kl-comedy certify "
+            f"--term '{{estimator: {estimator}, placement: loss}}', or in Python "
+            f"KLTerm({estimator!r}, placement='loss')"
         )
     terms: tuple[KLTerm, ...] = RECIPES.get(name, key=key).fn()
     if beta is None:
@@ -322,9 +342,12 @@ def _names_a_recipe(value: Any) -> bool:
 
 def _parse_recipe(value: Any, key: str) -> tuple[KLTerm, ...]:
     if isinstance(value, str):
-        if value in ESTIMATORS and value not in RECIPES:
+        estimator = meant_estimator(value)
+        if estimator is not None:
+            kind = "an estimator" if value == estimator else "neither a recipe nor an estimator"
+            instead = f"{key}=[{{estimator: {estimator}, placement: loss}}]"
             raise UserError(
-                f"{key}: got {value!r}, an estimator; did you mean '{key}=[{{estimator: {value}, placement: loss}}]'? "
+                f"{key}: got {shown(value)}, {kind}; did you mean '{instead}'? "
                 "(or the name of a recipe: kl-comedy list recipes)"
             )
         return recipe(value, key=key)

@@ -155,6 +155,11 @@ class _Computation:
         unit = case.get("unit", "per batch")
         equation = self._equation(times, over)
         unknown = [name for name, value in zip((*times, *over), values, strict=True) if value is None]
+        is_nothing_given = not any(
+            name in self.sampling.given or name in self.sampling.unknown for name in self.options
+        )
+        if unknown and is_nothing_given:
+            return None, f"the number of updates {unit} is {equation}, not given here"
         if unknown:
             return None, f"the number of updates {unit} depends on {' and '.join(unknown)} ({equation})"
         numbers = [value for value in values if value is not None]

@@ -62,6 +62,8 @@ RL_PROGRAM = re.compile(r"(.*_)?(rl|rlhf|rlvr|grpo|ppo|rloo|dapo|gspo|reinforce)
 """Names of scripts that train by RL, perhaps after SFT."""
 TRAINER = re.compile(r"(.*_)?(main|train|trainer|ppo|grpo|rloo|rl|dapo)(_.*)?")
 """Names of programs that train: scripts that prepare data or convert checkpoints have others."""
+MAX_FLAGS_NAMED = 4
+"""Flags that an assumption names."""
 MAX_NAMED = 3
 """Keys and programs that one message names."""
 OWN_LOSS = re.compile(
@@ -77,12 +79,14 @@ class LaunchFile:
     """The KL flags that a file sets. ``remarks`` name what the file does not say for certain.
 
     ``defaults_before``: the release before which a default was taken; empty where all are those of the version read.
+    ``assumed``: where the KL stands in another file that was not read, what the answer supposes of it; else empty.
     """
 
     system: System
     given: Mapping[str, Value]
     remarks: tuple[str, ...]
     defaults_before: str = ""
+    assumed: str = ""
     sampling: Sampling = field(default_factory=Sampling)
 
     def reading(self) -> Reading:
@@ -114,15 +118,17 @@ def launch_of(parsed: Parsed, *, system: str | None, overrides: Sequence[str]) -
     values.read()
     # Who names the system wants its defaults.
     if system is None:
-        _refuse_settings_elsewhere(values)
-    remarks = list(values.remarks())
+        _refuse_code_elsewhere(values)
+    assumed = _assumption(values)
+    remarks = [assumed] if assumed else []
+    remarks += values.remarks()
     if not values.given and not remarks:
         remarks.append(f"no flag of the KL is set in the file: the answer is the defaults of {chosen.title}")
-    remarks += _unread_remarks(chosen, parsed)
+    remarks += _unread_remarks(chosen, parsed, assumed)
     if values.given:
         remarks += _own_trainer_remarks(chosen, parsed)
     else:
-        remarks += _started_remarks(chosen, parsed)
+        remarks += _started_remarks(chosen, parsed, assumed)
     remarks += _foreign_key_remarks(chosen, parsed)
     remarks += _kind_remarks(chosen, parsed)
     # Last: what the remarks above say of a file that sets no flag is not about values of an earlier release.
@@ -133,6 +139,7 @@ def launch_of(parsed: Parsed, *, system: str | None, overrides: Sequence[str]) -
         given=values.given,
         remarks=tuple(dict.fromkeys(remarks)),
         defaults_before=values.defaults_before,
+        assumed=assumed,
         sampling=sampling_of(chosen, _in_scope(chosen, parsed.settings), values.release(), told),
     )
 
@@ -146,19 +153,10 @@ def _add_override(override: str, system: System, parsed: Parsed) -> None:
     parsed.add(Setting(key, text))
 
 
-def _refuse_settings_elsewhere(values: _Values) -> None:
-    """Raises :class:`UserError` where a config, or a script that starts the training, is not read and may hold all.
-
-    The system's own configs have its defaults.
-    """
+def _refuse_code_elsewhere(values: _Values) -> None:
+    """Raises :class:`UserError` where code that is not in the file decides: a loss, or the program that starts it."""
     system = values.system
     parsed = values.parsed
-    takes_a_config = "hydra.main" in parsed.calls or any(_found(system.needs_config, parsed))
-    if takes_a_config and not values.firm:
-        raise UserError(
-            "cannot tell from this file: it takes all settings from a config that its caller names, which is not "
-            f"read; explain that config (--system {system.name} gives the defaults)"
-        )
     for setting in _in_scope(system, parsed.settings):
         if _is_own_loss(system, setting):
             raise UserError(
@@ -166,7 +164,8 @@ def _refuse_settings_elsewhere(values: _Values) -> None:
                 f"author's own beside or in place of the policy loss, which is not read (--system {system.name} reads "
                 "the flags all the same)"
             )
-    if parsed.is_imported and not values.given:
+    # A module may well set another flag, and take those of the KL from an argument.
+    if parsed.is_imported and not values.gives_the_kl():
         raise UserError(
             "cannot tell from this file: it defines classes and functions and starts nothing; its settings come from "
             f"the program that imports it, which is not read; explain that program (--system {system.name} gives the "
@@ -177,21 +176,44 @@ def _refuse_settings_elsewhere(values: _Values) -> None:
             f"cannot tell from this file: it makes {parsed.idle_trainer} and never starts it, so that nothing is "
             f"trained here (--system {system.name} reads its settings all the same)"
         )
+
+
+def _assumption(values: _Values) -> str:
+    """What the answer supposes where a config, or a script that starts the training, is not read and may hold the KL.
+
+    Empty where the file sets a flag of the KL, or is run with a config of the system itself, which has its defaults.
+    """
+    elsewhere = _settings_elsewhere(values)
+    if not elsewhere:
+        return ""
+    flags = [flag.where for flag in values.system.flags if flag.is_of_kl]
+    return (
+        f"the KL does not stand in this file: {elsewhere} may set it and is not read. The answer is what "
+        f"{values.system.title} does where none of {', '.join(flags[:MAX_FLAGS_NAMED])} is set there"
+    )
+
+
+def _settings_elsewhere(values: _Values) -> str:
+    """What may hold all settings of the KL and is not read: the config of a program, a script, a base config."""
+    parsed = values.parsed
+    takes_a_config = "hydra.main" in parsed.calls or any(_found(values.system.needs_config, parsed))
+    if takes_a_config and not values.firm:
+        return "the config or command line of the program's caller"
     if values.named:
-        return
+        return ""
     scripts = [program for program in parsed.started if program.endswith(SHELL_SUFFIXES)]
     if scripts and len(scripts) == len(parsed.started):
-        raise UserError(
-            f"cannot tell from this file: it sets no flag of the KL, and {scripts[-1][:100]}, which it starts, is not "
-            f"read; explain that script (--system {system.name} gives the defaults)"
-        )
+        return f"{scripts[-1][:100]}, which it starts,"
     for unread in parsed.unread:
-        is_own = any(re.search(rf"(^|[/ ]){config}(\.yaml)?$", unread.what) for config in system.own_configs)
-        if unread.may_hold_all and not is_own and _bears_on(unread, _classes_of(system)):
-            raise UserError(
-                f"cannot tell from this file: it sets no flag of the KL, and {unread.what}, which may hold them, is "
-                f"not read; explain that config (--system {system.name} gives the defaults)"
-            )
+        is_own = any(re.search(rf"(^|[/ ]){config}(\.yaml)?$", unread.what) for config in values.system.own_configs)
+        if is_own or not _bears_on(unread, _classes_of(values.system)):
+            continue
+        if unread.may_hold_all:
+            return unread.what
+        # Groups of Hydra, as `defaults: trainer: ddp`, are parts.
+        if re.fullmatch(r"defaults: [^:]+", unread.what):
+            return f"its base ({unread.what})"
+    return ""
 
 
 def _is_own_loss(system: System, setting: Setting) -> bool:
@@ -226,6 +248,10 @@ class _Values:
             if flag is not None:
                 self._take(flag, setting)
 
+    def gives_the_kl(self) -> bool:
+        """Whether the file gives a flag of the KL a value."""
+        return any(flag.is_of_kl and flag.name in self.given for flag in self.system.flags)
+
     def _told_by_marks(self) -> None:
         """Flags that are given by a class, a command or a section, and not by a value."""
         for name, values in self.system.told_by.items():
@@ -257,10 +283,19 @@ class _Values:
                 f"{setting.key}: {shown(setting.text)} {why}; {taken} is taken (give {flag.name}=...)"
             ]
             return
-        value = self._value(flag, setting)
+        try:
+            value = self._value(flag, setting)
+        except UserError as error:
+            # What the KL is, is not guessed. Of any other choice, a fork or a registered function may have more.
+            if flag.is_of_kl or not flag.choices:
+                raise
+            acting = format_value(self.given.get(flag.name, flag.default))
+            self.notes[flag.name] = [f"{error}: code that is not in this file may read it; {acting} is taken"]
+            return
         notes = []
         if setting.text is not None and setting.text != _first_of_sweep(setting.text, flag):
-            notes.append(f"{_written(setting)}: the values of a sweep; the first is taken")
+            swept = f"{_written(setting)}: the values of a sweep, and which of them runs is not in this file"
+            notes.append(f"{swept}; the first is taken")
         if self.given.get(flag.name, value) != value:
             self.others.append(f"{setting.key}: given more than once; the last value is taken")
         if value == CUSTOM and setting.text != CUSTOM:
@@ -409,14 +444,14 @@ def _classes_of(system: System) -> list[re.Pattern[str]]:
     return [re.compile(pattern) for pattern in system.classes]
 
 
-def _unread_remarks(system: System, parsed: Parsed) -> Iterator[str]:
+def _unread_remarks(system: System, parsed: Parsed, assumed: str) -> Iterator[str]:
     """Base configs, ``**options`` and here-documents: what they set is missing in the answer."""
     for unread in parsed.unread:
-        if _bears_on(unread, _classes_of(system)):
+        if unread.what not in assumed and _bears_on(unread, _classes_of(system)):
             yield f"{unread.what} is not read: what it sets is missing here, and defaults of {system.title} stand in"
 
 
-def _started_remarks(system: System, parsed: Parsed) -> Iterator[str]:
+def _started_remarks(system: System, parsed: Parsed, assumed: str) -> Iterator[str]:
     """Scripts and modules of the author's own that a file starts: they may set what the file does not."""
     of_the_system = [re.compile(pattern) for pattern in system.marks.words]
     for program in dict.fromkeys(parsed.started):
@@ -425,7 +460,7 @@ def _started_remarks(system: System, parsed: Parsed) -> Iterator[str]:
         names = (program, program.rsplit("/", 1)[-1])
         # An entry point of the system itself has the defaults that stand in; an example has settings of its own.
         is_entry_point = any(pattern.fullmatch(name) for pattern in of_the_system for name in names)
-        if is_example or not is_entry_point:
+        if (is_example or not is_entry_point) and program[:100] not in assumed:
             yield (
                 f"{program[:100]}, which the file starts, is not read: where it sets flags of the KL, they act and "
                 f"not the defaults of {system.title}"
@@ -638,6 +673,11 @@ def _refuse_other_runs(system: System, parsed: Parsed) -> None:
         )
     for run in system.other_runs:
         found = list(_found(run.marks, parsed))
+        if found and "backward" in parsed.calls and found[0] in parsed.calls:
+            raise UserError(
+                f"cannot tell from this file: it computes its loss and calls backward itself, so that the KL stands in "
+                f"its own code, which is not read as flags (--system {system.name} reads its flags all the same)"
+            )
         if found:
             raise UserError(
                 f"{found[0]} has none of the KL flags of {system.title} that explain knows: it is {run.name}. "

@@ -33,9 +33,10 @@ def python(text: str, parsed: Parsed) -> None:
     for comment in re.findall(r"(?m)^#.*$", text):
         parsed.words += [requirement[0] for requirement in REQUIREMENT.finditer(comment)]
     tree = ast.parse(text)
-    _Module(tree, parsed).read()
     # A here-document and a cell belong to a program that runs.
-    if not parsed.started and not parsed.documents:
+    is_a_part = bool(parsed.started or parsed.documents)
+    _Module(tree, parsed).read()
+    if not is_a_part:
         parsed.is_imported = not _starts(tree)
         parsed.idle_trainer = _idle_trainer(tree)
 

@@ -275,6 +275,9 @@ def _flatten(data: Any, key: str, parsed: Parsed, origin: Origin = CERTAIN, scop
         if isinstance(data, str) and _holds_a_command(data):
             # `run: |` of SkyPilot, `command:` of a cluster's job.
             shell(data, parsed)
+        if _is_list_of_values(data):
+            # A sweep of the author's own: `init_kl_coef: [0, 0.001]`. A flag takes the first, with a remark.
+            text, literal = ", ".join(plain_text(value)[0] for value in data), True
         parsed.add(Setting(key, text, literal and is_literal(text), origin, scope))
 
 
@@ -284,6 +287,14 @@ def _holds_a_command(text: str) -> bool:
 
 def _is_list_of_mappings(data: Any) -> bool:
     return isinstance(data, list) and bool(data) and all(isinstance(item, Mapping) and item for item in data)
+
+
+def _is_list_of_values(data: Any) -> bool:
+    """Whether a list is of numbers, or of one value."""
+    if not isinstance(data, list) or not data:
+        return False
+    are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in data)
+    return are_numbers or (len(data) == 1 and isinstance(data[0], str | bool))
 
 
 def _is_list_of_commands(data: Any) -> bool:

@@ -720,8 +720,9 @@ def flag_of_key(flags: Sequence[Flag], key: str) -> Flag | None:
             exact.append(flag)
         if dot and f".{flag_key(flag.where)}".endswith(f".{key}"):
             tail.append(flag)
-        # A flag without a path, in a file that has sections.
-        if dot and "." not in flag.where and last_part == flag.name:
+        # A flag without a path, or an older bare name of one, in a file that has sections.
+        is_bare = "." not in flag.where and last_part == flag.name
+        if dot and (is_bare or last_part in flag.aliases):
             nested.append(flag)
     # From the surest to the least sure; several that fit equally well are none.
     for matches in (exact, tail, nested):

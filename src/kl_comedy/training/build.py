@@ -164,7 +164,9 @@ def warn_about(run: Run) -> None:
     warnings: list[str] = []
     for term in run.terms.values():
         warnings += term_warnings(term, off_policy=off_policy)
-    if idle_terms(run.terms.values(), off_policy=off_policy):
+    if run.terms and all(term.beta == 0 for term in run.terms.values()):
+        warnings = ["no KL of this run acts: every beta is 0, so that it is measured only"]
+    elif idle_terms(run.terms.values(), off_policy=off_policy):
         warnings = [f"no KL of this run acts: {'; '.join(warnings)}"]
     for warning in warnings:
         log.warning(warning)
