@@ -115,7 +115,7 @@ COLUMNS: Mapping[str, Column] = {
     "versions": Column(
         "the version of the weights that drew each token; -1: weights of another run", "ints", _list_of(_is_version)
     ),
-    "stop_reason": Column("eos, stop or length", "text", STOP_REASONS.__contains__),
+    "stop_reason": Column("eos, stop, length or failed", "text", STOP_REASONS.__contains__),
     "text": Column("the decoded completion, without special tokens", "text", _is_text),
     "reward": Column("the weighted reward", "float", _is_number),
     "status": Column(f"one of {', '.join(STATUSES)}", "text", STATUSES.__contains__),
@@ -127,8 +127,11 @@ COLUMNS: Mapping[str, Column] = {
         _is_flags,
         required=False,
     ),
+    "environment": Column("the parts of the reward that an environment gave", "parts", _is_parts, required=False),
 }
 """Columns of a recording by name. Their order is that of the stored Parquet files."""
+MAPS = tuple(name for name, column in COLUMNS.items() if column.kind == "parts")
+"""Columns that map names to numbers."""
 
 
 def to_row(batch: int, scored: Scored, *, temperature: float) -> dict[str, Any]:
@@ -149,6 +152,7 @@ def to_row(batch: int, scored: Scored, *, temperature: float) -> dict[str, Any]:
         "parts": dict(reward.parts),
         "temperature": temperature,
         "trained": list(rollout.trained),
+        "environment": dict(rollout.parts),
     }
 
 
@@ -166,6 +170,7 @@ def from_row(row: Mapping[str, Any], prompt: Prompt) -> Scored:
         stop_reason=row["stop_reason"],
         text=row["text"],
         trained=_trained(row),
+        parts=dict(row.get("environment") or {}),
     )
     reward = Reward(value=row["reward"], status=row["status"], parts=dict(row["parts"]))
     return Scored(rollout=rollout, reward=reward)
@@ -226,7 +231,7 @@ def _parquet_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
     }
     schema = pa.schema([(name, types[column.kind]) for name, column in COLUMNS.items()])
     # Arrow takes a map as its list of pairs.
-    arrow_rows = [{**row, "parts": list(row["parts"].items())} for row in rows]
+    arrow_rows = [{**row, **{name: list(row[name].items()) for name in MAPS}} for row in rows]
     # With the schema: types that Arrow would infer depend on the rows, and an empty list has none.
     table = pa.Table.from_pylist(arrow_rows, schema=schema)
     buffer = io.BytesIO()
@@ -412,8 +417,9 @@ def _parquet_rows(file: Path, start: int) -> Iterator[_StoredRow]:
 
 def _parquet_row(file: Path, number: int, content: dict[str, Any]) -> _StoredRow:
     # Arrow gives a map as its list of pairs.
-    if isinstance(content.get("parts"), list):
-        content["parts"] = dict(content["parts"])
+    for name in MAPS:
+        if isinstance(content.get(name), list):
+            content[name] = dict(content[name])
     place = f"{KEY}: {file}, row {number + 1}"
     return _StoredRow(file=file, start=number, place=place, content=content)
 
