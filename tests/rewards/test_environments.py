@@ -134,5 +134,5 @@ def test_parts_of_the_environment_enter_the_reward_by_their_weights(rewards, wei
 
 def test_a_part_may_not_have_the_name_of_a_reward():
     environment = EnvironmentConfig(name="calculator", weights={"exact_answer": 1.0})
-    with pytest.raises(UserError, match="environment.weights"):
+    with pytest.raises(UserError, match=r"environment\.weights"):
         RewardSum([RewardConfig(name="exact_answer")], environment=environment)
