@@ -243,22 +243,22 @@ def test_log_probs_of_every_turn_are_those_of_the_whole_dialogue(top_logps):
 
 def letters():
     """A tokenizer of letters with the end token ``<e>``, which can also be spelled."""
-    inner = Tokenizer(models.WordLevel({token: n for n, token in enumerate(["<e>", "<", "e", ">"])}))
+    inner = Tokenizer(models.WordLevel({token: n for n, token in enumerate(["<", "<e>", "e", ">"])}))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<e>")
 
 
 def test_the_name_of_the_end_token_in_an_observation_is_ordinary_text():
     observation = ObservationText(dataclasses.replace(LOADED, tokenizer=letters()), 9, ("", ""))
-    assert observation.ids("<e>", last_id=3) == (1, 2, 3)
+    assert observation.ids("<e>", last_id=3) == (0, 2, 3)
 
 
 def test_an_end_token_that_a_tokenizer_makes_of_it_is_a_failure():
     tokenizer = letters()
 
     class Deaf:
-        eos_token_id = 0
-        all_special_ids = (0,)
+        eos_token_id = 1
+        all_special_ids = (1,)
 
         def __call__(self, text, **options):
             return tokenizer(text, add_special_tokens=False)
