@@ -42,3 +42,19 @@ class Obedient:
 
 if "obedient" not in ENVIRONMENTS:
     ENVIRONMENTS.register("obedient", source="tests", parts=("turns",))(Obedient)
+
+
+class Moody:
+    """Fails on each turn that begins with an odd digit."""
+
+    def reset(self, problem):
+        return None
+
+    def step(self, state, text):
+        if text[:1] in ("1", "3", "5", "7", "9"):
+            raise ValueError("not now")
+        return Step(done=True)
+
+
+if "moody" not in ENVIRONMENTS:
+    ENVIRONMENTS.register("moody", source="tests")(Moody)
