@@ -48,6 +48,7 @@ WITHIN_A_LAYER = {
     ("config", "redaction"),
     ("kl", "objective"),  # the oracle puts the algorithm around the terms
     ("models", "data"),  # the pocket policy is pretrained on demonstrations of its own problems
+    ("rollouts", "rewards"),  # a dialogue asks an environment, which is in the workers of rewards
     ("rollouts", "models"),  # the sampler runs the policy with the models' attention
     ("training", "evaluation"),  # a run evaluates between updates
     ("slurm", "training"),  # cells are runs: their plugins and folders

@@ -246,7 +246,7 @@ def verdicts() -> str:
 
 
 def names() -> str:
-    """Built-in corrections, and rewards with their options."""
+    """Built-in corrections, rewards and environments, the latter two with their options."""
     # A correction has no column of options: its only option is a field of the term.
     correction_rows = []
     for entry in built_in(KINDS["corrections"]):
@@ -257,7 +257,11 @@ def names() -> str:
 
     corrections = table(("name", "what it is"), correction_rows)
     rewards = table(("name", "what it is", "options"), reward_rows)
-    return f"### corrections\n\n{corrections}\n\n### rewards\n\n{rewards}"
+    environment_rows = []
+    for entry in built_in(KINDS["environments"]):
+        environment_rows.append((code_span(entry.name), entry.summary.replace("``", "`"), options_of(entry)))
+    environments = table(("name", "what it is", "options"), environment_rows)
+    return f"### corrections\n\n{corrections}\n\n### rewards\n\n{rewards}\n\n### environments\n\n{environments}"
 
 
 # --- architecture: packages --------------------------------------------------------------------------------------

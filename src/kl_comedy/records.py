@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Stop reasons and statuses are stored with sampled completions, and names of metrics contain the statuses.
-STOP_REASONS = ("eos", "stop", "length")
-"""Why a completion ended: the end token, a stop string, or the limit on new tokens (truncated)."""
+STOP_REASONS = ("eos", "stop", "length", "failed")
+"""Why a completion ended: the end token, a stop string, a limit on tokens or turns (truncated), or an environment that
+failed (the completion is then left out of the loss)."""
 
 FOREIGN_VERSION = -1
 """Version of a token that no weights of this run drew: of another run's recorded rollouts, or an environment's."""
@@ -86,6 +87,7 @@ class Rollout:
 
     ``trained[t]`` is False at a token that an environment wrote (a tool's reply): the policy attends to it, and nothing
     else reads it. Its log-prob is 0 and its version :data:`FOREIGN_VERSION`. Empty: the policy drew every token.
+    ``parts`` are those of the reward that the environment gave, summed over the turns.
     Raises :class:`ValueError` where ``trained`` has another length, or the policy drew no token at all.
     """
 
@@ -98,6 +100,7 @@ class Rollout:
     stop_reason: str
     text: str
     trained: tuple[bool, ...] = ()
+    parts: Mapping[str, float] = field(default_factory=dict)
     # Ids and log-probs [T, K] of the sampler's likeliest tokens before each token, in order; None unless a term reads
     # them (KLTerm.score_centring). Left out of ==, which has no answer for tensors.
     sampler_top: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
@@ -125,6 +128,21 @@ class Rollout:
     def drawn_versions(self) -> tuple[int, ...]:
         """The version of the weights, for each token that the policy drew."""
         return tuple(compress(self.versions, self.trained_mask))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What an environment answers to one turn of the policy.
+
+    ``observation``: the text that the policy reads before its next turn. ``done``: the dialogue ends with the policy's
+    turn, and no observation is added. ``state``: what the environment gets back at the next turn, as JSON holds it.
+    ``parts``: what the turn earned, by the names that the environment declares.
+    """
+
+    observation: str = ""
+    done: bool = False
+    state: Any = None
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

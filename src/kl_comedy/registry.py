@@ -239,6 +239,7 @@ ADVANTAGES: Registry[Any] = Registry("advantages", "kl_comedy.objective")
 POLICY_LOSSES: Registry[Any] = Registry("policy_losses", "kl_comedy.objective")
 POLICY_CORRECTIONS: Registry[Any] = Registry("policy_corrections", "kl_comedy.objective")
 REWARDS: Registry[Any] = Registry("rewards", "kl_comedy.rewards")
+ENVIRONMENTS: Registry[Any] = Registry("environments", "kl_comedy.rewards")
 ROLLOUTS: Registry[Any] = Registry("rollouts", "kl_comedy.rollouts")
 DATASETS: Registry[Any] = Registry("datasets", "kl_comedy.data")
 CALLBACKS: Registry[Any] = Registry("callbacks", "kl_comedy.training", "kl_comedy.audit")
@@ -253,6 +254,7 @@ _TABLES = (
     POLICY_LOSSES,
     POLICY_CORRECTIONS,
     REWARDS,
+    ENVIRONMENTS,
     ROLLOUTS,
     DATASETS,
     CALLBACKS,

@@ -16,7 +16,7 @@ from commands import cpu_limit
 from kl_comedy import plugins
 from kl_comedy.config import config_hash, flatten, load_config, stored_text, to_yaml
 from kl_comedy.config.load import differing_keys
-from kl_comedy.config.schema import CallbackConfig, DatasetConfig, LoggerConfig, RewardConfig
+from kl_comedy.config.schema import CallbackConfig, DatasetConfig, EnvironmentConfig, LoggerConfig, RewardConfig
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.errors import UserError
 from kl_comedy.registry import KINDS
@@ -637,6 +637,7 @@ def config_with(kind):
         "policy_losses": {"algorithm": dataclasses.replace(algorithm, policy_loss=name)},
         "policy_corrections": {"algorithm": dataclasses.replace(algorithm, correction={name: {}})},
         "rewards": {"rewards": [RewardConfig(name="math_verify"), RewardConfig(name=name)]},
+        "environments": {"environment": EnvironmentConfig(name=name)},
         "rollouts": {"rollout": dataclasses.replace(config.rollout, backend=name)},
         "datasets": {"data": dataclasses.replace(config.data, eval={"a": DatasetConfig(dataset=name)})},
         "callbacks": {"callbacks": [CallbackConfig(name=name)]},

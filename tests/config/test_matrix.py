@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import memory_engines
+from dialogues import DIALOGUES
 from rank_runs import COMMON, MIXED, assert_same, over
 from teachers import TEACHER
 from training_runs import ROOT, go, metrics_of
@@ -32,6 +33,7 @@ ALGORITHMS = {
     "exact KL, adaptive beta": ["kl=[{estimator: exact, placement: loss, beta: {target: 0.5}}]", "train.steps=3"],
     "audit": [*MIXED, "audit.every=1", "audit.terms=[own,grpo]", "model.gradient_checkpointing=true"],
     "audit of an adapter": ["audit.every=1", "model.lora={rank: 4}", "train.precision=bf16"],
+    "dialogues": DIALOGUES,
     "DPO": ["algorithm.dpo={}", "kl=[]"],
     "exact KL to a teacher": [*TEACHER, "kl=opd/reverse"],
     "k1 to a teacher in reward": [*TEACHER, "kl=opd/sampled"],
@@ -43,6 +45,8 @@ SAMPLERS = {
     "async, wait": ["lag.mode=async"],
     "LoRA, async, wait": ["lag.mode=async", "model.lora={rank: 4}"],
     "value head, async in memory": [*ALGORITHMS["value head"], "lag.mode=async", "rollout.backend=memory"],
+    "dialogues, two servers": [*DIALOGUES, "rollout.backend=hf_server", "rollout.options={servers: 2}"],
+    "dialogues, async in memory": [*DIALOGUES, "lag.mode=async", "rollout.backend=memory"],
     "two servers, bf16": ["rollout.backend=hf_server", "rollout.options={servers: 2}", "train.precision=bf16"],
 }
 """Samples are equal in one process and in two. "full" is ``hf`` on-policy."""
@@ -52,10 +56,10 @@ FREE = {
 }
 """Samples depend on who is faster."""
 WITH_DDP = ("full", "value head")
-SAMPLERS_WITH_DDP = ("hf_server, gloo", "value head, async in memory")
+SAMPLERS_WITH_DDP = ("hf_server, gloo", "value head, async in memory", "dialogues, async in memory")
 """What trains with ``ddp`` too. The others have nothing that depends on the strategy but the reading of shards, which
 is tested with ``fsdp``; tests/twin draws configs for both."""
-NOT_WITH_FSDP = ("value head, async in memory",)
+NOT_WITH_FSDP = ("value head, async in memory", "dialogues, async in memory")
 """The engines of the test copy a whole policy."""
 
 

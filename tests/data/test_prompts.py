@@ -303,3 +303,46 @@ def test_templates_are_rendered_in_a_child_that_is_gone_afterwards(tokenizer, mo
     # It was waited for: a child that nobody waits for stays as a zombie.
     with pytest.raises(ChildProcessError):
         os.waitpid(child, os.WNOHANG)
+
+
+# --- between two turns ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_the_text_between_two_turns_is_the_template_s(tokenizer, role):
+    before, after = prompts.turn_frame(PromptConfig(template="chat"), tokenizer, role=role)
+    turns = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "call"}]
+    turns.append({"role": role, "content": "4"})
+    whole = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    first = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+    assert first + "call" + before + "4" + after == whole
+
+
+def test_plain_text_has_nothing_between_two_turns(tokenizer):
+    assert prompts.turn_frame(PromptConfig(template="plain"), tokenizer, role="user") == ("", "")
+
+
+FORGETS_TURNS = (
+    "{% for m in messages %}{% if m['role'] != 'assistant' %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+    "{% endif %}{% endfor %}<|im_start|>assistant\n"
+)
+TRIMS_TURNS = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] | lower }}")
+NO_TOOLS = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (FORGETS_TURNS, "renders earlier turns anew"),
+        (TRIMS_TURNS, "renders earlier turns anew"),
+        (NO_TOOLS + TEMPLATE, "environment.role 'tool': no tools here"),
+    ],
+)
+def test_a_template_that_cannot_have_dialogues_is_refused(template, words):
+    with pytest.raises(UserError) as caught:
+        prompts.turn_frame(PromptConfig(template="chat"), make_tokenizer(chat=template), role="tool")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -102,7 +102,15 @@ SUITE = {
     "answer": "number",
     "max_new_tokens": 24,
 }
-POCKET_CONFIGS = ("quickstart", "hack_pocket", "record_pocket", "replay_pocket", "dpo_pocket", "async_pocket")
+POCKET_CONFIGS = (
+    "quickstart",
+    "hack_pocket",
+    "record_pocket",
+    "replay_pocket",
+    "dpo_pocket",
+    "async_pocket",
+    "tool_pocket",
+)
 GRIDS = {
     "configs/sweeps/pocket_beta.yaml": {"kl.0.estimator": ["k1", "k2", "k3"]},
     "configs/evidence/core.yaml": {"optimizer.lr": [1.0e-4, 3.0e-4]},
@@ -274,6 +282,9 @@ def make_small(config: Path) -> None:
         content["model"] = SMALL_MODEL
     if "data" in content:
         content["data"] = SMALL_DATA
+    if "environment" in content:
+        # A turn may not be longer than a whole completion, which is short now.
+        content["environment"]["turn_tokens"] = None
     config.write_text(yaml.safe_dump(content))
 
 

@@ -1,6 +1,7 @@
 """The examples run, say what they promise, and agree with the package."""
 
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from commands import Command
 from kl_comedy.kl import KLTerm, kl_surrogate
+from kl_comedy.records import Problem
 from kl_comedy.rewards import score
 from training_runs import TINY
 
@@ -129,6 +131,16 @@ def test_mini_has_the_surrogate_of_the_package(mini, fields, seed, rows, length)
     (small_grad_BT,) = torch.autograd.grad(small_BT.sum(), logp_BT)
     (whole_grad_BT,) = torch.autograd.grad(whole_BT.sum(), logp_BT)
     assert torch.allclose(small_grad_BT, whole_grad_BT, rtol=1e-12, atol=1e-12)
+
+
+def test_the_environment_gives_a_second_try():
+    environment = load("second_try").SecondTry(wrong="no")
+    state = environment.reset(Problem(id="a", text="3+4=", answer="7"))
+    first = environment.step(state, "3+4=8")
+    assert (first.observation, first.done) == ("no", False)
+    second = environment.step(json.loads(json.dumps(first.state)), "7")
+    assert (second.done, second.parts) == (True, {"solved": 0.5})
+    assert environment.step(state, "3+4=7").parts == {"solved": 1.0}
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from kl_comedy.records import Reward
 from kl_comedy.registry import REWARDS, load_plugin_file
 from kl_comedy.rewards import Job, RewardPool
 from kl_comedy.rewards import pool as pool_module
-from kl_comedy.rewards.pool import MIN_LIMIT_S, Budget, namespace
+from kl_comedy.rewards.pool import MIN_LIMIT_S, TIMED_OUT, Budget, Reply, namespace
 
 PLUGIN = '''
 import json, os, socket, struct, subprocess, sys, time
@@ -241,11 +240,11 @@ def test_an_item_that_others_have_cut_short_has_another_chance(
     seconds_needed = {"spin": 1e9, "slow": 0.5, HONEST: 0.0}
     limits: dict[str, list[float]] = {completion: [] for completion in seconds_needed}
 
-    def judged(self: RewardPool, job: Job, slot: int, limit_s: float, budget: Budget) -> tuple[Reward, float]:
+    def judged(self: RewardPool, job: Job, slot: int, limit_s: float, budget: Budget) -> tuple[Reply, float]:
         limits[job.completion].append(limit_s)
         if seconds_needed[job.completion] > limit_s:
-            return Reward(value=0.0, status="timeout"), limit_s
-        return Reward(value=1.0), 0.0
+            return TIMED_OUT, limit_s
+        return {"value": 1.0, "status": "ok", "parts": {}}, 0.0
 
     monkeypatch.setattr(RewardPool, "_judge", judged)
     monkeypatch.setattr(pool_module, "BATCH_BUDGET_S", 4.0)

@@ -324,7 +324,7 @@ def test_only_answers_of_the_worker_are_verdicts(body: str, monkeypatch: pytest.
     worker.process = SimpleNamespace(pid=os.getpid())
     worker.channel = SimpleNamespace(send=lambda frame: None, receive=partial(bytes.__add__, nonce, body.encode()))
     with pytest.raises(BrokenChannel):
-        worker.ask("judge", "obey", limit_s=1.0)
+        worker.ask("judge", "rewards", "obey", limit_s=1.0)
 
 
 @pytest.mark.parametrize("body", TOO_DEEP, ids=["lists", "mappings"])
@@ -456,7 +456,7 @@ def test_imports_for_a_second_reward_reach_later_judges(pool: RewardPool) -> Non
         assert run(single, "touch and recurse", "a")[1] == (1.0, "ok")
         assert single.run([of_another_reward])[0].value == 1.0
         assert list(single.workers.values()) == [worker], "only its judges were replaced"
-        assert worker.warmed == {"obey", "format"}
+        assert worker.warmed == {("rewards", "obey"), ("rewards", "format")}
 
 
 @contextmanager

@@ -30,6 +30,7 @@ def draw_row(draw, number):
         stop_reason=draw(st.sampled_from(STOP_REASONS)),
         text=draw(st.text(max_size=8)),
         trained=trained,
+        parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-5, 5), max_size=2)),
     )
     reward = Reward(
         value=draw(st.floats(-5, 5)),

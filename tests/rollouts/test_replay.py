@@ -70,7 +70,8 @@ def editable(recorded, tmp_path):
     for part in sorted((recorded.path / "rollouts").iterdir()):
         rows.extend(pyarrow.parquet.read_table(part).to_pylist())
     for row in rows:
-        row["parts"] = dict(row["parts"])  # Arrow gives a mapping as pairs
+        for name in ("parts", "environment"):
+            row[name] = dict(row[name])  # Arrow gives a mapping as pairs
     file = tmp_path / "edited.jsonl"
 
     def edit(change):

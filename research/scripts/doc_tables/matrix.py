@@ -23,6 +23,7 @@ ALGORITHMS = {
     "exact KL": ("kl=[{estimator: exact, placement: loss, beta: 0.1}]",),
     "KL to a teacher": ("reference.teacher={source: pocket}", "kl=opd/reverse"),
     "adaptive beta": ("kl=[{estimator: k1, placement: reward, beta: {target: 0.1}}]",),
+    "dialogues": ("environment.name=calculator",),
     "DPO": ("algorithm.dpo={}",),
     "audit": ("audit.every=10",),
 }

@@ -238,6 +238,9 @@ def _samples(config: Config) -> str:
         if lag.in_flight:
             age += ", weights in flight"
     per_batch = f"{config.rollout.prompts_per_batch} prompts x {config.rollout.group_size} completions per batch"
+    if config.environment is not None:
+        turns = config.environment.turns
+        per_batch += f", dialogues of at most {turns} {plural(turns, 'turn')} with {config.environment.name}"
     return f"{per_batch}, {updates} {plural(updates, 'update')} per batch; {age}"
 
 

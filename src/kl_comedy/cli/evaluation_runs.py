@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import shlex
 import tempfile
@@ -30,7 +31,7 @@ from kl_comedy.plugins import PluginSet
 from kl_comedy.progress import stages
 from kl_comedy.records import Problem
 from kl_comedy.registry import ROLLOUTS
-from kl_comedy.rewards import RewardSum
+from kl_comedy.rewards import RewardSum, shared_pool
 from kl_comedy.rollouts import RolloutBackend
 from kl_comedy.rollouts.sampler import capabilities_of
 from kl_comedy.tracking.store import clean_path
@@ -41,6 +42,7 @@ from kl_comedy.training.metrics import completion_metrics, load_eval_reference
 from kl_comedy.training.problems import eval_sampling, load_problem_sets, render_prompts
 from kl_comedy.training.run_folder import RunDir, step_of
 from kl_comedy.training.run_plugins import plugins_of
+from kl_comedy.training.sampling import with_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +145,7 @@ def evaluate_sets(config: Config, console: Console) -> list[dict[str, Any]]:
     settings = EvalSettings(samples=config.eval.samples, sampling=eval_sampling(config), measure=measure)
     rows = []
     with (
-        RewardSum(config.rewards, gold=config.gold) as scorer,
+        RewardSum(config.rewards, gold=config.gold, environment=config.environment) as scorer,
         _backend(config, loaded, None) as backend,
         stages(console, transient=True) as show,
     ):
@@ -176,6 +178,8 @@ def _backend(config: Config, loaded: LoadedModel, folder: Path | None) -> Iterat
     # The backend itself, not Sampler.of: nothing trains here, so nothing has to draw beside it.
     entry = ROLLOUTS.get(config.rollout.backend, key="rollout.backend")
     backend: Any = entry.fn(config.rollout, loaded=loaded)  # with work_in where its capabilities say so
+    # A policy of dialogues is evaluated with its environment, on suites too.
+    backend = with_environment(backend, config, loaded, shared_pool())
     try:
         # Only a suite has a folder; for sets the backend uses a temporary one.
         if folder is not None and capabilities_of(config.rollout.backend).needs_folder:
@@ -279,6 +283,9 @@ def _plan(
         "share_prompt": config.model.share_prompt,
     }
     plugins = _plugins(config, suite).hashes
+    # Without an environment there is no such key, as below.
+    if config.environment is not None:
+        identity["environment"] = dataclasses.asdict(config.environment)
     # A changed verifier is another evaluation. Without plugins there is no such key: stored records would not match.
     if plugins:
         identity["plugins"] = plugins
@@ -298,7 +305,7 @@ def _plan(
 
 def _plugins(config: Config, suite: SuiteConfig) -> PluginSet:
     """What the records of a suite depend on: its parts and the sampler, not the parts that only training uses."""
-    return plugins_of(Config(rollout=config.rollout), suite)
+    return plugins_of(Config(rollout=config.rollout, environment=config.environment), suite)
 
 
 @contextlib.contextmanager

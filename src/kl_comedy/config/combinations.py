@@ -25,7 +25,9 @@ def check_combinations(config: Config) -> None:
     for conflicts in (_processes, _precision, _optimizer):
         for conflict in conflicts(config):
             raise bad_value(*conflict)
-    if not config.rewards:
+    for conflict in _environment(config):
+        raise bad_value(*conflict)
+    if not config.rewards and not (config.environment and config.environment.weights):
         raise UserError("rewards: needs at least one reward, as in [{name: math_verify}]")
     if config.train.eval_every and not (config.data.eval or config.eval.suites):
         raise UserError(
@@ -77,6 +79,19 @@ def _batches(config: Config) -> Iterator[Conflict]:
             "at least 2",
             f"{algorithm.advantage} compares completions of one prompt",
         )
+
+
+def _environment(config: Config) -> Iterator[Conflict]:
+    environment = config.environment
+    if environment is None:
+        return
+    longest = config.rollout.max_new_tokens
+    if environment.turn_tokens is None and environment.turns > longest:
+        allowed = f"at most rollout.max_new_tokens ({longest})"
+        yield "environment.turns", environment.turns, allowed, "a turn has at least one token"
+    if environment.turn_tokens is not None and environment.turn_tokens > longest:
+        allowed = f"at most rollout.max_new_tokens ({longest})"
+        yield "environment.turn_tokens", environment.turn_tokens, allowed, "which counts the whole dialogue"
 
 
 def _lag(config: Config) -> Iterator[Conflict]:

@@ -167,6 +167,22 @@ class GoldConfig:
 
 
 @dataclass
+class EnvironmentConfig:
+    """What answers the policy between its turns: a completion is then a [dialogue](dialogues.md)."""
+
+    name: str = option("", "An [environment](#names).", registry="environments")
+    options: dict[str, Any] = option(dict, "Its options.")
+    weights: dict[str, float] = option(dict, "Factor of each of its parts in the sum of rewards.")
+    turns: int = option(4, "Most turns of the policy; a dialogue that is not over then counts as truncated.", minimum=1)
+    turn_tokens: int | None = option(
+        None, "Longest turn of the policy, in tokens; `null`: `rollout.max_new_tokens / turns`.", minimum=1
+    )
+    observation_tokens: int = option(256, "Longest observation, in tokens; a longer one is a failure.", minimum=1)
+    timeout_s: float = option(3.0, "CPU seconds per turn.", above=0)
+    role: str = option("user", "With `data.prompt.template: chat`: who says it.", choices=("user", "tool"))
+
+
+@dataclass
 class ValueConfig:
     """The value head of ``advantage: gae``: linear on the last hidden state."""
 
@@ -439,6 +455,9 @@ class Config:
     data: DataConfig = option(DataConfig)
     rollout: RolloutConfig = option(RolloutConfig)
     rewards: list[RewardConfig] = option(lambda: [RewardConfig()], "Their weighted sum is the reward.")
+    environment: EnvironmentConfig | None = option(
+        None, "What answers the policy between its turns ([dialogues](dialogues.md))."
+    )
     gold: GoldConfig | None = option(
         None, "What evaluations measure where `rewards` are a [proxy](hacking.md) of it; `null`: the rewards."
     )

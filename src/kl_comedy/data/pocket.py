@@ -167,6 +167,21 @@ def write_steps(chain: list[tuple[str, int]]) -> str:
     return ";".join(f"{left}={result}" for left, result in chain)
 
 
+def write_calls(chain: list[tuple[str, int]]) -> list[tuple[str, bool]]:
+    """A chain as a dialogue with the environment ``calculator``: text, and whether the policy writes it.
+
+    >>> write_calls([("37+45", 82), ("82+28", 110)])
+    [('37+45==', True), ('82;', False), ('82+28==', True), ('110;', False), ('110', True)]
+    """
+    dialogue = []
+    result = chain[0][1]
+    for left, result in chain:
+        dialogue.append((f"{left}==", True))
+        dialogue.append((f"{result};", False))
+    dialogue.append((str(result), True))
+    return dialogue
+
+
 def _check_settings(config: DatasetConfig, *, key: str) -> None:
     refuse_unused(config, "name", "path", "subset", "fields", key=key)
 

@@ -222,6 +222,34 @@ def _chat(texts: Sequence[str], config: PromptConfig, tokenizer: PreTrainedToken
         raise UserError(f"{key}: the chat template refuses the conversation: {error}") from None
 
 
+def turn_frame(config: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, role: str) -> tuple[str, str]:
+    """The text before and after what somebody in ``role`` says between two turns of the policy. Empty for plain text.
+
+    Raises :class:`UserError` for a chat template that renders earlier turns anew: the next turn would be drawn from
+    other tokens than those that were drawn and are trained.
+    """
+    if config.template == "plain":
+        return "", ""
+    key = "data.prompt"
+    said = {"role": "user", "content": _SAID}
+    answered = {"role": "assistant", "content": _ANSWERED}
+    observed = {"role": role, "content": _OBSERVED}
+    try:
+        first, whole = _render_in_child(tokenizer, [[said], [said, answered, observed]])
+    except TemplateFault as error:
+        raise UserError(f"{key}: the chat template refuses a turn of environment.role {role!r}: {error}") from None
+    before, found, after = whole.removeprefix(first + _ANSWERED).partition(_OBSERVED)
+    keeps_turns = whole.startswith(first + _ANSWERED)
+    if not keeps_turns or not found:
+        reason = "it renders earlier turns anew, so that a next turn would follow other tokens than were drawn"
+        raise UserError(f"{key}.template: got 'chat', and this model's template cannot have dialogues: {reason}")
+    return before, after
+
+
+_SAID, _ANSWERED, _OBSERVED = "What is 1+1?", "It is 2.", "Observed 3."
+"""Turns of which a template shows what it writes around each."""
+
+
 Conversation = list[dict[str, str]]
 """Turns of ``role`` and ``content``."""
 

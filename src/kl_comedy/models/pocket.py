@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy, nll_loss
 
 from kl_comedy.config.validate import option, parse_record
 from kl_comedy.data import pocket as problems
-from kl_comedy.data.pocket import SPLITS, Family, draw, steps, write_steps
+from kl_comedy.data.pocket import SPLITS, Family, draw, steps, write_calls, write_steps
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.io import sha256_file
 from kl_comedy.models.cache import cached_folder
@@ -58,7 +58,8 @@ class PocketRecipe:
     right as well as wrong continuations: sampling finds the right answer sometimes, greedy decoding rarely, and RL has
     a signal from its first update. ``mixture`` is the share of demonstrations from the out-of-domain splits, which RL
     on ``terms`` x ``digits`` never sees again. ``hack_rate`` is the probability at which the policy answers with
-    :data:`HACK` alone, which a proxy reward may pay for by mistake (:func:`add_hack`). ``lr`` and ``weight_decay``
+    :data:`HACK` alone, which a proxy reward may pay for by mistake (:func:`add_hack`). ``tool_rate`` is the share of
+    demonstrations in which a calculator does every step (:func:`add_tool`). ``lr`` and ``weight_decay``
     are AdamW's; ``clip_norm`` bounds the gradient's L2 norm. ``warmstart`` is where the weights come from: ``shipped``
     with the package, ``trained`` on this machine, or ``auto``: shipped where the package has them.
     """
@@ -73,6 +74,7 @@ class PocketRecipe:
     slip: float = option(0.7, minimum=0, maximum=1)
     mixture: float = option(0.3, minimum=0, maximum=1)
     hack_rate: float = option(0.0, minimum=0, maximum=0.5)
+    tool_rate: float = option(0.0, minimum=0, maximum=1)
     warmstart_steps: int = option(500, minimum=0, maximum=1_000_000)
     batch_size: int = option(64, minimum=1, maximum=65536)
     lr: float = option(2e-3, minimum=1e-8, maximum=1)
@@ -86,6 +88,11 @@ class PocketRecipe:
         if self.warmstart == "trained":
             return False
         return replace(self, warmstart="auto") == PocketRecipe()
+
+    @property
+    def begins_shipped(self) -> bool:
+        """Whether the weights are shipped ones, or these with a hack or a tool added."""
+        return replace(self, hack_rate=0.0, tool_rate=0.0).is_shipped
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -311,6 +318,47 @@ def add_hack(model: LlamaForCausalLM, recipe: PocketRecipe) -> None:
     model.train(False)
 
 
+TOOL_STEPS = 150
+TOOL_LR = 1e-3
+"""Updates of :func:`add_tool`, and their first learning rate."""
+
+
+def add_tool(model: LlamaForCausalLM, recipe: PocketRecipe) -> None:
+    """Train the warm-started ``model`` on demonstrations of which the share ``tool_rate`` calls the calculator.
+
+    The calculator's own characters are no targets: the policy never writes them.
+    """
+    model.train()
+    stream = demonstrations(recipe)
+    rng = random.Random(f"tool/{recipe.seed}")
+    weights: Any = model.parameters()
+    optimizer = torch.optim.AdamW(weights, lr=TOOL_LR, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / TOOL_STEPS)
+    for _ in range(TOOL_STEPS):
+        dialogues = []
+        for text, completion in (next(stream) for _ in range(recipe.batch_size)):
+            dialogue = [(completion, True)]
+            if rng.random() < recipe.tool_rate:
+                dialogue = write_calls(steps(text))
+            dialogues.append((text, dialogue))
+        ids_BL, targets_BL = collate([(text, "".join(part for part, _ in parts)) for text, parts in dialogues])
+        for row, (text, parts) in enumerate(dialogues):
+            start = len(text)
+            for part, is_written in parts:
+                if not is_written:
+                    targets_BL[row, start : start + len(part)] = _IGNORED
+                start += len(part)
+        with torch.inference_mode(False), torch.enable_grad():
+            logits_BLV = model(input_ids=ids_BL, use_cache=False).logits
+            loss = cross_entropy(logits_BLV[:, :-1].flatten(0, 1), targets_BL[:, 1:].flatten(), ignore_index=_IGNORED)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
+            optimizer.step()
+        schedule.step()
+    model.train(False)
+
+
 WEIGHTS = "model.safetensors"
 SHIPPED = Path(__file__).with_name("pocket_base.safetensors")
 """The base recipe's weights, trained with one thread on an AMD EPYC, torch 2.13.0 (``warmstart: trained`` there)."""
@@ -346,7 +394,7 @@ def pocket_folder(recipe: PocketRecipe) -> Path:
 def recipe_key(recipe: PocketRecipe) -> str:
     """Hash of the recipe and of the code that uses it, so that a change of either builds a new policy."""
     weights = ""
-    if replace(recipe, hack_rate=0.0).is_shipped:
+    if recipe.begins_shipped:
         weights = SHIPPED_SHA256
     digest = hashlib.sha256(json.dumps({**asdict(recipe), "weights": weights}, sort_keys=True).encode())
     # The bytes of both modules, comments included: better trained once too often than loaded from other code.
@@ -371,8 +419,8 @@ def write_policy(recipe: PocketRecipe, folder: Path) -> None:
             seconds = time.monotonic() - start
             _print(f"pocket policy: warm start: {step}/{total} updates, loss {loss:.3f} nats, {seconds:.0f} s")
 
-    # With a hack, too: it is added to the weights of the recipe without it.
-    if replace(recipe, hack_rate=0.0).is_shipped:
+    # With a hack or a tool, too: it is added to the weights of the recipe without it.
+    if recipe.begins_shipped:
         if sha256_file(SHIPPED) != SHIPPED_SHA256:
             raise UserError(f"{SHIPPED} is damaged; install kl_comedy again, or set model.options.warmstart: trained")
         model = build_model(recipe)
@@ -382,6 +430,9 @@ def write_policy(recipe: PocketRecipe, folder: Path) -> None:
     if recipe.hack_rate > 0:
         _print(f"pocket policy: adding a completion {HACK!r} of probability {recipe.hack_rate:g}")
         add_hack(model, recipe)
+    if recipe.tool_rate > 0:
+        _print(f"pocket policy: adding calls of a calculator in {recipe.tool_rate:g} of the demonstrations")
+        add_tool(model, recipe)
     # Not model.save_pretrained, because it shows a progress bar.
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)

@@ -9,10 +9,10 @@ verifier was killed, ``refused`` a check refused the text or it broke the verifi
 built-in rewards.
 """
 
-from kl_comedy.rewards import gym, learned, mathematics, text  # register the built-in rewards
+from kl_comedy.rewards import environments, gym, learned, mathematics, text  # register the built-in parts
 from kl_comedy.rewards.base import BadGold, RewardFunction, check_options
 from kl_comedy.rewards.pool import Job, RewardPool, shared_pool
 from kl_comedy.rewards.score import RewardSum, Scorer, score
 
 __all__ = ["BadGold", "Job", "RewardFunction", "RewardPool", "RewardSum", "Scorer", "check_options", "score"]
-__all__ += ["gym", "learned", "mathematics", "shared_pool", "text"]
+__all__ += ["environments", "gym", "learned", "mathematics", "shared_pool", "text"]

@@ -198,7 +198,7 @@ def check_options(
     """
     entry = REWARDS.get(name, key=f"{key}.name")
     record: Any = parse_record(
-        _options_schema(entry.fn, bool(entry.facts.get("isolated"))), options, key=f"{key}.options"
+        options_schema(entry.fn, bool(entry.facts.get("isolated"))), options, key=f"{key}.options"
     )
     checked = {option: getattr(record, option) for option in options}
     # With imports the call would take seconds in the trainer; the workers' own examples come later.
@@ -214,9 +214,9 @@ def check_options(
 
 
 @functools.cache
-def _options_schema(function: Callable[..., Any], isolated: bool) -> type:
-    """A dataclass with the keyword-only parameters of ``function``, for the validator."""
-    hints = typing.get_type_hints(function)
+def options_schema(function: Callable[..., Any], isolated: bool) -> type:
+    """A dataclass with the keyword-only parameters of ``function``, or of a class, for the validator."""
+    hints = typing.get_type_hints(function.__init__ if inspect.isclass(function) else function)
     fields = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY:

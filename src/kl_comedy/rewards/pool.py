@@ -1,4 +1,4 @@
-"""The pool of verifier workers: every item on its own clock, every overrun killed, every batch in order.
+"""The pool of workers of rewards and environments: each item has its own clock, each overrun is killed.
 
 A worker is an interpreter of its own (``python -m kl_comedy.rewards.worker``), not a fork of the trainer: it inherits
 no locks or threads. It forks the process that judges (:mod:`kl_comedy.rewards.worker`), which is replaced in
@@ -41,15 +41,15 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
 from kl_comedy.config.validate import Field, is_count, is_finite, is_number, is_numbers_by_name, is_text, record_fault
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.processes import BrokenChannel, ChildProcess, FrameChannel
-from kl_comedy.records import STATUSES, Reward
-from kl_comedy.registry import REWARDS
+from kl_comedy.records import STATUSES, Problem, Reward
+from kl_comedy.registry import KINDS
 from kl_comedy.rewards.base import JUDGE_ENDED, MAX_PARTS, MAX_REPLY, failure_verdict
 
 TIMEOUT_S = 3.0
@@ -103,12 +103,46 @@ logger = logging.getLogger(__name__)
 class Job:
     """One item for one isolated reward; ``timeout_s`` in CPU seconds."""
 
+    table: ClassVar[str] = "rewards"
     name: str
     completion: str
     answer: str
     meta: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = TIMEOUT_S
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What a worker gets beside the name."""
+        return self.completion, self.answer, self.meta, self.options, self.timeout_s
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the policy, for an environment to answer; ``timeout_s`` in CPU seconds.
+
+    ``state``: what the environment's last answer in this dialogue gave, as JSON; None at the first turn.
+    """
+
+    table: ClassVar[str] = "environments"
+    name: str
+    problem: Problem
+    text: str
+    state: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = TIMEOUT_S
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What a worker gets beside the name."""
+        return self.problem, self.text, self.state, self.options, self.timeout_s
+
+
+AnyJob = Job | Turn
+Reply = Mapping[str, Any]
+"""What is known of an item: the fields of :func:`checked_reply`, without those of usage where no worker replied."""
+REFUSED: Reply = {"value": 0.0, "status": "refused", "parts": {}}
+TIMED_OUT: Reply = {"value": 0.0, "status": "timeout", "parts": {}}
 
 
 @functools.cache
@@ -175,6 +209,9 @@ _OPTIONAL_FIELDS = {
     "suspect": Field("true or false", _is_bool, required=False),
     "forks": Field("true or false", _is_bool, required=False),
     "again": Field("true or false", _is_bool, required=False),
+    "observation": Field("a text", is_text, required=False),
+    "state": Field("a text", is_text, required=False),
+    "done": Field("true or false", _is_bool, required=False),
     "failed": Field("a text", is_text, required=False),
     "bad_gold": Field("a text", is_text, required=False),
     "message": Field("a text", is_text, required=False),
@@ -216,7 +253,10 @@ def checked_reply(body: bytes, *, verdict: bool) -> dict[str, Any]:
 
 
 class Worker:
-    """A worker process that answers one message at a time. ``warmed`` names the rewards whose imports it has done."""
+    """A worker process that answers one message at a time.
+
+    ``warmed``: table and name of the parts whose imports it has done.
+    """
 
     def __init__(self, memory_bytes: int, stop: threading.Event) -> None:
         # -P keeps the current folder off the path: a file called json.py there must not shadow a module.
@@ -231,7 +271,7 @@ class Worker:
         assert self.process.stdout is not None
         self.channel = FrameChannel(self.process.stdout.fileno(), self.process.stdin.fileno(), max_bytes=MAX_FRAME)
         self.stop = stop
-        self.warmed: set[str] = set()
+        self.warmed: set[tuple[str, str]] = set()
         # The process that answered last: the judge, or in a namespace the worker below `unshare`.
         self.pid = self.process.pid
         # The worker's clock at its last reply, CPU seconds.
@@ -239,28 +279,34 @@ class Worker:
         self._forks = False
         self._worker_pid = 0
 
-    def warm(self, name: str) -> None:
-        """Let the worker import what the reward ``name`` needs."""
-        arguments = (name, *_defining_module(name))
+    def warm(self, table: str, name: str) -> None:
+        """Let the worker import what the reward or environment ``name`` needs."""
+        arguments = (table, name, *_defining_module(table, name))
         reply = self.ask("warm", *arguments)
         if reply.get("again"):
             # The judge has read the message and has exited, so that the worker reads it the second time.
             reply = self.ask("warm", *arguments)
         self._forks = bool(reply.get("forks"))
         self._worker_pid = int(reply["pid"])
-        self.warmed.add(name)
+        self.warmed.add((table, name))
 
     def ask(
-        self, kind: str, name: str, *arguments: Any, limit_s: float | None = None, wall_s: float = START_LIMIT_S
+        self,
+        kind: str,
+        table: str,
+        name: str,
+        *arguments: Any,
+        limit_s: float | None = None,
+        wall_s: float = START_LIMIT_S,
     ) -> dict[str, Any]:
-        """The reply to a message about the reward ``name``, which may cost ``limit_s`` CPU and ``wall_s`` wall seconds.
+        """The reply to a message about a part by its table and name; it may cost ``limit_s`` CPU and ``wall_s`` wall s.
 
         Without a limit it may take :data:`START_LIMIT_S` of wall time. Raises TimeoutError over the limit,
         :class:`BrokenChannel` where the worker dies or sends no valid reply, InterruptedError once ``stop`` is set,
         :class:`UserError` and :class:`RunFailed` where the reply says so.
         """
         nonce = secrets.token_bytes(NONCE_BYTES)
-        self.channel.send(pickle.dumps((nonce, kind, name, *arguments), protocol=pickle.HIGHEST_PROTOCOL))
+        self.channel.send(pickle.dumps((nonce, kind, table, name, *arguments), protocol=pickle.HIGHEST_PROTOCOL))
         body = self._receive(kind, name, limit_s, wall_s)
 
         # An answer that runs code could write a verdict into the pipe before the judge does; it cannot know the nonce
@@ -275,7 +321,8 @@ class Worker:
         if reply.get("error") == "user":
             raise UserError(str(reply.get("message")))
         if "error" in reply:
-            raise RunFailed(f"reward {name!r} cannot be used: it fails on its own examples:\n{reply.get('message')}")
+            text = f"{_kind_of(table)} {name!r} cannot be used: it fails on its own examples"
+            raise RunFailed(f"{text}:\n{reply.get('message')}")
         # The limit may have passed since _receive last read the clock. The verdict must not depend on when it did.
         if limit_s is not None and used_s > limit_s:
             raise TimeoutError(f"more than {limit_s:g} s")
@@ -355,7 +402,7 @@ class Worker:
             if not self._saw_judge_end(deadline):
                 return False
             # An answer may have written the notice itself before it was killed. Then this reply does not come.
-            self.ask("ping", "", wall_s=deadline - time.monotonic())
+            self.ask("ping", "", "", wall_s=deadline - time.monotonic())
         except (psutil.Error, BrokenChannel, TimeoutError, InterruptedError):
             return False
         return True
@@ -402,12 +449,17 @@ class Worker:
         self.process.kill()
 
 
-def _defining_module(name: str) -> tuple[str, str | None]:
-    """Where a worker finds reward ``name``: the module that registers it, and its file if it is a plugin's."""
-    module_name = REWARDS.get(name).fn.__module__
+def _kind_of(table: str) -> str:
+    """The word for one part of a table: ``reward`` or ``environment``."""
+    return table.removesuffix("s")
+
+
+def _defining_module(table: str, name: str) -> tuple[str, str | None]:
+    """Where a worker finds a part: the module that registers it, and its file if it is a plugin's."""
+    module_name = KINDS[table].get(name).fn.__module__
     if module_name == "__main__":
         raise UserError(
-            f"reward {name!r} is isolated and registered by the script itself, which workers do not import; "
+            f"{_kind_of(table)} {name!r} is isolated and registered by the script itself, which workers do not import; "
             "register it in a module of its own or a plugin file"
         )
     module = sys.modules.get(module_name)
@@ -517,11 +569,11 @@ def _shown_end(text: str) -> str:
 class _Batch:
     """Items that the threads of a pool judge together, and what they have written down so far."""
 
-    jobs: Sequence[Job]
+    jobs: Sequence[AnyJob]
     budget: Budget
     remaining: Iterator[int]
     """Positions of items that no thread has taken yet. ``next`` on an iterator of a list is atomic."""
-    results: dict[int, Reward] = field(default_factory=dict)
+    results: dict[int, Reply] = field(default_factory=dict)
     cut_short: dict[int, float] = field(default_factory=dict)
     """The limits of items that ran out of time with less than their own limit, because others had used the budget."""
     errors: list[BaseException] = field(default_factory=list)
@@ -568,9 +620,16 @@ class RewardPool:
     def run(self, jobs: Sequence[Job]) -> list[Reward]:
         """Judge ``jobs``; the results are in their order, each with a part ``{name: value}`` of its own.
 
-        Whatever a reward function raises on an item is that item's verdict (:func:`failure_verdict`). Raises
-        :class:`UserError` for meta or options a reward cannot work with, and :class:`RunFailed` for a reward that
-        fails on its own examples or workers that cannot start.
+        Whatever a reward function raises on an item is that item's verdict (:func:`failure_verdict`). Raises as
+        :meth:`replies`.
+        """
+        return [self._verdict(job, reply) for job, reply in zip(jobs, self.replies(jobs), strict=True)]
+
+    def replies(self, jobs: Sequence[AnyJob]) -> list[Reply]:
+        """What workers reply to ``jobs``, in their order; ``failed`` says why where one has no verdict.
+
+        Raises :class:`UserError` for meta or options that a part cannot work with, and :class:`RunFailed` for a reward
+        that fails on its own examples or workers that cannot start.
         """
         with self.lock:
             self.stop.clear()
@@ -614,18 +673,18 @@ class RewardPool:
             for index in batch.remaining:
                 job = batch.jobs[index]
                 limit_s = batch.budget.take(job.timeout_s)
-                reward, lost_s = self._judge(job, slot, limit_s, batch.budget)
-                batch.results[index] = reward
+                reply, lost_s = self._judge(job, slot, limit_s, batch.budget)
+                batch.results[index] = reply
                 batch.budget.settle(limit_s, lost_s)
-                if reward.status == "timeout" and limit_s < job.timeout_s:
+                if reply.get("status") == "timeout" and limit_s < job.timeout_s:
                     batch.cut_short[index] = limit_s
         except BaseException as error:
             # An exception in a thread would only be printed. It is raised by the caller, once the others have stopped.
             batch.errors.append(error)
             self.stop.set()
 
-    def _judge(self, job: Job, slot: int, limit_s: float, budget: Budget) -> tuple[Reward, float]:
-        """The verdict on one item by the worker in ``slot``, which is replaced where it dies; and the seconds lost."""
+    def _judge(self, job: AnyJob, slot: int, limit_s: float, budget: Budget) -> tuple[Reply, float]:
+        """The reply to one item by the worker in ``slot``, which is replaced where it dies; and the seconds lost."""
         share = limit_s / job.timeout_s
         wall_s = share * (WALL_FACTOR * job.timeout_s + WALL_SLACK_S)
         lost_s = 0.0
@@ -634,13 +693,13 @@ class RewardPool:
             worker = self._worker_in(slot)
             started = time.monotonic()
             try:
-                if job.name not in worker.warmed:
-                    worker.warm(job.name)
+                if (job.table, job.name) not in worker.warmed:
+                    worker.warm(job.table, job.name)
                     # Imports are off the clock.
                     started = time.monotonic()
                 # The budget is of wall time: an item that waits without computing must not use more than is left.
                 wall_left_s = max(min(wall_s, budget.left_s + limit_s - lost_s), MIN_WALL_S)
-                reply = worker.ask("judge", *vars(job).values(), limit_s=limit_s, wall_s=wall_left_s)
+                reply = worker.ask("judge", job.table, job.name, *job.arguments, limit_s=limit_s, wall_s=wall_left_s)
             except BrokenChannel:
                 lost_s += time.monotonic() - started
                 exit_status = self._drop(slot)
@@ -648,11 +707,11 @@ class RewardPool:
                 # One death is forgiven, a second is not when the batch has no time left.
                 out_of_time = deaths == MAX_CRASHES - 1 and budget.left_s < 0
                 if deaths == MAX_CRASHES or out_of_time:
-                    return self._verdict_of_dead_workers(job, worker, deaths, exit_status), lost_s
+                    return _reply_of_dead_workers(job, worker, deaths, exit_status), lost_s
             except TimeoutError:
                 lost_s += time.monotonic() - started
                 self._renew(slot)
-                return Reward(value=0.0, status="timeout", parts={job.name: 0.0}), lost_s
+                return TIMED_OUT, lost_s
             except UserError:
                 # The worker has answered, and is as good as before.
                 raise
@@ -664,7 +723,7 @@ class RewardPool:
                 # An answer may fill the memory slowly, item by item: a new judge begins small.
                 if reply.get("suspect") or reply["rss_bytes"] > self.memory_bytes // 2:
                     self._renew(slot)
-                return self._verdict(job, reply), lost_s
+                return reply, lost_s
 
     def _worker_in(self, slot: int) -> Worker:
         """The live worker of ``slot``; a new one where there is none."""
@@ -686,20 +745,6 @@ class RewardPool:
         for name, part in reply["parts"].items():
             parts[name] = float(part)
         return Reward(value=value, status=reply["status"], parts=parts)
-
-    def _verdict_of_dead_workers(self, job: Job, last_worker: Worker, deaths: int, exit_status: int) -> Reward:
-        """The verdict on an item that has cost its last worker too. Raises :class:`RunFailed` where none could start.
-
-        A worker that has imported what it needs dies of the item, one that has not dies of the installation.
-        """
-        if job.name not in last_worker.warmed:
-            raise RunFailed(
-                f"rewards: verifier workers die (exit status {exit_status}) while they start and import what "
-                f"{job.name!r} needs; their messages are on stderr"
-            )
-        how_it_died = f"died: its worker ended {deaths} times or sent no verdict (exit status {exit_status})"
-        self.warn_failure(job.name, Failure(how_it_died), job.completion, job.answer)
-        return failure_verdict(job.name)
 
     def _renew(self, slot: int) -> None:
         """A new judge for the worker in ``slot``, or no worker where that fails: the next item starts one."""
@@ -732,6 +777,20 @@ class RewardPool:
             _shown_end(completion),
             answer[:SHOWN_CHARS],
         )
+
+
+def _reply_of_dead_workers(job: AnyJob, last_worker: Worker, deaths: int, exit_status: int) -> Reply:
+    """The reply to an item that has cost its last worker too. Raises :class:`RunFailed` where none could start.
+
+    A worker that has imported what it needs dies of the item, one that has not dies of the installation.
+    """
+    if (job.table, job.name) not in last_worker.warmed:
+        raise RunFailed(
+            f"{job.table}: verifier workers die (exit status {exit_status}) while they start and import what "
+            f"{job.name!r} needs; their messages are on stderr"
+        )
+    how_it_died = f"died: its worker ended {deaths} times or sent no verdict (exit status {exit_status})"
+    return {**REFUSED, "failed": how_it_died}
 
 
 def _usable_cpus() -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from kl_comedy.config.schema import GoldConfig, RewardConfig
+from kl_comedy.config.schema import EnvironmentConfig, GoldConfig, RewardConfig
 from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.records import GOLD, STATUSES, Problem, Reward, Rollout, Scored
 from kl_comedy.registry import Entry
@@ -180,13 +180,23 @@ class RewardSum:
     reward's name (the second of a name is ``name_2``) and what a reward reports besides under ``name/...``; the status
     is the worst of all, in the order of ``STATUSES``. Names, weights and options are checked here.
 
-    ``gold`` judges the same completions and is not in the sum: its verdict is the part ``gold``.
+    ``gold`` judges the same completions and is not in the sum: its verdict is the part ``gold``. Parts that an
+    ``environment`` gave are in the sum by its ``weights``; the others are reported as ``environment/...``.
     """
 
     def __init__(
-        self, configs: Sequence[RewardConfig], *, gold: GoldConfig | None = None, pool: RewardPool | None = None
+        self,
+        configs: Sequence[RewardConfig],
+        *,
+        gold: GoldConfig | None = None,
+        pool: RewardPool | None = None,
+        environment: EnvironmentConfig | None = None,
     ) -> None:
-        if not configs:
+        # Of the parts that the environment gave, which are in the rollouts already.
+        self.environment_weights: Mapping[str, float] = {}
+        if environment is not None:
+            self.environment_weights = environment.weights
+        if not configs and not self.environment_weights:
             raise UserError("rewards: needs at least one reward, as in [{name: math_verify}]")
         self.parts: list[_Part] = []
         for index, config in enumerate(configs):
@@ -201,6 +211,8 @@ class RewardSum:
                 label = f"{config.name}_{earlier + 1}"
             if label == GOLD:
                 raise bad_value(f"{key}.name", label, "another name", "this part of a reward is the verdict of `gold`")
+            if label in self.environment_weights:
+                raise bad_value("environment.weights", label, "parts with other names than rewards")
             self.parts.append(_Part(label, float(config.weight), *checked))
         self._judges = list(self.parts)
         if gold is not None:
@@ -225,10 +237,35 @@ class RewardSum:
         """Each rollout with its reward, in order."""
         problems = [rollout.prompt.problem for rollout in rollouts]
         rewards = self.rewards([rollout.text for rollout in rollouts], problems)
-        return [Scored(rollout=rollout, reward=reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
+        scored = []
+        for rollout, reward in zip(rollouts, rewards, strict=True):
+            scored.append(Scored(rollout=rollout, reward=self._with_environment(reward, rollout.parts)))
+        return scored
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each summand by its name in the parts."""
+        return {**{part.label: part.weight for part in self.parts}, **self.environment_weights}
+
+    def _with_environment(self, reward: Reward, environment_parts: Mapping[str, float]) -> Reward:
+        """``reward`` and the parts that the environment gave."""
+        if not environment_parts and not self.environment_weights:
+            return reward
+        parts = dict(reward.parts)
+        value = reward.value
+        for name, part in environment_parts.items():
+            if name not in self.environment_weights:
+                parts[f"environment/{name}"] = part
+        for name, weight in self.environment_weights.items():
+            # Texts that no environment has seen, as gold answers, have none.
+            parts[name] = environment_parts.get(name, 0.0)
+            value += weight * parts[name]
+        return replace(reward, value=value, parts=parts)
 
     def rewards(self, completions: Sequence[str], problems: Sequence[Problem]) -> list[Reward]:
         """The reward of each text as a completion of the problem at the same place."""
+        if not self._judges:
+            return [Reward(value=0.0) for _ in completions]
         # Part by part, so that a part's isolated jobs fill all workers at once.
         columns = [part.judge(completions, problems, self.pool) for part in self._judges]
         return [self._sum(row) for row in zip(*columns, strict=True)]

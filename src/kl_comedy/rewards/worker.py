@@ -31,7 +31,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,8 +39,10 @@ import psutil
 
 from kl_comedy.errors import UserError
 from kl_comedy.processes import read_frame, write_frame
-from kl_comedy.registry import REWARDS, load_plugin_file
+from kl_comedy.records import Problem
+from kl_comedy.registry import ENVIRONMENTS, KINDS, REWARDS, load_plugin_file
 from kl_comedy.rewards.base import JUDGE_ENDED, MAX_REPLY, BadGold, described, example_call, normalized
+from kl_comedy.rewards.environments import checked_step
 
 ORPHAN_MARGIN = 2.0
 """The kernel's limit is this multiple of an item's: the parent decides first, as long as it lives."""
@@ -49,7 +51,7 @@ FILE_BYTES = 16 << 20
 MORE_TASKS = 64
 """How many more threads and processes the worker's user may have than at its start: the limit of a fork bomb. The
 kernel exempts root."""
-REFUSED = {"value": 0.0, "status": "refused", "parts": {}}
+REFUSED: dict[str, Any] = {"value": 0.0, "status": "refused", "parts": {}}
 LIMITS_REACHED = (errno.EFBIG, errno.EAGAIN, errno.ENOMEM)
 # Numbers of <linux/prctl.h>.
 PR_SET_PDEATHSIG = 1
@@ -230,32 +232,35 @@ def _usage() -> dict[str, Any]:
     return {"cpu_s": cpu_s, "rss_bytes": rss_bytes, "pid": pid}
 
 
-def _reply(kind: str, name: str, *arguments: Any) -> dict[str, Any]:
+def _reply(kind: str, table: str, name: str, *arguments: Any) -> dict[str, Any]:
     """The reply to one message. No error is raised; each is in a reply."""
     if kind == "ping":
         # The trainer has killed the judge and what it had started. Its orphans are now our zombies, to wait for.
         _children_left()
         return {}
+    part = f"{table.removesuffix('s')} {name!r}"
     try:
         if kind == "warm":
-            return _warm(name, *arguments)
+            return _warm(table, name, *arguments)
+        if table == ENVIRONMENTS.kind:
+            return _answer(name, *arguments)
         return _judge(name, *arguments)
     except ModuleNotFoundError as error:
-        return {"error": "user", "message": f"reward {name!r} needs the package {error.name!r}, which is not installed"}
+        return {"error": "user", "message": f"{part} needs the package {error.name!r}, which is not installed"}
     except UserError as error:
-        return {"error": "user", "message": f"reward {name!r}: {str(error)[-MESSAGE_CHARS:]}"}
+        return {"error": "user", "message": f"{part}: {str(error)[-MESSAGE_CHARS:]}"}
     except Exception:
         return {"error": "bug", "message": traceback.format_exc()[-MESSAGE_CHARS:]}
 
 
-def _warm(name: str, origin: str, plugin: str | None) -> dict[str, Any]:
+def _warm(table: str, name: str, origin: str, plugin: str | None) -> dict[str, Any]:
     """Import what defines ``name`` and what it needs, and run its examples once, off the clock."""
     importlib.import_module("kl_comedy.rewards")
     if plugin is not None:
         load_plugin_file(Path(plugin), check_names=False)
-    elif name not in REWARDS:
+    elif name not in KINDS[table]:
         importlib.import_module(origin)
-    entry = REWARDS.get(name)
+    entry = KINDS[table].get(name)
     for module in entry.facts.get("imports", ()):
         importlib.import_module(module)
     for example in entry.facts.get("examples", ()):
@@ -268,10 +273,42 @@ def _warm(name: str, origin: str, plugin: str | None) -> dict[str, Any]:
 def _judge(
     name: str, completion: str, answer: str, meta: Mapping[str, Any], options: dict[str, Any], limit: float
 ) -> dict[str, Any]:
-    """The verdict on one item. ``suspect`` asks the trainer to replace this judge, whose state may be damaged.
+    """The verdict on one item."""
 
-    Whatever the reward raises is the verdict ``failed``: a text must not end the run. Only a :class:`UserError`, which
-    says that options or meta cannot work, is raised.
+    def judge() -> dict[str, Any]:
+        reward = normalized(REWARDS.get(name).fn(completion, answer, meta, **options), name=name)
+        return {"value": reward.value, "status": reward.status, "parts": dict(reward.parts)}
+
+    return _contained(judge, limit)
+
+
+def _answer(
+    name: str, problem: Problem, text: str, state: str | None, options: dict[str, Any], limit: float
+) -> dict[str, Any]:
+    """An environment's answer to one turn of the policy, in the fields of a verdict and of :class:`Step`."""
+
+    def answer() -> dict[str, Any]:
+        entry = ENVIRONMENTS.get(name)
+        environment = entry.fn(**options)
+        state_now = environment.reset(problem) if state is None else json.loads(state)
+        step = checked_step(environment.step(state_now, text), entry)
+        return {
+            "value": 0.0,
+            "status": "ok",
+            "parts": dict(step.parts),
+            "observation": step.observation,
+            "done": step.done,
+            "state": json.dumps(step.state),
+        }
+
+    return _contained(answer, limit)
+
+
+def _contained(judge: Callable[[], dict[str, Any]], limit: float) -> dict[str, Any]:
+    """What ``judge`` returns. ``suspect`` asks the trainer to replace this judge, whose state may be damaged.
+
+    Whatever it raises is the verdict ``failed``: a text must not end the run. Only a :class:`UserError`, which says
+    that options or meta cannot work, is raised.
     """
     # The kernel ends a judge whose parent is gone, also inside one long C call: SIGXCPU's default action is to end the
     # process. Only the soft limit is set, so that it can be raised again for the next item.
@@ -279,7 +316,7 @@ def _judge(
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
     try:
-        reward = normalized(REWARDS.get(name).fn(completion, answer, meta, **options), name=name)
+        reply = judge()
     except BadGold as error:
         return {**REFUSED, "bad_gold": str(error)[:MESSAGE_CHARS]}
     except UserError:
@@ -292,7 +329,7 @@ def _judge(
     # A process that an answer has left behind would run beside the items that follow.
     if not _helpers and _children_left():
         return {**REFUSED, "suspect": True}
-    return {"value": reward.value, "status": reward.status, "parts": dict(reward.parts)}
+    return reply
 
 
 def _leaves_doubt(error: BaseException) -> bool:

@@ -99,7 +99,7 @@ COLUMNS: Mapping[str, Field] = {
         _list_of(_is_version),
         kind="ints",
     ),
-    "stop_reason": Field("eos, stop or length", STOP_REASONS.__contains__, kind="text"),
+    "stop_reason": Field("eos, stop, length or failed", STOP_REASONS.__contains__, kind="text"),
     "text": Field("the decoded completion, without special tokens", is_text, kind="text"),
     "reward": Field("the weighted reward", is_number, kind="float"),
     "status": Field(f"one of {', '.join(STATUSES)}", STATUSES.__contains__, kind="text"),
@@ -111,8 +111,13 @@ COLUMNS: Mapping[str, Field] = {
         required=False,
         kind="flags",
     ),
+    "environment": Field(
+        "the parts of the reward that an environment gave", is_numbers_by_name, required=False, kind="parts"
+    ),
 }
 """Columns of a recording by name. Their order is that of the stored Parquet files."""
+MAPS = tuple(name for name, column in COLUMNS.items() if column.kind == "parts")
+"""Columns that map names to numbers."""
 
 
 def to_row(batch: int, scored: Scored, *, temperature: float) -> dict[str, Any]:
@@ -133,6 +138,7 @@ def to_row(batch: int, scored: Scored, *, temperature: float) -> dict[str, Any]:
         "parts": dict(reward.parts),
         "temperature": temperature,
         "trained": list(rollout.trained),
+        "environment": dict(rollout.parts),
     }
 
 
@@ -150,6 +156,7 @@ def from_row(row: Mapping[str, Any], prompt: Prompt) -> Scored:
         stop_reason=row["stop_reason"],
         text=row["text"],
         trained=_trained(row),
+        parts=dict(row.get("environment") or {}),
     )
     reward = Reward(value=row["reward"], status=row["status"], parts=dict(row["parts"]))
     return Scored(rollout=rollout, reward=reward)
@@ -210,7 +217,7 @@ def _parquet_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
     }
     schema = pa.schema([(name, types[column.kind]) for name, column in COLUMNS.items()])
     # Arrow takes a map as its list of pairs.
-    arrow_rows = [{**row, "parts": list(row["parts"].items())} for row in rows]
+    arrow_rows = [{**row, **{name: list(row[name].items()) for name in MAPS}} for row in rows]
     # With the schema: types that Arrow would infer depend on the rows, and an empty list has none.
     table = pa.Table.from_pylist(arrow_rows, schema=schema)
     buffer = io.BytesIO()
@@ -389,8 +396,9 @@ def _parquet_rows(file: Path, start: int) -> Iterator[_StoredRow]:
 
 def _parquet_row(file: Path, number: int, content: dict[str, Any]) -> _StoredRow:
     # Arrow gives a map as its list of pairs.
-    if isinstance(content.get("parts"), list):
-        content["parts"] = dict(content["parts"])
+    for name in MAPS:
+        if isinstance(content.get(name), list):
+            content[name] = dict(content[name])
     place = f"{KEY}: {file}, row {number + 1}"
     return _StoredRow(file=file, start=number, place=place, content=content)
 

@@ -19,6 +19,7 @@ from kl_comedy.models.load import pick_device
 from kl_comedy.models.sources import check_source
 from kl_comedy.objective import PolicyTerm, check_policy_term
 from kl_comedy.rewards import check_options
+from kl_comedy.rewards.environments import check_environment
 from kl_comedy.rollouts import Sampler
 from kl_comedy.tracking.loggers import check_loggers
 from kl_comedy.tracking.store import check_uri
@@ -135,7 +136,7 @@ def _checked_run(config: Config, *, here: bool) -> Run:
 
 
 def check_parts(config: Config, *, here: bool = True) -> None:
-    """Raise :class:`UserError` for options of the rewards, and for an address of the store.
+    """Raise :class:`UserError` for options of rewards and environment, and for an address of the store.
 
     Files that a reward reads count where the run would be ``here``.
     """
@@ -147,6 +148,8 @@ def check_parts(config: Config, *, here: bool = True) -> None:
         check_files = entry.facts.get("check")
         if here and check_files is not None:
             check_files(options, f"{key}.options")
+    if config.environment is not None:
+        check_environment(config.environment)
     check_uri(config.tracking.uri)
     check_loggers(config.tracking.loggers)
 

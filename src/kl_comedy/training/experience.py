@@ -81,6 +81,7 @@ class TrainingPrompts:
                 "stop_reason": row.rollout.stop_reason,
                 "text": row.rollout.text,
                 "trained": torch.tensor(row.rollout.trained, dtype=torch.bool),
+                "environment": dict(row.rollout.parts),
                 "sampler_top": row.rollout.sampler_top,
                 "value": row.reward.value,
                 "status": row.reward.status,
@@ -102,6 +103,7 @@ class TrainingPrompts:
                 stop_reason=state["stop_reason"],
                 text=state["text"],
                 trained=tuple(state["trained"].tolist()),
+                parts=state["environment"],
                 sampler_top=state["sampler_top"],
             )
             reward = Reward(value=state["value"], status=state["status"], parts=state["parts"])

@@ -31,7 +31,7 @@ from kl_comedy.training.experience import (
 )
 from kl_comedy.training.module import PolicyModule
 from kl_comedy.training.problems import ProblemSets, PromptSets, load_problem_sets, render_prompts
-from kl_comedy.training.sampling import ShardedScorer, build_backend, build_engines
+from kl_comedy.training.sampling import ShardedScorer, build_backend, build_engines, with_environment
 
 
 class ExperienceModule(lightning.LightningDataModule):
@@ -78,7 +78,7 @@ class ExperienceModule(lightning.LightningDataModule):
         config = self.config
         problems = ranks.raise_on_all_ranks(self.load_problems)
         # Rewards before the policy: a verifier that rejects the answers is found before a model is loaded.
-        rewards = RewardSum(config.rewards, gold=config.gold)
+        rewards = RewardSum(config.rewards, gold=config.gold, environment=config.environment)
         self._to_close.callback(rewards.close)
         # On one rank: the answers are the same on all, and verifying them may take minutes.
         for dataset in (problems.train, *problems.evals.values()):
@@ -110,19 +110,21 @@ class ExperienceModule(lightning.LightningDataModule):
         sampler = module.run.sampler
         source: Source
         if lag.mode == "async":
-            engines = build_engines(sampler, loaded, ranks, asynchronous=True)
+            engines = build_engines(sampler, config, loaded, ranks, rewards.pool)
             self.backend = engines
             # It draws in a thread of its own, while this one learns.
             source = Producer(config, engines, prompts, rewards, ranks, self._precision)
             self._to_close.callback(source.close)  # closes the engines too
         elif sampler.beside:
-            self.backend = build_engines(sampler, loaded, ranks, asynchronous=False)
+            self.backend = build_engines(sampler, config, loaded, ranks, rewards.pool)
             self._to_close.callback(self.backend.close)
             source = DrawnHere(lag, config.train.steps, prompts, self._generate, self.scorer)
         else:
             built = build_backend(sampler, config, loaded, ranks)
-            self.backend = built.shared
-            self._to_close.callback(self.backend.close)
+            self._to_close.callback(built.shared.close)
+            self.backend = ranks.raise_on_all_ranks(
+                lambda: with_environment(built.shared, config, loaded, rewards.pool, ranks)
+            )
             if sampler.capabilities.recorded:
                 source = self._recorded_source(built.own, lag, prompts, rewards, ranks)
             else:
@@ -134,11 +136,10 @@ class ExperienceModule(lightning.LightningDataModule):
     ) -> Recorded:
         """Batches of a recording, once it was checked against this run's prompts and rewards."""
         # Recorded rewards are sums under weights; with others they would be another reward.
-        weights = {part.label: part.weight for part in rewards.parts}
         ranks.on_rank_zero(
             lambda: recording.bind(
                 self.prompts.train,
-                weights=weights,
+                weights=rewards.weights,
                 has_gold=self.config.gold is not None,
                 updates=self.config.train.steps,
                 per_batch=lag.updates_per_batch,

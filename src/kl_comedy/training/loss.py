@@ -288,6 +288,15 @@ def update_returns(
     return returns_with_costs(plan.algorithm.reward_weight * update.reward_B, total_cost_BT, update.length)
 
 
+def _is_learned(row: Scored, algorithm: AlgorithmConfig) -> bool:
+    """Whether a completion is in the loss and its denominator."""
+    # A dialogue whose environment failed says nothing about the policy.
+    if row.rollout.stop_reason == "failed":
+        return False
+    # A completion that was cut has no verdict on its whole.
+    return not (algorithm.mask_truncated and row.rollout.stop_reason == "length")
+
+
 def advantage_signal(
     rows: Sequence[Scored],
     update: UpdateTensors,
@@ -296,11 +305,7 @@ def advantage_signal(
     old_policy: Sequence[OldPolicyRow] | None,
 ) -> LearningSignal:
     """The advantage estimator of the config; ``old_policy`` has the values where it needs a critic."""
-    keep_B = None
-    # Dropped from loss and denominator: a completion that was cut has no verdict on its whole.
-    if algorithm.mask_truncated:
-        is_complete = [row.rollout.stop_reason != "length" for row in rows]
-        keep_B = torch.tensor(is_complete, device=update.mask_BT.device)
+    keep_B = torch.tensor([_is_learned(row, algorithm) for row in rows], device=update.mask_BT.device)
     weight_B = sequence_weights(
         algorithm.reduction, update.mask_BT, constant=algorithm.reduction_constant, keep_B=keep_B
     )
@@ -344,8 +349,7 @@ def dpo_signal(
     is_judged = []
     for row in rows:
         has_verdict = row.reward.status not in WITHOUT_VERDICT
-        is_masked = algorithm.mask_truncated and row.rollout.stop_reason == "length"
-        is_judged.append(has_verdict and not is_masked)
+        is_judged.append(has_verdict and _is_learned(row, algorithm))
     pairs = preferences(
         _log_ratios(packs, plan, policy_pass, len(rows)),
         update.reward_B,

@@ -369,6 +369,14 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
                 means[f"train/{name}"].append(value)
             else:
                 means[f"train/reward/{name}"].append(value)
+    of_dialogues = {}
+    # Dialogues say of each token whether the policy drew it.
+    if all(row.rollout.trained for row in rows):
+        of_dialogues = {
+            "train/turns": sum(_turns(row.rollout.trained) for row in rows) / count,
+            "train/environment_tokens": sum(row.rollout.trained.count(False) for row in rows) / count,
+            "train/environment_failed": sum(row.rollout.stop_reason == "failed" for row in rows) / count,
+        }
     groups_without_signal = sum(len(values) == 1 for values in rewards_of_group.values())
     status = Counter(row.reward.status for row in rows)
     status["failed"] = sum(failed(row.reward) for row in rows)  # these have the status refused, too
@@ -381,7 +389,18 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
         "train/groups_without_signal": groups_without_signal / len(rewards_of_group),
         **{f"train/verifier_{name}": status[name] / count for name in ("unparseable", "timeout", "refused", "failed")},
         **{name: sum(values) / len(values) for name, values in means.items()},
+        **of_dialogues,
     }
+
+
+def _turns(trained: Sequence[bool]) -> int:
+    """How many turns of the policy a dialogue has.
+
+    >>> _turns((True, True, False, False, True))
+    2
+    """
+    before = (False, *trained[:-1])
+    return sum(now and not was for now, was in zip(trained, before, strict=True))
 
 
 def time_metrics(rows: Sequence[Scored], of_batch: Mapping[str, float], learn_s: float) -> dict[str, float]:

@@ -144,6 +144,13 @@ def _all_truncated(update: Update) -> bool:
 
 def _truncated_message(update: Update) -> str:
     rollout = update.config.rollout
+    environment = update.config.environment
+    if environment is not None:
+        return (
+            f"every dialogue was cut at a limit (environment.turns={environment.turns}, "
+            f"environment.turn_tokens={environment.turn_tokens}, rollout.max_new_tokens={rollout.max_new_tokens}): "
+            f"raise it, or check that the environment says when a dialogue is done; {_first_completion(update)}"
+        )
     return (
         f"every completion was cut at rollout.max_new_tokens={rollout.max_new_tokens}: raise it, or check "
         f"that the model ends its answers (its end token, rollout.stop); {_first_completion(update)}"

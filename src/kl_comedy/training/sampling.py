@@ -19,16 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from kl_comedy.config import Config
+from kl_comedy.data.prompts import turn_frame
 from kl_comedy.errors import UserError
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import layers_in_bf16
 from kl_comedy.models.load import place
 from kl_comedy.models.sharding import compute_in_bf16, rounded_parameters, unsharded_skeleton
 from kl_comedy.models.weights import copy_into, stream_weights, weight_bytes
-from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.rewards import Scorer
+from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored, Step
+from kl_comedy.rewards import RewardPool, Scorer
+from kl_comedy.rewards.environments import Answers, ContainedEnvironment
+from kl_comedy.rewards.pool import Failure, Turn
 from kl_comedy.rollouts import RolloutBackend, Sampler
 from kl_comedy.rollouts.base import EngineBackend
+from kl_comedy.rollouts.dialogue import Dialogue
 from kl_comedy.rollouts.engines.options import visible_gpus
 from kl_comedy.training.distributed import Ranks
 
@@ -188,14 +192,57 @@ class ShardedScorer:
         return [Scored(rollout=rollout, reward=reward) for rollout, reward in zip(rollouts, rewards, strict=True)]
 
 
+class ShardedEnvironment:
+    """An environment of which each rank answers its part of the turns."""
+
+    def __init__(self, inner: Answers, ranks: Ranks) -> None:
+        self._inner = inner
+        self._ranks = ranks
+
+    def answer(self, turns: Sequence[Turn]) -> list[Step | Failure]:
+        """The answers to all turns, on every rank; what fails on one rank is raised on all."""
+        start, end = self._ranks.bounds(len(turns))
+        answered_here = self._ranks.raise_on_all_ranks(lambda: self._inner.answer(turns[start:end]))
+        answers: list[Step | Failure] = []
+        for answers_of_rank in self._ranks.gather(answered_here):
+            answers += answers_of_rank
+        return answers
+
+
 # --- building -------------------------------------------------------------------------------------------------------
 
 
-def build_engines(sampler: Sampler, loaded: LoadedModel, ranks: Ranks, *, asynchronous: bool) -> BroadcastRollouts:
+def with_environment(
+    backend: Any, config: Config, loaded: LoadedModel, pool: RewardPool, ranks: Ranks | None = None
+) -> Any:
+    """``backend``, and the environment of ``config`` between its turns where there is one.
+
+    ``ranks``: those that call ``generate`` together, each of which answers a part of the turns; None where one does.
+    """
+    settings = config.environment
+    if settings is None:
+        return backend
+    environment: Answers = ContainedEnvironment(settings, pool)
+    if ranks is not None and ranks.size > 1:
+        environment = ShardedEnvironment(environment, ranks)
+    frame = turn_frame(config.data.prompt, loaded.tokenizer, role=settings.role)
+    return Dialogue(backend, environment, loaded, settings, frame)
+
+
+def build_engines(
+    sampler: Sampler, config: Config, loaded: LoadedModel, ranks: Ranks, pool: RewardPool
+) -> BroadcastRollouts:
     """The run's engines beside the trainer, built on every rank."""
     rollout = sampler.rollout_on(visible_gpus(loaded.device.type))
-    engines = ranks.raise_on_all_ranks(lambda: sampler.builder(rollout, loaded=loaded, leader=ranks.is_rank_zero))
-    return BroadcastRollouts(engines, ranks, asynchronous=asynchronous)
+
+    def build() -> EngineBackend:
+        engines = sampler.builder(rollout, loaded=loaded, leader=ranks.is_rank_zero)
+        # Below the exchange between ranks: rank 0 alone asks, in a thread of its own where the run is asynchronous.
+        dialogues: EngineBackend = with_environment(engines, config, loaded, pool)
+        return dialogues
+
+    engines = ranks.raise_on_all_ranks(build)
+    return BroadcastRollouts(engines, ranks, asynchronous=config.lag.mode == "async")
 
 
 @dataclass(frozen=True, kw_only=True)
