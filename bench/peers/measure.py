@@ -33,9 +33,13 @@ REGIMES = ("on_policy", "off_policy")
 
 @lru_cache(maxsize=8)
 def instances(regime: str, group_size: int) -> tuple[BatteryInstance, ...]:
-    """The instances of the certificates; for groups a smaller set, without instances far from the reference."""
+    """The instances of the certificates without dialogues; for groups a smaller set, none far from the reference.
+
+    What a loss does at the tokens of a tool has a figure of its own (``holes`` of the register), so that a row says
+    what is optimized without tools, and what leaks with them.
+    """
     if group_size == 1:
-        return battery(regime)
+        return tuple(case for case in battery(regime) if case.instance.environment is None)
     # All groups of completions are enumerated: their number is that of completions to the power of the group's size.
     settings = [
         InstanceSettings(regime=regime, seed=0, parameters=SHARED),
