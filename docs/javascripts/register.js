@@ -14,6 +14,8 @@
     token_jensen_shannon: "Jensen-Shannon divergence of each token",
     token_policy_square: "half the mean square log-ratio, under the policy",
     token_reference_square: "half the mean square log-ratio, under the reference",
+    sequence_k2_cost: "mean of k2 less the reverse KL of each token",
+    sequence_k3_cost: "reverse KL of completions less the forward KL of each token",
     zero: "nothing: noise of zero mean",
     none: "the gradient of no KL",
   };

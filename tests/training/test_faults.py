@@ -58,10 +58,10 @@ def assert_undisturbed(done, undisturbed):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 4 MB: room for the three checkpoints that are kept and a policy, until something fills it."""
+    """A file system of 6 MB: room for the three checkpoints that are kept and a policy, until something fills it."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True)
     if mounted.returncode != 0:
         pytest.skip("cannot mount a small file system here")
     yield folder
