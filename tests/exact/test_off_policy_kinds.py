@@ -394,23 +394,39 @@ def test_a_cost_on_fresh_samples_has_the_gradient_of_its_mean_less_its_own(estim
         assert kind.function == f"{mean_words} of completions - {less_words} of each visited prefix"
 
 
-def test_the_exact_forward_kl_as_a_cost_has_the_gradient_of_its_mean_on_fresh_samples():
-    instance = drawn("on_policy", 0, True)
-    theta_D = instance.theta_D.clone().requires_grad_(True)
-    p = Policies(instance, theta_D)
-    (expected_D,) = torch.autograd.grad(p.over_prefixes(p.pi, p.kl(p.ref, p.pi)), theta_D)
-    term = KLTerm("exact_forward", credit="to_go")
-    gradient_D = exact_moments(instance, terms_loss((term,))).gradient_D
-    assert float((gradient_D - expected_D).norm()) < 1e-12 * float(expected_D.norm())
-    assert kind_in(term, "on_policy").function == "the mean of exact_forward over the policy's completions"
-
-
 def test_every_built_in_term_has_a_target_or_a_kind_on_fresh_samples():
     labels = [label for label, term in TERMS.items() if claimed_target(term, "on_policy") is None]
     assert [label for label in labels if kind_in(TERMS[label], "on_policy") is None] == []
     assert len(labels) > 80
+    # A cap below one masks every token of fresh samples, whose ratios are one; a clamp ends the estimate's gradient.
+    bounds = ({"correction": "token", "cap": 0.9, "cap_mode": "mask"}, {"input_clamp": 5.0}, {"discount": 0.9})
+    assert [kind_in(KLTerm("k3", **bound), "on_policy") for bound in bounds] == [None, None, None]
     # Where a target is hit, the kind says nothing.
     assert kind_in(KLTerm("k1"), "on_policy") is None
+
+
+BIASED_TOP_K = ("naive_tail", "generalized", "bucket", "truncated", "renormalized")
+
+
+@pytest.mark.parametrize("place", [{"credit": "to_go"}, {"credit": "own"}, {"placement": "loss"}], ids=str)
+@pytest.mark.parametrize("form", BIASED_TOP_K)
+@pytest.mark.parametrize("regime", ["on_policy", "off_policy"])
+def test_a_biased_form_of_top_k_has_no_name(regime, form, place):
+    """The sum over some tokens may be negative, and need not be least at the reference."""
+    assert kind_in(KLTerm("top_k", options={"k": 2, "form": form}, **place), regime) is None
+
+
+@pytest.mark.parametrize("credit", ["to_go", "total"])
+@pytest.mark.parametrize("correction", BUILT_IN_CORRECTIONS)
+def test_the_exact_forward_kl_as_a_cost_has_the_gradient_of_its_mean_on_fresh_samples(correction, credit):
+    instance = drawn("on_policy", 0, True)
+    theta_D = instance.theta_D.clone().requires_grad_(True)
+    p = Policies(instance, theta_D)
+    (expected_D,) = torch.autograd.grad(p.over_prefixes(p.pi, p.kl(p.ref, p.pi)), theta_D)
+    term = KLTerm("exact_forward", credit=credit, correction=correction)
+    gradient_D = exact_moments(instance, terms_loss((term,))).gradient_D
+    assert float((gradient_D - expected_D).norm()) < 1e-12 * float(expected_D.norm())
+    assert kind_in(term, "on_policy").function == "the mean of exact_forward over the policy's completions"
 
 
 # --- the centring identity --------------------------------------------------------------------------------------------
@@ -474,3 +490,6 @@ def test_terms_together_are_a_proper_loss_where_each_is_one():
     assert kind_of_terms((loss("k3"), loss("k1")), "off_policy") is None
     assert kind_of_terms((loss("k3"), loss("k2", beta=-0.5)), "off_policy") is None
     assert kind_of_terms((), "off_policy") is None
+    # The reverse KL of completions and the forward KL of each prefix are both least at the reference.
+    assert kind_of_terms((KLTerm("k1"), loss("k3")), "on_policy").kind == "proper_loss"
+    assert kind_of_terms((KLTerm("k3"), loss("k2")), "on_policy") is None

@@ -328,18 +328,9 @@ def off_policy_kind(term: KLTerm) -> OffPolicyKind | None:
     >>> off_policy_kind(KLTerm("k1", placement="loss")).words
     'a repulsion from the samples: -KL(sampler, policy)'
     """
-    if term.reference == "sampler" or claimed_target(term, "off_policy") is not None:
-        return None
-    if not _is_built_in(term):
-        return None
-    # A weight that depends on the policy, and is not differentiated, is in no function's gradient; what it does to the
-    # force is a factor of at most 1.
-    if term.weight == "policy":
+    if not _may_have_a_kind(term, "off_policy"):
         return None
     facts = _Facts.of(term, on_policy=False)
-    # Other forms of a top-k estimate are biased in ways of their own.
-    if term.needs == "top_k" and not facts.unbiased:
-        return None
     if term.placement == "loss":
         kind = _kind_in_loss(term, facts)
     elif term.score_centring is not None:
@@ -363,11 +354,11 @@ def kind_in(term: KLTerm, regime: str) -> OffPolicyKind | None:
     """
     if regime != "on_policy":
         return off_policy_kind(term)
-    if claimed_target(term, "on_policy") is not None:
-        return None
     if term.placement == "reward":
         return _fresh_kind_of_cost(term)
     # Fresh samples are those of a sampler that is the policy, held fixed.
+    if claimed_target(term, "on_policy") is not None:
+        return None
     return off_policy_kind(term)
 
 
@@ -384,6 +375,18 @@ def kind_of_terms(terms: Sequence[KLTerm], regime: str) -> OffPolicyKind | None:
     if not terms:
         return None
     return OffPolicyKind("proper_loss", "a sum of such losses")
+
+
+def _may_have_a_kind(term: KLTerm, regime: str) -> bool:
+    """Whether a term hits no target, and is of a form that is proved about."""
+    if term.reference == "sampler" or claimed_target(term, regime) is not None or not _is_built_in(term):
+        return False
+    # A weight that depends on the policy, and is not differentiated, is in no function's gradient; what it does to the
+    # force is a factor of at most 1.
+    if term.weight == "policy":
+        return False
+    # Other forms of a top-k estimate are biased in ways of their own.
+    return term.needs != "top_k" or _Facts.of(term, on_policy=regime == "on_policy").unbiased
 
 
 def _is_built_in(term: KLTerm) -> bool:
@@ -601,8 +604,7 @@ def _mean_less_own_gradient(term: KLTerm) -> tuple[str, str]:
 
 def _fresh_kind_of_cost(term: KLTerm) -> OffPolicyKind | None:
     """Of a cost in the reward, on fresh samples."""
-    is_plain = term.weight == "none" and term.discount == 1 and not _is_clamped(term)
-    if not is_plain or term.reference == "sampler" or not _is_built_in(term):
+    if term.weight != "none" or _options_bias_it(term, on_policy=True) or not _may_have_a_kind(term, "on_policy"):
         return None
     if _Facts.of(term, on_policy=True).exact:
         # Of its own step it is differentiated, and earlier tokens are credited with it: all of the mean's gradient.
