@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 from torch import Tensor
 
-from kl_comedy.kl.oracle import Instance, InstanceSettings, target_gradient
-from kl_comedy.kl.oracle.ranges import PARAMETERS, TREES
+from kl_comedy.kl.oracle import Instance, target_gradient
+from kl_comedy.kl.oracle.ranges import drawn_starts
 from kl_comedy.kl.oracle.trajectory import moving_average, train_on_reward
 from kl_comedy.results.figures import look, new_figure, paper_style, save_figure
 
@@ -31,17 +30,8 @@ NOISE: dict[str, int | None] = {"exact gradient": None, "16 completions an updat
 
 def trained(samples: int | None) -> list[tuple[Instance, Tensor]]:
     """Drawn policies of 4 and 8 tokens, each with the parameters after every update on its reward."""
-    rng = random.Random(0)
     trajectories = []
-    for number in range(POLICIES):
-        settings = InstanceSettings(
-            regime="on_policy",
-            seed=rng.getrandbits(31),
-            parameters=PARAMETERS,
-            sharpness=10 ** rng.uniform(-0.5, 0.0),
-        )
-        start = Instance.random(TREES[number % len(TREES)], settings)
-        rate = 10 ** rng.uniform(-2.5, -1.5)
+    for number, (start, rate) in enumerate(drawn_starts(POLICIES, seed=0)):
         theta_UD = train_on_reward(start, updates=UPDATES, lr=rate, samples=samples, seed=number)
         trajectories.append((start, theta_UD))
     return trajectories

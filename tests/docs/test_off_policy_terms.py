@@ -1,12 +1,15 @@
-"""What docs/off_policy_terms.md says of samples some updates old, against the command that it names."""
+"""What docs/off_policy_terms.md says of samples some updates old and of moving averages, against its commands."""
 
 import csv
 import io
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "off_policy_terms.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "off_policy_terms.md"
 
 
 def cell(row, name):
@@ -25,3 +28,11 @@ def test_the_page_has_the_figures_of_its_command(kl_comedy):
     for name, cells in zip(names, written, strict=True):
         strengths = [cell(rows[name, age], "strength") for age in ("1", "4", "10")]
         assert cells[1:] == [*strengths, cell(rows[name, "10"], "error")]
+
+
+@pytest.mark.slow
+def test_the_page_has_the_table_of_moving_averages(tmp_path):
+    script = ROOT / "research" / "scripts" / "sampler_average.py"
+    command = [sys.executable, script, "--out", tmp_path / "figure.svg"]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert printed in PAGE.read_text()

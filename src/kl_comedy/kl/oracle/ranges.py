@@ -70,15 +70,14 @@ def drawn_policies(regime: str, seed: int) -> tuple[Instance, ...]:
     return tuple(instances)
 
 
-@lru_cache(maxsize=8)
-def trained_policies(age: int, seed: int) -> tuple[Instance, ...]:
-    """As many, after :data:`UPDATES` updates from the reference on the reward; the sampler is ``age`` updates behind.
+def drawn_starts(count: int, seed: int) -> list[tuple[Instance, float]]:
+    """Policies of each tree to train from, as the reference, and a rate of Adam for each.
 
-    Rates from 10^-2.5 to 10^-1.5 put the policies about as far from the reference as those of drawn noise.
+    Rates from 10^-2.5 to 10^-1.5 put a policy after 20 updates about as far away as :func:`drawn_policies`.
     """
     rng = random.Random(seed)
-    instances = []
-    for number in range(POLICIES):
+    starts = []
+    for number in range(count):
         settings = InstanceSettings(
             regime="on_policy",
             seed=rng.getrandbits(31),
@@ -86,7 +85,15 @@ def trained_policies(age: int, seed: int) -> tuple[Instance, ...]:
             sharpness=10 ** rng.uniform(-0.5, 0.0),
         )
         start = Instance.random(TREES[number % len(TREES)], settings)
-        rate = 10 ** rng.uniform(-2.5, -1.5)
+        starts.append((start, 10 ** rng.uniform(-2.5, -1.5)))
+    return starts
+
+
+@lru_cache(maxsize=8)
+def trained_policies(age: int, seed: int) -> tuple[Instance, ...]:
+    """As many, after :data:`UPDATES` updates on the reward from the reference; the sampler is ``age`` updates old."""
+    instances = []
+    for start, rate in drawn_starts(POLICIES, seed):
         instances.append(sampled_by_an_older_policy(start, age=age, updates=UPDATES, lr=rate))
     return tuple(instances)
 
