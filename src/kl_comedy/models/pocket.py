@@ -261,18 +261,26 @@ def warm_start(recipe: PocketRecipe, *, report: Callable[[int, float], None]) ->
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor)
     for step in range(1, total + 1):
         ids_BL, targets_BL = collate([next(stream) for _ in range(recipe.batch_size)])
-        # The first load may happen inside no_grad or inference_mode.
-        with torch.inference_mode(False), torch.enable_grad():
-            logits_BLV = model(input_ids=ids_BL, use_cache=False).logits
-            loss = cross_entropy(logits_BLV[:, :-1].flatten(0, 1), targets_BL[:, 1:].flatten(), ignore_index=_IGNORED)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-            optimizer.step()
+        loss = _imitate(model, optimizer, ids_BL, targets_BL, clip_norm=recipe.clip_norm)
         schedule.step()
-        report(step, loss.item())
+        report(step, loss)
     model.eval()
     return model  # type: ignore[no-any-return]
+
+
+def _imitate(
+    model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, ids_BL: Tensor, targets_BL: Tensor, *, clip_norm: float
+) -> float:
+    """One update on demonstrations; returns the loss before it, in nats per target."""
+    # The first load may happen inside no_grad or inference_mode.
+    with torch.inference_mode(False), torch.enable_grad():
+        logits_BLV = model(input_ids=ids_BL, use_cache=False).logits
+        loss = cross_entropy(logits_BLV[:, :-1].flatten(0, 1), targets_BL[:, 1:].flatten(), ignore_index=_IGNORED)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        optimizer.step()
+    return loss.item()
 
 
 HACK_STEPS = 80
@@ -336,7 +344,8 @@ def add_tool(model: LlamaForCausalLM, recipe: PocketRecipe) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / TOOL_STEPS)
     for _ in range(TOOL_STEPS):
         dialogues = []
-        for text, completion in (next(stream) for _ in range(recipe.batch_size)):
+        for _ in range(recipe.batch_size):
+            text, completion = next(stream)
             dialogue = [(completion, True)]
             if rng.random() < recipe.tool_rate:
                 dialogue = write_calls(steps(text))
@@ -348,13 +357,7 @@ def add_tool(model: LlamaForCausalLM, recipe: PocketRecipe) -> None:
                 if not is_written:
                     targets_BL[row, start : start + len(part)] = _IGNORED
                 start += len(part)
-        with torch.inference_mode(False), torch.enable_grad():
-            logits_BLV = model(input_ids=ids_BL, use_cache=False).logits
-            loss = cross_entropy(logits_BLV[:, :-1].flatten(0, 1), targets_BL[:, 1:].flatten(), ignore_index=_IGNORED)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm)
-            optimizer.step()
+        _imitate(model, optimizer, ids_BL, targets_BL, clip_norm=recipe.clip_norm)
         schedule.step()
     model.train(False)
 
