@@ -1,7 +1,7 @@
 """The hours of a block, from the durations of its runs."""
 
 import pandas as pd
-from research.scripts.export_block import hours
+from research.scripts.run_block import hours
 
 
 def test_hours_are_of_all_runs_of_a_block():
