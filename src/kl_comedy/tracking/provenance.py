@@ -6,6 +6,7 @@ Secrets are never recorded.
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import hashlib
 import importlib.metadata
@@ -208,8 +209,7 @@ def provenance_files(folder: Path, repo: Path | None = None) -> list[Path]:
     The diff is of tracked files against the commit, followed by untracked files of the package itself; ``git apply``
     takes it. What looks like a credential is hidden.
     """
-    packages = sorted({f"{item.name}=={item.version}" for item in importlib.metadata.distributions()}, key=str.lower)
-    files = {folder / "packages.txt": "\n".join(packages) + "\n"}
+    files = {folder / "packages.txt": "\n".join(_installed_packages()) + "\n"}
     change = _local_change(repo or _package_checkout())
     if change:
         diff = redact_source(change[:MAX_DIFF_CHARACTERS])
@@ -219,6 +219,26 @@ def provenance_files(folder: Path, repo: Path | None = None) -> list[Path]:
     for file, text in files.items():
         atomic_write(file, text.encode("utf-8", "replace"))
     return list(files)
+
+
+# Both are of what this process imported, so that the first answer is also the right one later.
+@functools.cache
+def _installed_packages() -> list[str]:
+    """Every installed package as NAME==VERSION."""
+    packages = {f"{item.name}=={item.version}" for item in importlib.metadata.distributions()}
+    return sorted(packages, key=str.lower)
+
+
+@functools.cache
+def _package_hash() -> str:
+    """sha256 (first 12 hex digits) of the names and contents of the files of the package."""
+    # Runs are compared by this hash (mixed_code): another order or separator would make all code look changed.
+    folder = Path(kl_comedy.__file__ or "").parent
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            digest.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _local_change(repo: Path | None) -> str:
@@ -234,17 +254,6 @@ def _local_change(repo: Path | None) -> str:
     # git diff --no-index exits with 1 where files differ, and a new file always does.
     additions = [_git(top, "diff", "--no-index", "--", "/dev/null", name, code=1) for name in untracked]
     return "".join([_git(top, "diff", "HEAD"), *additions])
-
-
-def _package_hash() -> str:
-    """sha256 (first 12 hex digits) of the names and contents of the files of the package."""
-    # Runs are compared by this hash (mixed_code): another order or separator would make all code look changed.
-    folder = Path(kl_comedy.__file__ or "").parent
-    digest = hashlib.sha256()
-    for file in sorted(folder.rglob("*")):
-        if file.is_file() and "__pycache__" not in file.parts:
-            digest.update(f"{file.relative_to(folder).as_posix()}\0".encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _package_checkout() -> Path | None:
