@@ -33,7 +33,7 @@ EXPORT = OUT / "export.parquet"
 STORE = "sqlite:///evidence.db"
 # They differ between machines, or no number of the page is computed from them.
 WITHOUT = "run.*,output,tracking.*,metrics.time/*,*kl_error*,tags.data.*,tags.process.*,tags.mlflow.*,tags.command"
-CURVES = "train/reward,train/gold,kl/exact_reverse_sequence,policy/ess"
+CURVES = "train/reward,train/gold,kl/exact_reverse_sequence,policy/ess,eval/heldout/reward"
 PRELOADED = ["kl_comedy.cli.sweep_job", "kl_comedy.cli.summary", "kl_comedy.training.fit", "kl_comedy.tracking"]
 
 

@@ -327,6 +327,25 @@ def long_audit(
 
 
 @app.command()
+def december(
+    out: Out = Path("results/evidence_2026_12"),
+    print_only: Annotated[bool, typer.Option("--print", help="Print the page; write nothing")] = False,
+) -> None:
+    """Decide the claims of the protocol of December 2026 from results/evidence_2026_12/export.parquet.
+
+    Example: `python -m research.studies december`
+    """
+    from research.studies.december import FOLDER, page, write_page
+
+    export = FOLDER / "export.parquet"
+    if print_only:
+        print(page(export), end="")
+        return
+    write_page(export, out)
+    message(f"{out / 'README.md'}")
+
+
+@app.command()
 def evidence(
     uri: Annotated[str, typer.Option(help="Export or store of the runs")] = "results/evidence/export.parquet",
     out: Annotated[Path, typer.Option(help="Folder for README and figures")] = Path("results/evidence"),
