@@ -1,14 +1,19 @@
 """The judged grid of a tuned one: each form at the rate and beta that its tuning runs were best at.
 
-python research/scripts/judged_grid.py [EXPORT] [-o GRID]
+python research/scripts/judged_grid.py --edges
+python research/scripts/judged_grid.py
 
-Reads the runs of configs/hack/tune.yaml from a store or an export and writes configs/hack/judged.yaml. Best is the
-highest mean of held-out gold reward over the tuning seeds. A best value at the end of its axis is printed: the protocol
-(results/evidence/protocol_2026_12.md) then extends the tuning grid there once.
+Best is the highest mean of held-out gold reward over the tuning seeds. Where the best of configs/hack/tune.yaml has a
+rate or beta at the end of its axis, ``--edges`` writes configs/hack/tune_edge.yaml, which has one value more there;
+once, by the protocol (results/evidence/protocol_2026_12.md). Without it configs/hack/judged.yaml is written, from the
+runs of both.
 """
 
+from __future__ import annotations
+
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,91 +25,144 @@ from kl_comedy.results.runs import read_runs
 from kl_comedy.slurm.grid import GridPoint, expand, read_grid
 
 ROOT = Path(__file__).parents[2]
-TUNED = ROOT / "configs" / "hack" / "tune.yaml"
-BASE = ROOT / "configs" / "hack" / "base.yaml"
-JUDGED = ROOT / "configs" / "hack" / "judged.yaml"
+CONFIGS = ROOT / "configs" / "hack"
+TUNED = CONFIGS / "tune.yaml"
+EDGE = CONFIGS / "tune_edge.yaml"
+JUDGED = CONFIGS / "judged.yaml"
 EXPORT = ROOT / "results" / "evidence_2026_12" / "export.parquet"
+SEEDS_TUNED = (40, 41)
 WARM_STARTS = (1, 2, 3, 4, 5)
 SEEDS = (50, 51, 52, 53)
+BEYOND = {0.1: 0.03, 1.0: 3.0, 5e-5: 2.5e-5, 2e-4: 4e-4}
+"""The value after each end of the axes of beta and rate."""
 OUTCOME = "metrics.eval/heldout/reward"
 """Of a run whose config has `gold`, this is the gold reward."""
-HEAD = """\
-# Block 1, judged: each form at its best rate and beta of tune.yaml, five warm starts with four fresh seeds each.
-# Written by research/scripts/judged_grid.py.
-"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A form at one lag, rate and beta."""
+
+    form: str
+    lag: int
+    term: Mapping[str, Any] | None
+    """The KL term without its beta; None without a KL."""
+    beta: float | None
+    rate: float
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The settings of a row of a grid."""
+        kl: Any = "none"
+        if self.term is not None:
+            kl = [{**self.term, "beta": self.beta}]
+        mode = "replayed" if self.lag else "on_policy"
+        return {"kl": kl, "lag": {"mode": mode, "steps": self.lag}, "optimizer.lr": self.rate}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="?", default=EXPORT, help="a tracking store, or an export of it")
-    parser.add_argument("-o", "--out", type=Path, default=JUDGED)
-    given = parser.parse_args()
-    tuned = read_grid(TUNED)
-    points = expand(tuned)
-    outcomes = mean_outcomes(read_runs(given.runs), len(tuned.seeds))
-    missing = sorted({point.label for point in points} - set(outcomes.index))
+    parser.add_argument("--edges", action="store_true", help="write the extension of the tuning grid")
+    edges = parser.parse_args().edges
+    outcomes = mean_outcomes(read_runs(EXPORT))
+    tuned = tuned_settings(TUNED)
+    if not edges and EDGE.is_file():
+        tuned |= tuned_settings(EDGE)
+    missing = sorted(tuned.keys() - outcomes.keys())
     if missing:
-        raise SystemExit(f"{len(missing)} points have fewer than {len(tuned.seeds)} finished runs, as {missing[0]}")
-    chosen = best_of_each(points, outcomes)
-    for point in chosen.values():
-        at_end = at_the_end(point, points)
-        print(f"{point.label}: {outcomes[point.label]:.4f}", *[f"({key} is at the end of its axis)" for key in at_end])
-    given.out.write_text(HEAD + yaml.safe_dump(judged(chosen), sort_keys=False, width=160, default_flow_style=None))
+        raise SystemExit(f"{len(missing)} settings have fewer than {len(SEEDS_TUNED)} finished runs, as {missing[0]}")
+    best = best_of_each(tuned, outcomes)
+    for name in best:
+        print(f"{name}: {outcomes[name]:.4f}")
+    if edges:
+        write(EDGE, extension(best.values(), list(tuned.values())))
+    else:
+        write(JUDGED, judged(best.values()))
 
 
-def mean_outcomes(runs: pd.DataFrame, seeds: int) -> pd.Series:
-    """The mean outcome of each tuned configuration that has all its ``seeds``, by its name."""
-    finished = runs[(runs["tags.sweep"] == "hack_tune") & (runs["status"] == "FINISHED")]
+def tuned_settings(grid: Path) -> dict[str, Setting]:
+    """The settings of a tuning grid, by the names of their runs."""
+    return {point.label: setting_of(point) for point in expand(read_grid(grid))}
+
+
+def setting_of(point: GridPoint) -> Setting:
+    """A point of the product, or a row, which is named by its form and lag."""
+    settings = point.settings
+    form = point.values.get("kl") or point.label.split("-lag-")[0]
+    if "lag" in settings:
+        lag = settings["lag"]["steps"]
+    else:
+        lag = load_config(CONFIGS / "base.yaml").lag.steps
+    term = None
+    beta = None
+    if settings["kl"] != "none":
+        term = dict(settings["kl"][0])
+        beta = term.pop("beta", None) or settings["kl.0.beta"]
+    return Setting(form=form, lag=lag, term=term, beta=beta, rate=settings["optimizer.lr"])
+
+
+def mean_outcomes(runs: pd.DataFrame) -> dict[str, float]:
+    """The mean outcome of each tuned setting that has all its seeds, by its name."""
+    finished = runs[runs["tags.sweep"].isin(["hack_tune", "hack_tune_edge"]) & (runs["status"] == "FINISHED")]
     by_name = finished.groupby("params.name")[OUTCOME]
-    return by_name.mean()[by_name.count() == seeds]
+    return by_name.mean()[by_name.count() == len(SEEDS_TUNED)].to_dict()
 
 
-def best_of_each(points: Sequence[GridPoint], outcomes: pd.Series) -> dict[tuple[int, str], GridPoint]:
-    """The best point of each lag and form."""
-    chosen: dict[tuple[int, str], GridPoint] = {}
-    for point in points:
-        arm = (lag_of(point), form_of(point))
-        if arm not in chosen or outcomes[point.label] > outcomes[chosen[arm].label]:
-            chosen[arm] = point
-    return chosen
+def best_of_each(tuned: Mapping[str, Setting], outcomes: Mapping[str, float]) -> dict[str, Setting]:
+    """The best setting of each lag and form, by its name."""
+    best: dict[tuple[int, str], str] = {}
+    for name, setting in tuned.items():
+        arm = (setting.lag, setting.form)
+        if arm not in best or outcomes[name] > outcomes[best[arm]]:
+            best[arm] = name
+    return {name: tuned[name] for name in best.values()}
 
 
-def lag_of(point: GridPoint) -> int:
-    """Updates between sampler and policy; a row without a lag has that of the base."""
-    if "lag" not in point.settings:
-        return load_config(BASE).lag.steps
-    return int(point.settings["lag"]["steps"])
+def extension(best: Iterable[Setting], tuned: Sequence[Setting]) -> dict[str, Any]:
+    """The grid of one value more at each end where a form was best, with every value of the other axis."""
+    rows = {}
+    for setting in best:
+        arm = [other for other in tuned if (other.lag, other.form) == (setting.lag, setting.form)]
+        rates = {other.rate for other in arm}
+        betas = {other.beta for other in arm}
+        more_rates = _beyond(setting.rate, rates)
+        more_betas = _beyond(setting.beta, betas)
+        for rate in sorted(rates | more_rates):
+            for beta in sorted(betas | more_betas, key=lambda beta: beta or 0.0):
+                if rate in more_rates or beta in more_betas:
+                    new = replace(setting, rate=rate, beta=beta)
+                    strength = "" if beta is None else f"-beta{beta:g}"
+                    rows[f"{setting.form}-lag-{setting.lag}{strength}-lr{rate:g}"] = new.row
+    return {
+        "name": "hack_tune_edge",
+        "base": "base.yaml",
+        "overrides": {"eval.at_start": False},
+        "seeds": list(SEEDS_TUNED),
+        "rows": rows,
+    }
 
 
-def form_of(point: GridPoint) -> str:
-    return point.values.get("kl", "none")
+def _beyond(value: float | None, values: set[Any]) -> set[float]:
+    """The value after ``value``, where this is the smallest or largest of ``values``."""
+    if value is None or value not in (min(values), max(values)):
+        return set()
+    return {BEYOND[value]}
 
 
-def at_the_end(point: GridPoint, points: Sequence[GridPoint]) -> list[str]:
-    """The keys whose value in ``point`` is the smallest or largest of its arm."""
-    keys = []
-    for key in ("optimizer.lr", "kl.0.beta"):
-        values = [other.settings[key] for other in points if form_of(other) == form_of(point) and key in other.settings]
-        if values and point.settings[key] in (min(values), max(values)):
-            keys.append(key)
-    return keys
-
-
-def judged(chosen: Mapping[tuple[int, str], GridPoint]) -> dict[str, Any]:
+def judged(best: Iterable[Setting]) -> dict[str, Any]:
     """The content of the judged grid: a row for each arm and warm start, each with all seeds."""
     rows = {}
-    for (lag, form), point in chosen.items():
+    for setting in best:
         for start in WARM_STARTS:
-            kl = point.settings["kl"]
-            if isinstance(kl, list):
-                kl = [kl[0] | {"beta": point.settings["kl.0.beta"]}]
-            rows[f"{form}-lag-{lag}-start-{start}"] = {
-                "kl": kl,
-                "lag": {"mode": "replayed" if lag else "on_policy", "steps": lag},
-                "optimizer.lr": point.settings["optimizer.lr"],
-                "model.options.seed": start,
-            }
+            row = {**setting.row, "model.options.seed": start}
+            rows[f"{setting.form}-lag-{setting.lag}-start-{start}"] = row
     return {"name": "hack_judged", "base": "base.yaml", "seeds": list(SEEDS), "rows": rows}
+
+
+def write(grid: Path, content: Mapping[str, Any]) -> None:
+    head = "# Block 1 of results/evidence/protocol_2026_12.md, written by research/scripts/judged_grid.py.\n"
+    grid.write_text(head + yaml.safe_dump(content, sort_keys=False, width=160, default_flow_style=None))
+    print(f"{len(content['rows'])} rows in {grid.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "results" / "evidence_2026_12"
 GRIDS = {
     "hack_tune": "hack/tune.yaml",
+    "hack_tune_edge": "hack/tune_edge.yaml",
     "hack_judged": "hack/judged.yaml",
     "hack_target": "hack/target.yaml",
     "centring": "centring/centring.yaml",
@@ -71,6 +72,7 @@ FEW = 1
 """The most collapses of an arm that Z6 and Z9 allow."""
 ARMS = {
     "hack_tune": ("lag", "form", "beta", "rate"),
+    "hack_tune_edge": ("lag", "form", "beta", "rate"),
     "hack_judged": ("lag", "form", "beta", "rate"),
     "hack_target": ("lag", "form"),
     "centring": ("lag", "form"),
@@ -84,6 +86,8 @@ HEAD = """\
 
 The claims, blocks and rules are those of [the protocol](../evidence/protocol_2026_12.md), written before the runs. Runs
 are in [export.parquet](export.parquet), their hours in [hours.csv](hours.csv)."""
+LEAST_RUNS = 5
+"""Of so many runs a mean has an interval."""
 Values = Mapping[Hashable, float]
 """Gold reward at the end, by warm start and seed."""
 
@@ -350,7 +354,8 @@ def page(export: Path, figures: Path | None = None) -> str:
         if has[name]:
             parts += [f"## Runs of {name}", arm_table(block, ARMS[name])]
     if figures is not None and has["hack_judged"]:
-        draw_frontier(blocks["hack_tune"], blocks["hack_judged"], figures / "frontier.svg")
+        is_tuned = runs["block"].isin(["hack_tune", "hack_tune_edge"])
+        draw_frontier(Block(runs[is_tuned]), blocks["hack_judged"], figures / "frontier.svg")
     return pages.page(parts)
 
 
@@ -413,7 +418,8 @@ def arm_table(block: Block, by: Sequence[str]) -> pd.DataFrame:
 def _with_bounds(value: Interval) -> str:
     if value.mean is None:
         return ""
-    if value.low is None or value.high is None:
+    # Of two seeds an interval says nothing.
+    if value.n < LEAST_RUNS or value.low is None or value.high is None:
         return f"{value.mean:.3f}"
     return f"{value.mean:.3f} [{value.low:.3f}, {value.high:.3f}]"
 

@@ -1,49 +1,86 @@
-"""The judged grid has each form at what its tuning runs were best at."""
+"""The judged grid has each form at what its tuning runs were best at; its edges are the protocol's."""
 
 import pandas as pd
 import pytest
 from research.scripts import judged_grid
+from research.scripts.judged_grid import OUTCOME, SEEDS_TUNED, TUNED
+
+from kl_comedy.slurm.grid import expand, read_grid
 
 NAME = "lag-10-k2-beta0.3-lr0.0001"
 """As kl-comedy sweep names the cell of configs/hack/tune.yaml with these values."""
+EDGE_NAME = "lag-0-k3-beta0.1-lr0.0002"
 
 
 @pytest.fixture(scope="module")
-def points():
-    return judged_grid.expand(judged_grid.read_grid(judged_grid.TUNED))
+def tuned():
+    return judged_grid.tuned_settings(TUNED)
 
 
-def runs(points, outcome_of):
+@pytest.fixture(scope="module")
+def best(tuned):
+    """Chosen from runs with the same outcomes but for two names."""
+
+    def outcome_of(name, seed):
+        if name in (NAME, EDGE_NAME):
+            return 0.6
+        # One lucky seed of another setting is above both seeds of the best, and its mean is below.
+        is_lucky = name == "lag-10-k2-beta1-lr0.0002" and seed == 41
+        # Without a marked setting a form is best in the middle.
+        is_middle = "beta0.3-lr0.0001" in name or (name.startswith("none") and name.endswith("1e-4"))
+        return 0.9 if is_lucky else 0.2 if is_middle else 0.1
+
     rows = []
-    for point in points:
-        rows.append(
-            {
+    for name in tuned:
+        for seed in SEEDS_TUNED:
+            row = {
                 "tags.sweep": "hack_tune",
                 "status": "FINISHED",
-                "params.name": point.label,
-                judged_grid.OUTCOME: outcome_of(point),
+                "params.name": name,
+                OUTCOME: outcome_of(name, seed),
             }
-        )
-    return pd.DataFrame(rows)
+            rows.append(row)
+    runs = pd.DataFrame(rows).assign(status="FINISHED", **{"tags.sweep": "hack_tune"})
+    return judged_grid.best_of_each(tuned, judged_grid.mean_outcomes(runs))
 
 
-def judged_rows(points, frame):
-    outcomes = judged_grid.mean_outcomes(frame, seeds=2)
-    return judged_grid.judged(judged_grid.best_of_each(points, outcomes))["rows"]
-
-
-def test_a_form_is_judged_at_its_best_mean_over_the_tuning_seeds(points):
-    # One lucky seed of another point is above both seeds of the best, and its mean is below.
-    def outcome_of(point):
-        if point.label == NAME:
-            return 0.6
-        is_lucky = point.label == "lag-10-k2-beta1-lr0.0002" and point.seed == 41
-        return 0.9 if is_lucky else 0.1
-
-    row = judged_rows(points, runs(points, outcome_of))["k2-lag-10-start-3"]
-    assert row == {
+def test_a_form_is_judged_at_its_best_mean_over_the_tuning_seeds(best):
+    rows = judged_grid.judged(best.values())["rows"]
+    assert rows["k2-lag-10-start-3"] == {
         "kl": [{"estimator": "k2", "placement": "loss", "beta": 0.3}],
         "lag": {"mode": "replayed", "steps": 10},
         "optimizer.lr": 1e-4,
         "model.options.seed": 3,
     }
+    assert rows["none-lag-0-start-1"]["lag"] == {"mode": "on_policy", "steps": 0}
+    assert len(rows) == 16 * 5
+
+
+def test_only_where_a_form_was_best_at_an_end_is_there_one_value_more(best, tuned, tmp_path):
+    grid = judged_grid.extension(best.values(), list(tuned.values()))
+    assert set(grid["rows"]) == {
+        "k3-lag-0-beta0.03-lr5e-05",
+        "k3-lag-0-beta0.03-lr0.0001",
+        "k3-lag-0-beta0.03-lr0.0002",
+        "k3-lag-0-beta0.03-lr0.0004",
+        "k3-lag-0-beta0.1-lr0.0004",
+        "k3-lag-0-beta0.3-lr0.0004",
+        "k3-lag-0-beta1-lr0.0004",
+    }
+    assert grid["rows"]["k3-lag-0-beta0.03-lr0.0004"] == {
+        "kl": [{"estimator": "k3", "placement": "loss", "beta": 0.03}],
+        "lag": {"mode": "on_policy", "steps": 0},
+        "optimizer.lr": 4e-4,
+    }
+
+
+def test_the_extension_is_read_back_as_it_was_written(best, tuned, monkeypatch, tmp_path):
+    monkeypatch.setattr(judged_grid, "ROOT", tmp_path)
+    file = tmp_path / "tune_edge.yaml"
+    judged_grid.write(file, judged_grid.extension(best.values(), list(tuned.values())))
+    extended = judged_grid.tuned_settings(file)
+    assert {(setting.form, setting.lag, setting.term["placement"]) for setting in extended.values()} == {
+        ("k3", 0, "loss")
+    }
+    assert extended["k3-lag-0-beta0.03-lr0.0004"].beta == 0.03
+    assert len(expand(read_grid(file))) == 2 * 7
