@@ -105,7 +105,8 @@ def mean_outcomes(runs: pd.DataFrame) -> dict[str, float]:
     """The mean outcome of each tuned setting that has all its seeds, by its name."""
     finished = runs[runs["tags.sweep"].isin(["hack_tune", "hack_tune_edge"]) & (runs["status"] == "FINISHED")]
     by_name = finished.groupby("params.name")[OUTCOME]
-    return by_name.mean()[by_name.count() == len(SEEDS_TUNED)].to_dict()
+    is_whole = by_name.count() == len(SEEDS_TUNED)
+    return {str(name): mean for name, mean in by_name.mean()[is_whole].items()}
 
 
 def best_of_each(tuned: Mapping[str, Setting], outcomes: Mapping[str, float]) -> dict[str, Setting]:
