@@ -40,12 +40,13 @@ PRELOADED = ["kl_comedy.cli.sweep_job", "kl_comedy.cli.summary", "kl_comedy.trai
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("grid", type=Path)
+    parser.add_argument("overrides", nargs="*", help="key=value for every cell")
     parser.add_argument("--workers", type=int, default=2, help="cells at a time")
     parser.add_argument("--minutes", type=float, default=600, help="when to stop")
     given = parser.parse_args()
     end = time.monotonic() + 60 * given.minutes
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sweep = planned_sweep(given.grid)
+    sweep = planned_sweep(given.grid, given.overrides)
     waiting = unfinished(sweep)
     print(f"{len(waiting)} of {len(sweep.manifest.cells)} cells to train", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
@@ -53,9 +54,9 @@ def main() -> None:
     export()
 
 
-def planned_sweep(grid: Path) -> Sweep:
+def planned_sweep(grid: Path, overrides: list[str]) -> Sweep:
     """The sweep of ``grid``, written into sweeps/NAME unless it is there."""
-    made = plan(read_grid(grid), directory=Path.cwd(), extra=[f"tracking.uri={STORE}"])
+    made = plan(read_grid(grid), directory=Path.cwd(), extra=[f"tracking.uri={STORE}", *overrides])
     return write_sweep(Path("sweeps") / made.manifest.name, made)
 
 
