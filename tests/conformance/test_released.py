@@ -149,13 +149,14 @@ class TrainerOfAnotherVersion:
 
 
 def modules_of_trl(trainer_class, *options):
-    """What ``released`` imports of TRL."""
+    """What ``released`` imports of TRL; other modules, as a lazy torch, are imported as ever."""
+    import_module = importlib.import_module
     config = SimpleNamespace(__dataclass_fields__=dict.fromkeys(options))
     modules = {
         "trl.trainer.grpo_trainer": SimpleNamespace(GRPOTrainer=trainer_class),
         "trl.trainer.grpo_config": SimpleNamespace(GRPOConfig=config),
     }
-    return modules.__getitem__
+    return lambda name: modules[name] if name.startswith("trl.") else import_module(name)
 
 
 def test_another_version_of_trl_is_called_as_it_needs_and_with_the_settings_that_it_has(monkeypatch):
