@@ -348,13 +348,13 @@ def december(
 @app.command()
 def evidence(
     uri: Annotated[str, typer.Option(help="Export or store of the runs")] = "results/evidence/export.parquet",
-    out: Annotated[Path, typer.Option(help="Folder for README and figures")] = Path("results/evidence"),
+    out: Annotated[Path, typer.Option(help="Folder for the page, its tables and its figure")] = Path(
+        "results/evidence"
+    ),
     print_only: Annotated[bool, typer.Option("--print", help="Print the page; write nothing")] = False,
-    summary: Annotated[
-        bool, typer.Option("--summary", help="Print the table of verdicts for results/README.md; write nothing")
-    ] = False,
+    figures: Annotated[Path | None, typer.Option(help="Draw the figure of every claim in this folder too")] = None,
 ) -> None:
-    """Decide the claims of docs/protocol.md from the runs of its blocks: README.md and one figure per claim.
+    """Decide the claims of the protocol from the runs of its blocks: README.md, contrasts.csv, blocks.csv, a figure.
 
     A claim with missing runs is marked as such.
 
@@ -362,21 +362,19 @@ def evidence(
 
     Example: `python -m research.studies evidence --uri sqlite:///evidence.db --out evidence_so_far`
     """
-    from research.studies.evidence import page
+    from research.studies.evidence_page import FIGURES, draw_figures, page, read_evidence, texts
 
-    command = "python -m research.studies evidence --print"
-    if summary:
-        _, verdicts = page(uri, command)
-        # Links of the page to its own sections, seen from the folder above.
-        print(verdicts.replace("](#", "](evidence/README.md#"))
-        return
+    evidence = read_evidence(uri)
     if print_only:
-        text, _ = page(uri, command)
-        print(text)
+        print(page(evidence))
         return
-    text, _ = page(uri, command, figures=out)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "README.md").write_text(text)
+    for name, text in texts(evidence).items():
+        (out / name).write_text(text, encoding="utf-8")
+    draw_figures(evidence, FIGURES, out)
+    if figures is not None:
+        figures.mkdir(parents=True, exist_ok=True)
+        draw_figures(evidence, list(evidence.trained), figures)
     message(f"{out / 'README.md'}")
 
 

@@ -1,11 +1,10 @@
 """Claims that need no training: certificates of their terms, or numbers of a stored study.
 
-Data: enumerated.yaml. The page of :mod:`research.studies.evidence` has a section for each.
+Data: enumerated.yaml. The page of :mod:`research.studies.evidence_page` has a row for each.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +13,10 @@ from typing import Any
 from kl_comedy.io import read_yaml
 from kl_comedy.kl import resolve_terms
 from kl_comedy.kl.oracle.certificate import Certificate, certify
-from kl_comedy.results import tables
-from research.studies.pages import three_digits
+from research.studies.pages import two_digits
 
 CLAIMS = Path(__file__).with_name("enumerated.yaml")
 RESULTS = Path(__file__).parents[2] / "results"
-# "optimizes" is what enumeration finds, "claimed" what the paper says.
-CERTIFICATES = ["term", "regime", "optimizes", "claimed", "bias", "cosine", "variance"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +32,6 @@ class EnumeratedClaim:
     verdict: str = ""
     """Stated where no certificate decides; else empty."""
     remark: str = ""
-    figure: str = ""
-    command: str = ""
 
 
 def read_claims(path: Path = CLAIMS) -> list[EnumeratedClaim]:
@@ -75,60 +69,21 @@ def numbers(claim: EnumeratedClaim) -> list[tuple[str, float]]:
 
 
 def decide(claim: EnumeratedClaim, rows: Sequence[Certificate]) -> str:
-    """The stated verdict, or how many certificates are as claimed and how many are not."""
+    """The stated verdict, or how many certificates are as claimed, how many are not, and of how many."""
     if claim.verdict:
         return claim.verdict
     claimed_targets = [target for _, _, target in claim.optimizes]
     as_claimed = [row.target == target for row, target in zip(rows, claimed_targets, strict=True)]
-    return f"{as_claimed.count(True)} for, {as_claimed.count(False)} against, of {len(as_claimed)}"
+    return f"{as_claimed.count(True)} / {as_claimed.count(False)} / {len(as_claimed)}"
 
 
-def section(claim: EnumeratedClaim) -> tuple[list[str], list[str]]:
-    """The claim's row of the summary, and its section of the page."""
-    rows = certificates(claim)
-    values = [[label, three_digits(value)] for label, value in numbers(claim)]
-    figures = [_figures(row) for row in rows]
-    verdict = decide(claim, rows)
-
-    sentence = f"{claim.hypothesis[0].upper()}{claim.hypothesis[1:]}."
-    parts = [f"## {claim.name}", sentence, f"**Verdict: {verdict}.** No training."]
-    if claim.remark:
-        parts.append(claim.remark)
-    if rows:
-        parts.append(_certificate_table(claim, figures))
+def key_number(claim: EnumeratedClaim, rows: Sequence[Certificate]) -> str:
+    """The claim's numbers of a study; else the first of its terms, with the bias of its gradient."""
+    values = numbers(claim)
     if values:
-        parts.append(tables.markdown(["number", "value"], values))
-    if claim.figure:
-        parts.append(f"![{claim.hypothesis}](../{claim.figure})")
-    parts.append(f"    {claim.command or _certify_command(claim)}")
-
-    key_numbers = [f"{name}: {value}" for name, value in values]
-    for term, regime, target, bias, *_ in figures:
-        key_numbers.append(f"{term}, {regime}: {target}, bias {bias}")
-    shown_verdict = f"{verdict}, with a remark" if claim.remark else verdict
-    link = f"[{claim.name}](#{claim.name.lower()})"
-    return [link, claim.hypothesis, shown_verdict, "; ".join(key_numbers), "none needed"], parts
-
-
-def _certificate_table(claim: EnumeratedClaim, figures: Sequence[Sequence[str]]) -> str:
-    """The certificates, with the claimed target beside the enumerated one."""
-    cells = []
-    for (_, _, claimed), (term, regime, target, *others) in zip(claim.optimizes, figures, strict=True):
-        cells.append([term, regime, target, claimed or "none", *others])
-    return tables.markdown(CERTIFICATES, cells)
-
-
-def _certify_command(claim: EnumeratedClaim) -> str:
-    """The command that certifies the claim's recipes, each once; terms that are no recipe have no name to type."""
-    recipes = [terms for terms, _, _ in claim.optimizes if isinstance(terms, str)]
-    return "kl-comedy certify " + " ".join(dict.fromkeys(recipes))
-
-
-def _figures(row: Certificate) -> list[str]:
-    """Term, regime, target; bias, cosine and variance of one completion's gradient, against the KL of completions."""
-    bias = row.relative_bias["sequence_reverse"]
-    cosine = row.cosine["sequence_reverse"]
-    # A gradient of zero has no direction.
-    cosine_text = "-" if math.isnan(cosine) else f"{cosine:.2f}"
-    regime = row.regime.replace("_", "-")
-    return [row.name, regime, row.target or "none", three_digits(bias), cosine_text, three_digits(row.variance)]
+        return "; ".join(f"{label}: {two_digits(value)}" for label, value in values)
+    if not rows:
+        return "-"
+    # Against the KL of completions, whatever the target of the claim: one scale for all claims.
+    bias = rows[0].relative_bias["sequence_reverse"]
+    return f"{rows[0].name}: bias {two_digits(bias)}"

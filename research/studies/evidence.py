@@ -1,4 +1,4 @@
-"""The claims of docs/protocol.md as a results page, from an export of its runs.
+"""The claims of results/evidence/protocol.md, decided from an export of its runs.
 
 A claim is data: parts, each a list of contrasts. A contrast is paired by seed and computed by
 :func:`kl_comedy.results.compare.compare_families` in every cell (learning rate, beta, lag) that the grids in
@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.io import read_yaml
-from kl_comedy.results import tables, values
+from kl_comedy.results import values
 from kl_comedy.results.compare import SEED, EqualKL, compare_families, groups_of
 from kl_comedy.results.runs import BETA, FAMILY, NO_KL, history, read_runs
 from kl_comedy.slurm.grid import GridPoint, expand, read_grid
 from kl_comedy.statistics import holm, parse_rule
-from research.studies import enumerated, pages
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,11 +50,7 @@ BLOCKS = (
     "async_fresh",
     "liu_bounded",
 )
-"""The grids of configs/evidence, in the order of the protocol and of the page."""
-
-# Written into the page: a reader can see that the hypotheses are older than the runs.
-PROTOCOL = "56d1acf (second stage: S1 to S4 c77ca72, L5 fd490ac, S5 c08674d, S6 855ee8d, S7 and S8 7696b38, S9 9d9ab29)"
-"""The last commits of docs/protocol.md before the runs."""
+"""The grids of configs/evidence, in the order of the protocol."""
 
 # The rules of docs/protocol.md. A change here would change verdicts that are published.
 COLLAPSE = "eval/heldout/reward < 0.5 start last 2"
@@ -85,7 +80,7 @@ REWARDS = ("end", "area", "outside")
 """Outcomes with a margin within which they are the same."""
 
 METRICS = {"end": REWARD, "area": REWARD, "kl": KL, "entropy": "eval/heldout/policy/entropy"}
-"""Outcomes that `kl-comedy results compare` prints."""
+"""The metrics of outcomes that are one metric."""
 
 FORMS = {
     "none": NO_KL,
@@ -114,7 +109,7 @@ UNITS = {"lag": "lag ", "rate": "learning rate ", "beta": "beta ", "updates": "u
 """What stands before the value of each variable that contrasts are split by."""
 
 Row = dict[str, Any]
-"""One contrast in one cell, for one outcome: a row of the page's tables.
+"""One contrast in one cell, for one outcome: a row of contrasts.csv.
 
 - ``contrast``, ``at``, ``outcome``, ``sign``: what is compared, where, and what the claim says of it
 - ``key``, ``planned``, ``pairs``: the cell, and the seeds that both sides share in the plan and among the runs
@@ -312,7 +307,7 @@ def _runs_of_protocol(uri: str) -> pd.DataFrame:
         runs = runs[ended & runs["tags.sweep"].isin(sweeps)]
         if not runs.empty:
             return runs
-    raise UserError(f"{uri}: no finished run of docs/protocol.md")
+    raise UserError(f"{uri}: no finished run of results/evidence/protocol.md")
 
 
 def _outcomes(uri: str, runs: pd.DataFrame) -> dict[str, pd.Series]:
@@ -542,12 +537,12 @@ def decide(row: Row) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """How many contrasts of a part with a hypothesis are resolved for the claim and against it, and of how many."""
+    """How many contrasts of a part with a hypothesis are resolved for the claim, and against it, and of how many."""
     measured = [row for row in rows if row["pairs"]]
     if not measured:
         return "runs missing"
     decisions = [row["decision"] for row in measured if row["sign"] is not None]
-    text = f"{decisions.count('for')} for, {decisions.count('against')} against, of {len(decisions)}"
+    text = f"{decisions.count('for')} / {decisions.count('against')} / {len(decisions)}"
     same = decisions.count("the same")
     if same:
         text += f" ({same} the same)"
@@ -564,28 +559,18 @@ def is_resolved(rows: Sequence[Row]) -> bool:
     return about_rewards == {"the same"}
 
 
-def key_number(rows: Sequence[Row]) -> str:
-    """The contrast with the least adjusted p among those that decide, else among all."""
+def key_row(rows: Iterable[Row]) -> Row | None:
+    """The contrast with the least adjusted p among those that decide, else among all; None where none is measured."""
     measured = [row for row in rows if row.get("difference") is not None]
     deciding = [row for row in measured if row["decision"] in ("for", "against")]
     candidates = deciding or measured
-    if not candidates:
-        return ""
-    row = min(candidates, key=_adjusted_p)
-    text = f"{_title(row)}: {_interval(row)}"
-    if row["p_holm"] is not None:
-        text += f", adjusted p {pages.three_digits(row['p_holm'])}"
-    return text
+    return min(candidates, key=_adjusted_p, default=None)
 
 
 def _adjusted_p(row: Row) -> float:
     """1 for a contrast that is not tested, so that it comes last."""
     p: float | None = row["p_holm"]
     return 1.0 if p is None else p
-
-
-def _title(row: Row) -> str:
-    return f"{row['contrast']}, {row['at']}, {LABELS[row['outcome']]}"
 
 
 # --- what would resolve a claim -------------------------------------------------------------------------------------
@@ -609,12 +594,25 @@ def pairs_needed(difference: float, deviation: float, level: float) -> int:
     return MOST_PAIRS
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unresolved:
+    """A part of a claim that has all of its runs and is not resolved, and what would resolve its nearest contrast."""
+
+    part: str
+    row: Row
+    """The contrast with the least p."""
+    seeds: int
+    """Per side, at which that difference is found with probability :data:`POWER`, if it is the true one."""
+    hours: float
+    """Wall times of the further runs, at the mean of those that there are."""
+
+
 def unresolved(
     claim: Claim, parts: Mapping[str, Sequence[Row]], runs: pd.DataFrame, plan: pd.DataFrame
-) -> list[list[str]]:
-    """For each part that is complete and not resolved, the contrast with the least p, and what would resolve it."""
+) -> list[Unresolved]:
+    """The parts of a claim that are complete and not resolved."""
     tested = [row for rows in parts.values() for row in rows if _tested_p(row) is not None]
-    cells = []
+    open_parts = []
     for part, rows in parts.items():
         claim_of_part = replace(claim, parts={part: claim.parts[part]})
         part_runs = needed(claim_of_part, runs)
@@ -623,297 +621,18 @@ def unresolved(
         candidates = [row for row in rows if row.get("low") is not None and row["p_holm"] is not None]
         if not is_resolved(rows) and is_complete and candidates:
             row = min(candidates, key=lambda row: row["p"])
-            cost = _cost(row, len(tested), part_runs["hours"].mean())
-            cells.append([f"[{claim.name}](#{claim.anchor})", part or "-", _title(row), _interval(row), *cost])
-    return cells
+            seeds = _seeds_needed(row, len(tested))
+            hours = 2 * (seeds - row["pairs"]) * part_runs["hours"].mean()  # both sides
+            open_parts.append(Unresolved(part=part, row=row, seeds=seeds, hours=hours))
+    return open_parts
 
 
-def _cost(row: Row, family: int, hours_per_run: float) -> tuple[str, str, str]:
-    """Seeds so far, seeds that would resolve the contrast among ``family`` tests, and the hours of the further runs."""
+def _seeds_needed(row: Row, family: int) -> int:
+    """Seeds that would resolve the contrast among ``family`` tests."""
     from scipy.stats import t
 
     pairs = row["pairs"]
     # The interval is difference +- t deviation / sqrt(pairs).
     deviation = (row["high"] - row["low"]) / 2 * math.sqrt(pairs) / t.ppf(1 - LEVEL / 2, pairs - 1)
     # Bonferroni over the claim: the first step of Holm, which has to be passed by the least p.
-    seeds = pairs_needed(row["difference"], deviation, LEVEL / family)
-    if seeds >= MOST_PAIRS:
-        return str(pairs), f"over {seeds}", "-"
-    hours = 2 * (seeds - pairs) * hours_per_run  # both sides
-    return str(pairs), str(seeds), f"{hours:.1f}"
-
-
-# --- the page -------------------------------------------------------------------------------------------------------
-def _interval(row: Row) -> str:
-    """The difference with its interval."""
-    difference = row.get("difference")
-    if difference is None:
-        # Runs of both sides without a common seed have means and no difference.
-        has_runs = row["pairs"] > 0 or "a" in row
-        return "none" if has_runs else "runs missing"
-    text = pages.three_digits(difference)
-    if row.get("low") is not None:
-        text += f" [{pages.three_digits(row['low'])}, {pages.three_digits(row['high'])}]"
-    return text
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return pages.three_digits(value)
-
-
-def table(rows: Iterable[Row]) -> str:
-    """The contrasts as Markdown."""
-    header = ["contrast", "at", "outcome", "means", "difference [95%]", "p", "p, Holm", "p, the same"]
-    header += ["collapsed", "n", "says"]
-    cells = []
-    for row in rows:
-        cells.append(
-            [
-                row["contrast"],
-                row["at"],
-                LABELS[row["outcome"]],
-                f"{_number(row.get('a'))}, {_number(row.get('b'))}",
-                _interval(row),
-                _number(row.get("p")),
-                _number(row["p_holm"]),
-                _number(row.get("p_same")),
-                row.get("collapsed") or "-",
-                f"{row['pairs']} of {row['planned']}",
-                row["decision"] or "-",
-            ]
-        )
-    return tables.markdown(header, cells)
-
-
-GROUPS = {"rate": "optimizer.lr", "lag": "lag.steps", "updates": "algorithm.updates_per_batch"}
-"""The parameters of the variables by which contrasts are split, for ``results compare --group``."""
-COMPARE = ("kl-comedy", "results", "compare", "--uri", "results/evidence/export.parquet", "--metric")
-
-
-def commands(claim: Claim, runs: pd.DataFrame) -> str:
-    """The commands that print the differences of a claim, of those contrasts whose sides differ in their KL only.
-
-    Empty where there are none.
-    """
-    lines: list[str] = []
-    for contrast in claim.contrasts:
-        family = runs.loc[runs["form"] == contrast.b, FAMILY]
-        # `results compare` compares families of the same runs: it has no option for a side of its own.
-        differs_in_more = contrast.label != "" or set(contrast.a_where) - {"stale"}
-        if family.empty or differs_in_more:
-            continue
-        options = _compare_options(contrast, baseline=str(family.iloc[0]))
-        for outcome in contrast.signs:
-            if outcome not in METRICS:
-                continue
-            arguments = [*COMPARE, METRICS[outcome]]
-            if outcome == "area":
-                arguments += ["--of", "area"]
-            if contrast.margin(outcome):
-                arguments += ["--margin", str(MARGIN)]
-            lines.append("    " + " ".join(_quoted(argument) for argument in [*arguments, *options]))
-    # Contrasts of one claim can share a command, which compares all families with one baseline.
-    return "\n".join(dict.fromkeys(lines))
-
-
-def _compare_options(contrast: Contrast, baseline: str) -> list[str]:
-    sweeps = ", ".join(f"'evidence_{block}'" for block in contrast.blocks)
-    where = f"tags.sweep IN ({sweeps})"
-    if contrast.a_where:
-        # The only restriction left here is that of stale samples (`commands`).
-        where += " and lag.mode = 'replayed'"
-    group = ",".join(GROUPS[variable] for variable in contrast.by if variable in GROUPS)
-    options = ["--where", where, "--group", group, "--baseline", baseline, "--collapse", COLLAPSE]
-    if contrast.at_kl:
-        options += ["--at-kl", ",".join(map(str, contrast.at_kl)), "--from-start"]
-    return options
-
-
-def _quoted(argument: str) -> str:
-    return f'"{argument}"' if " " in argument else argument
-
-
-SUMMARY = ["claim", "hypothesis", "verdict", "key number", "runs"]
-SECTION_ORDER = "CTLPS"
-"""First letters of the claims' names: papers in the protocol's order, then our own claims."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClaimReport:
-    """A claim on the page: its row of the summary, its section, and its rows of what is not resolved."""
-
-    summary: list[str]
-    section: list[str]
-    unresolved: list[list[str]]
-
-
-def page(uri: str, command: str, figures: Path | None = None) -> tuple[str, str]:
-    """README.md and its table of verdicts, from the store or export at ``uri``.
-
-    ``command`` prints the page again. With a folder ``figures``, they are drawn there. Raises :class:`UserError` where
-    ``uri`` has no finished run of the protocol, or lacks curves.
-    """
-    plan = planned_runs()
-    runs = measured_runs(uri, plan)
-    verdicts: list[list[str]] = []
-    sections: list[str] = []
-    open_parts: list[list[str]] = []
-    claims: list[Claim | enumerated.EnumeratedClaim] = [*enumerated.read_claims(), *read_claims()]
-    for claim in sorted(claims, key=_position):
-        if isinstance(claim, enumerated.EnumeratedClaim):
-            row, section = enumerated.section(claim)
-            verdicts.append(row)
-            sections += section
-        else:
-            report = claim_report(claim, runs, plan, figures)
-            verdicts.append(report.summary)
-            sections += report.section
-            open_parts += report.unresolved
-
-    summary = tables.markdown(SUMMARY, verdicts)
-    header = HEADER.format(
-        command=command,
-        protocol=PROTOCOL,
-        level=LEVEL,
-        margin=MARGIN,
-        summary=summary,
-        blocks=block_table(runs, plan),
-    )
-    costs = [UNRESOLVED.format(power=POWER, level=LEVEL), tables.markdown(COSTS, open_parts)]
-    return "\n\n".join([header, *sections, *costs, FOOTER]) + "\n", summary
-
-
-def _position(claim: Claim | enumerated.EnumeratedClaim) -> tuple[int, int]:
-    """By letter, then by number; a name is a letter and a number, with a remark after a comma."""
-    letter = claim.name[0]
-    number = claim.name.partition(",")[0][1:]
-    return SECTION_ORDER.index(letter), int(number)
-
-
-def claim_report(claim: Claim, runs: pd.DataFrame, plan: pd.DataFrame, figures: Path | None) -> ClaimReport:
-    """Evaluate a claim and describe it; its figure is drawn in the folder ``figures``, if given."""
-    parts = evaluate(claim, runs, plan)
-    rows = [row for rows_of_part in parts.values() for row in rows_of_part]
-    finished = len(needed(claim, runs))
-    planned = len(needed(claim, plan))
-
-    state = _state(parts, is_complete=finished >= planned)
-    count = f"{finished} of {planned}"
-    if finished < planned:
-        count += ", runs missing"
-    key_numbers = {part: key_number(rows_of_part) for part, rows_of_part in parts.items()}
-
-    link = f"[{claim.name}](#{claim.anchor})"
-    shown_state = state if claim.remark is None else f"{state}, with a remark"
-    numbers = "; ".join(text for text in key_numbers.values() if text)
-
-    section = [f"## {claim.name}", _sentence(claim.hypothesis), f"**Verdict: {state}.** Runs: {count}."]
-    if claim.remark is not None:
-        section.append(claim.remark)
-    items = [f"- {part or 'key number'}: {text}" for part, text in key_numbers.items() if text]
-    if items:
-        section.append("\n".join(items))
-    section.append(table(rows))
-    if any(row.get("difference") is not None for row in rows):
-        section.append(f"![{claim.hypothesis}]({claim.anchor}.svg)")
-        if figures is not None:
-            # Imported here: the figures are of rows of this module.
-            from research.studies.claim_figures import draw
-
-            draw(rows, figures / f"{claim.anchor}.svg")
-    command_lines = commands(claim, runs)
-    if command_lines:
-        section.append(command_lines)
-
-    return ClaimReport(
-        summary=[link, claim.hypothesis, shown_state, numbers, count],
-        section=section,
-        unresolved=unresolved(claim, parts, runs, plan),
-    )
-
-
-def _state(parts: Mapping[str, Sequence[Row]], *, is_complete: bool) -> str:
-    """The verdicts of all parts; preliminary where runs are missing, unless all of them are."""
-    verdicts = {part: verdict(rows) for part, rows in parts.items()}
-    described = [f"{part}: {text}" if part else text for part, text in verdicts.items()]
-    state = "; ".join(described)
-    no_runs = set(verdicts.values()) == {"runs missing"}
-    if is_complete or no_runs:
-        return state
-    return f"preliminary: {state}"
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
-
-
-WITHOUT = "run.*,output,tracking.*,metrics.time/*,*kl_error*,tags.data.*,tags.process.*,tags.mlflow.*,tags.command"
-"""Columns that the committed export leaves out: they differ between machines, or no number is computed from them."""
-
-HEADER = """# The claims of the protocol
-
-<!-- {command} -->
-
-The hypotheses of [the protocol](../../docs/protocol.md), with its outcomes, statistics and verdicts, at its commit
-{protocol}, and the papers' claims that need no training, which are enumerated (bias and variance of one completion's
-gradient, against the KL of completions) or numbers of a study. `python -m research.studies evidence`
-computes every number, those of runs from [export.parquet](export.parquet).
-
-- *Verdict*: how many of the claim's contrasts are resolved for it and against it, of how many; without training, of how
-  many certificates. The others are not resolved. "Preliminary" where runs of the plan are missing. The protocol's own
-  words for these counts (confirmed, contradicted, mixed) are not used: one contrast of nine was enough for them.
-- *Not blind*: details of the protocol were fixed after 58 runs of core, which were lost and made again (C9 to C14, C17,
-  T1, T2, L1, L2); S5 to S9 were each written after a look at finished blocks, which the protocol names, and S7 and S8
-  use some of those runs again (lags_exact, lags_fresh); remarks were written after all runs.
-- *says*: "for" or "against" the claim where p, adjusted by Holm over all contrasts of the claim, is below {level};
-  "the same" where two one-sided tests find a difference of reward within {margin}.
-- *means*: of either side, over all its runs. *n*: pairs of runs of one seed. *collapsed*: runs of either side; their
-  shares are compared by Fisher's exact test. *hours*: wall times of a block's runs, added, on busy machines.
-
-{summary}
-
-## Runs
-
-{blocks}"""
-UNRESOLVED = """## What is not resolved, and what would resolve it
-
-For each claim with all of its runs: the contrast with the least p, and the seeds per side at which a test at {level}
-over the number of the claim's contrasts finds that difference with probability {power}, if it is the true one. *Hours*:
-wall times of the further runs, at the mean of those that there are."""
-COSTS = ["claim", "part", "contrast", "difference [95%]", "seeds", "seeds needed", "hours"]
-FOOTER = f"""## Commands
-
-Without `--finished-in` all runs are made again. The blocks on SmolLM2 need `make smollm2` first, 1.4 GB of
-disk per run, and `model.source=models/SmolLM2-135M-Instruct` at the end of their command.
-
-    for block in {" ".join(BLOCKS)}; do
-      kl-comedy sweep configs/evidence/$block.yaml --local 2 --finished-in results/evidence/export.parquet \\
-        tracking.uri=sqlite:///evidence.db
-    done
-    kl-comedy results export --uri sqlite:///evidence.db --experiment evidence --append \\
-      --out results/evidence/export.parquet --curves {REWARD},train/reward,train/length --without '{WITHOUT}'
-    python -m research.studies evidence
-    kl-comedy results verify results/evidence"""
-
-
-def block_table(runs: pd.DataFrame, plan: pd.DataFrame) -> str:
-    """The runs of each block: finished of planned, failed, collapsed, their hours and their commits."""
-    rows = []
-    for block in BLOCKS:
-        runs_of_block = runs[runs["block"] == block]
-        planned = int((plan["block"] == block).sum())
-        failed = int((runs_of_block["status"] == "FAILED").sum())
-        collapsed = int(runs_of_block["collapsed"].eq(True).sum())
-        rows.append(
-            [
-                f"[{block}](../../configs/evidence/{block}.yaml)",
-                f"{len(runs_of_block)} of {planned}",
-                str(failed),
-                str(collapsed),
-                f"{runs_of_block['hours'].sum():.1f}",
-                ", ".join(sorted(set(runs_of_block["commit"]))) or "-",
-            ]
-        )
-    return tables.markdown(["block", "runs", "failed", "collapsed", "hours", "commit"], rows)
+    return pairs_needed(row["difference"], deviation, LEVEL / family)

@@ -158,6 +158,19 @@ def three_digits(value: float) -> str:
     return f"{value:.3g}"
 
 
+def two_digits(value: float) -> str:
+    """Two digits, from 10 on without decimals; what is zero up to rounding is 0.
+
+    >>> [two_digits(value) for value in (0.02514, -0.4, 131.2, 1458.0, 1e-12)]
+    ['0.025', '-0.4', '131', '1458', '0']
+    """
+    if abs(value) < 1e-9:
+        return "0"
+    if abs(value) >= 10:
+        return f"{value:.0f}"
+    return f"{value:.2g}"
+
+
 def save_csv(frame: pd.DataFrame, path: Path) -> None:
     """Write six digits, the same bytes on every system. More digits would differ between CPUs."""
     path.parent.mkdir(parents=True, exist_ok=True)

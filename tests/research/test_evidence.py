@@ -1,7 +1,10 @@
 """The claims page from a small export with known differences: every claim has the verdict that it must have."""
 
+import re
+from pathlib import Path
+
 import pytest
-from research.studies import enumerated
+from research.studies import enumerated, evidence_page
 from research.studies.evidence import (
     METRICS,
     OTHER_FAMILIES,
@@ -9,7 +12,6 @@ from research.studies.evidence import (
     REWARD,
     compare,
     measured_runs,
-    page,
     planned_runs,
     read_claims,
 )
@@ -127,29 +129,81 @@ def test_every_contrast_of_every_claim_is_planned(plan, nothing, name):
 
 
 @pytest.fixture(scope="module")
-def verdicts(exported):
-    """The verdict and the count of runs of each claim on the page, in its order."""
-    summary = markdown_tables(page(exported, "command")[1])[0].rows
-    return {row[0].partition("]")[0][1:]: (row[2], row[4]) for row in summary}
+def evidence(exported):
+    return evidence_page.read_evidence(exported)
 
 
-def test_the_page_has_every_claim(verdicts):
-    enumerated_names = {claim.name for claim in enumerated.read_claims()}
-    assert verdicts.keys() == CLAIMS.keys() | enumerated_names
+@pytest.fixture(scope="module")
+def written(evidence):
+    return evidence_page.page(evidence)
+
+
+@pytest.fixture(scope="module")
+def verdicts(written):
+    """The counts of each claim on the page, as often as it stands there."""
+    rows = []
+    for table in markdown_tables(written):
+        if table.header[0] == "claim":
+            rows += [(row[0].rpartition("</a>")[2], row[2]) for row in table.rows]
+    return rows
+
+
+def test_the_page_has_every_claim_once(verdicts):
+    enumerated_names = [claim.name for claim in enumerated.read_claims()]
+    assert sorted(name for name, _ in verdicts) == sorted([*CLAIMS, *enumerated_names])
 
 
 @pytest.mark.parametrize(
-    ("name", "verdict", "count"),
+    ("name", "verdict"),
     [
-        pytest.param("C6", "4 for, 0 against, of 4", "none needed", id="by enumeration"),
-        pytest.param("C14", "3 for, 0 against, of 6, with a remark", "45 of 45", id="a difference as claimed"),
-        pytest.param("C17", "0 for, 3 against, of 3", "30 of 30", id="a difference against the claim"),
-        pytest.param(
-            "L1", "preliminary: 3 for, 0 against, of 3, with a remark", "30 of 50, runs missing", id="half of it"
-        ),
-        pytest.param("L2", "preliminary: 0 for, 0 against, of 3", "27 of 50, runs missing", id="no difference"),
-        pytest.param("P2", "runs missing, with a remark", "0 of 255, runs missing", id="no run"),
+        pytest.param("C6", "4 / 0 / 4", id="by enumeration"),
+        pytest.param("C14", "3 / 0 / 6", id="a difference as claimed"),
+        pytest.param("C17", "0 / 3 / 3", id="a difference against the claim"),
+        pytest.param("L1", "preliminary: 3 / 0 / 3", id="half of it"),
+        pytest.param("L2", "preliminary: 0 / 0 / 3", id="no difference"),
+        pytest.param("P2", "runs missing", id="no run"),
     ],
 )
-def test_known_differences_have_known_verdicts(verdicts, name, verdict, count):
-    assert verdicts[name] == (verdict, count)
+def test_known_differences_have_known_verdicts(verdicts, name, verdict):
+    assert dict(verdicts)[name] == verdict
+
+
+def test_levels_are_means_with_the_collapsed_runs(written):
+    """Of the made runs only those without KL at the highest rate collapse; all others end at one half."""
+    levels = markdown_tables(written)[0]
+    assert levels.header[0] == "KL"
+    assert [cell.partition(" ")[0] for cell in levels.header[1:]] == ["1e-4", "3e-4", "8e-4"]
+    without, *others = levels.rows
+    assert without[1:] == ["0.50", "0.50", "0.00 (5 of 5 collapsed)"]
+    assert others and all(row[1:] == ["0.50"] * 3 for row in others)
+
+
+def test_every_contrast_is_a_row_of_the_file(evidence):
+    """What a claim counts on the page is what its rows in contrasts.csv say."""
+    table = evidence_page.contrasts(evidence)
+    rows = table[(table["claim"] == "C14")]
+    assert list(rows["says"]).count("for") == 3
+    first = rows.iloc[0]
+    assert float(first["mean_a"]) - float(first["mean_b"]) == pytest.approx(float(first["difference"]), abs=2e-3)
+    assert set(table["claim"]) == set(CLAIMS)
+
+
+STORED = Path(__file__).parents[2] / "results" / "evidence"
+
+
+@pytest.mark.slow
+def test_the_stored_files_are_those_of_the_export():
+    """The page's sentences have numbers too, which `results verify` does not compare."""
+    evidence = evidence_page.read_evidence(str(STORED / "export.parquet"))
+    for name, text in evidence_page.texts(evidence).items():
+        assert (STORED / name).read_text(encoding="utf-8") == text, name
+
+
+def test_links_to_a_claim_lead_to_its_row():
+    anchors = set(re.findall(r'<a id="([^"]+)"', (STORED / "README.md").read_text(encoding="utf-8")))
+    linked = set()
+    for folder in (STORED.parents[1] / "results", STORED.parents[1] / "docs"):
+        for page in folder.rglob("*.md"):
+            linked |= set(re.findall(r"evidence/README\.md#([\w-]+)", page.read_text(encoding="utf-8")))
+    assert linked
+    assert linked <= anchors
