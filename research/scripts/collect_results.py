@@ -1,4 +1,4 @@
-"""Write results/runs.csv: one row per finished run of the given MLflow stores, with its settings and results.
+"""Write results/shipped_configs/runs.csv: one row per finished run of the given MLflow stores.
 
 python research/scripts/collect_results.py sqlite:///mlflow.db [more stores ...]
 """
@@ -39,7 +39,7 @@ def main(uris: list[str]) -> None:
     runs = runs[runs["status"] == "FINISHED"].sort_values(["params.name", "params.seed"])
     # A metric that no run recorded has no column.
     columns = [name for name in COLUMNS if name in runs]
-    target = Path(__file__).parents[2] / "results" / "runs.csv"
+    target = Path(__file__).parents[2] / "results" / "shipped_configs" / "runs.csv"
     runs[columns].rename(columns=short).to_csv(target, index=False)
     print(f"{len(runs)} runs in {target}")
 

@@ -322,10 +322,10 @@ def lags_heldout() -> str:
 
 
 def quickstart() -> str:
-    """The quickstart's row of results/README.md, from results/runs.csv."""
+    """The quickstart's row of results/shipped_configs, from its runs.csv."""
     from kl_comedy.results.tables import markdown
 
-    runs = read_frame("runs.csv")
+    runs = read_frame("shipped_configs/runs.csv")
     runs = runs[runs["name"] == "quickstart"]
     metrics = ["eval/heldout/reward", "train/reward", "kl/exact_reverse_sequence"]
     means = [_mean_cell(list(runs[name])) for name in metrics]
