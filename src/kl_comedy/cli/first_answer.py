@@ -63,7 +63,8 @@ def first_answer(
     asked = acting or reading
     lines += _line("It is", what_it_is(reading, acting))
     if asked.terms is None:
-        return lines
+        # What it is says the trap; a note may say the way out.
+        return [*lines, *(_line("Note", reading.notes[0]) if reading.notes else [])]
     regimes = _regimes(freshness.regime)
     if asked.terms:
         lines += _what_it_follows(asked, regimes)
@@ -331,12 +332,21 @@ def _what_to_set(reading: Reading, asked: Reading, samples: str, *, is_known: bo
     """
     situation = _situation(asked, samples)
     if situation is None:
-        return []
+        return _no_reference(reading, asked)
     if situation.candidates and not is_known:
         return _line("Stale samples", f"{OPEN}; {OTHERS}")
     if situation.candidates:
         return _open(reading, asked, situation)
     return _fresh(reading)
+
+
+def _no_reference(reading: Reading, asked: Reading) -> list[str]:
+    """Why no flag adds a KL to a reference, where all that acts pulls to the sampler; else nothing."""
+    goals = {item.goal.name: item for item in advise(find_system(reading.system))}
+    is_trust_region = {term.reference for term in asked.terms or ()} == {"sampler"}
+    if not is_trust_region or goals["sequence"].flags is not None:
+        return []
+    return _line("To change", goals["sequence"].why_not)
 
 
 def _fresh(reading: Reading) -> list[str]:
