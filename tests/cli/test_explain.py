@@ -158,9 +158,9 @@ def test_the_first_answer_is_short_and_opens_with_the_row(kl_comedy):
 @pytest.mark.parametrize("width", [80, 100])
 def test_no_line_is_wider_than_the_terminal(kl_comedy, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
-    _, out, _ = kl_comedy("explain", "openrlhf")
-    answer, _, _ = out.partition("\n\n--full")
-    assert width - 20 < max(map(len, answer.splitlines())) <= width
+    for text in ("openrlhf", "slime", "grpo"):
+        _, out, _ = kl_comedy("explain", text)
+        assert width - 20 < max(map(len, out.splitlines())) <= width
 
 
 @pytest.mark.parametrize(
@@ -178,6 +178,15 @@ def test_on_stale_samples_the_answer_names_the_readers_form_or_the_nearest(kl_co
     assert "Stale samples  which form to take is open; --full lists the candidates and their risks" in out
     assert [line for line in out.splitlines() if line.startswith(("You have", "The nearest"))] == lines
     assert "\nIts risk       " in out
+
+
+def test_an_answer_without_advice_says_the_way_out(kl_comedy):
+    """Where all that acts pulls to the sampler, where no term is equivalent, and where a recipe ignores the flags."""
+    assert "To change      no flag of prime-rl adds a KL to a reference" in kl_comedy("explain", "prime-rl")[1]
+    assert "Note           with a ref section in the config it is a KL" in kl_comedy("explain", "areal")[1]
+    prime = "verl:recipe_trainer=prime,use_kl_in_reward=true,adv_estimator=rloo,train_batch_size=256"
+    _, out, _ = kl_comedy("explain", prime)
+    assert "for the reverse KL of completions no flag: those that set it are set" in " ".join(out.split())
 
 
 def test_the_trap_is_one_of_the_readers_samples(kl_comedy):

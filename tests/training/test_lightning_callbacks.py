@@ -153,6 +153,7 @@ REFUSED = {
         ("{monitor: kl/k3_reverse_tokens}", (), "did you mean 'kl/k3_reverse_token'? "),
         ("{monitor: eval/heldout/pass_at_4}", (), "allowed: a metric that the run logs (docs/metrics.md)"),
         ("{monitor: eval/heldout/policy/entropy}", ("eval.kl=false",), "got 'eval/heldout/policy/entropy'; "),
+        ("{monitor: eval/heldout/proxy}", (), "got 'eval/heldout/proxy'; "),
         ("{monitor: lr-AdamW}", (), "allowed: a metric that the run logs"),
     ],
     "timer": [("{duration: {hours: 1}, interval: epoch}", (), "interval=epoch")],
@@ -226,6 +227,8 @@ def test_a_metric_of_another_callback_may_be_monitored():
     assert unknown_monitor(stopping, config, [stopping, LearningRateMonitor()]) is None
     assert unknown_monitor(stopping, config, [stopping, Callback()]) is None
     # Of our own groups another callback has none.
+    proxy = EarlyStopping(monitor="eval/heldout/proxy")
+    assert unknown_monitor(proxy, load_config(TINY, ["gold={name: exact_answer}"]), [proxy]) is None
     misspelt = EarlyStopping(monitor="train/rewards")
     assert "'train/reward'?" in unknown_monitor(misspelt, config, [misspelt, Callback()])
     assert unknown_monitor(ModelCheckpoint(monitor="step"), config, []) is None

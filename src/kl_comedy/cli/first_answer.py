@@ -55,8 +55,8 @@ def first_answer(
     lines = []
     if assumed:
         # First: without it the lines below would be taken for what the file does.
-        lines += [*_wrapped(f"{assumed[:1].upper()}{assumed[1:]}."), ""]
-    lines += _wrapped(freshness.sentence)
+        lines += [*wrapped(f"{assumed[:1].upper()}{assumed[1:]}."), ""]
+    lines += wrapped(freshness.sentence)
     acting = None
     if reading.terms == ():
         acting = switched_on(reading)
@@ -103,7 +103,7 @@ def recipe_answer(terms: Sequence[KLTerm], certificates: Sequence[Certificate]) 
         "A recipe does not say how old its samples are: the on-policy row holds with one update per batch, the "
         "off-policy row with several, or with asynchronous sampling."
     )
-    lines = _wrapped(sentence)
+    lines = wrapped(sentence)
     lines += _line("It is", terms_in_words(terms))
     by_regime = {certificate.regime: certificate for certificate in certificates}
     for regime in ("on_policy", "off_policy"):
@@ -411,10 +411,10 @@ def _nearest(reading: Reading, asked: Reading, situation: Situation) -> Candidat
 
 def _table_of_candidates(rows: Sequence[tuple[Candidate, str]]) -> list[str]:
     """Two lines or more per candidate, aligned by its form: how to get it, and what it is and risks in short."""
-    lines = [f"Stale samples: {OPEN}, until runs with a reward that can be hacked are in."]
+    lines = wrapped(f"Stale samples: {OPEN}, until runs with a reward that can be hacked are in.")
     for candidate, how in rows:
-        lines += _wrapped(how, first=f"  {candidate.words:<26}  ", indent=30)
-        lines += _wrapped(candidate.in_short, first=" " * 30, indent=30)
+        lines += wrapped(how, first=f"  {candidate.words:<26}  ", indent=30)
+        lines += wrapped(candidate.in_short, first=" " * 30, indent=30)
     return lines
 
 
@@ -490,10 +490,10 @@ def candidates_in_recipes(terms: Sequence[KLTerm]) -> list[str]:
 
 def _line(label: str, text: str) -> list[str]:
     """A label and its text, wrapped and aligned."""
-    return _wrapped(text, first=f"{label:<{LABEL}}  ", indent=LABEL + 2)
+    return wrapped(text, first=f"{label:<{LABEL}}  ", indent=LABEL + 2)
 
 
-def _wrapped(text: str, first: str = "", indent: int = 0) -> list[str]:
+def wrapped(text: str, first: str = "", indent: int = 0) -> list[str]:
     """A text in lines that a terminal does not break again, of :data:`NARROWEST` to :data:`WIDTH` columns."""
     columns = shutil.get_terminal_size((WIDTH, 0)).columns
     width = max(NARROWEST, min(WIDTH, columns))

@@ -156,6 +156,8 @@ VALUES: Mapping[str, Sequence[str]] = {
 """What stands for ``<x>`` in the names of :data:`LABELS`; for what is not here, anything does."""
 OF_EVALUATE = re.compile(r"eval/<set>/(pass_at|maj_at|<status>|tokens|<score>_(se|low|high))")
 """Scores of ``kl-comedy evaluate`` alone: no run logs them."""
+OF_GOLD = re.compile(r"train/gold.*|eval/<set>/proxy.*")
+"""Metrics of a config with ``gold``."""
 OF_EVALUATION_TOO = re.compile(r"(kl|kl_error)/.+|policy/entropy.*")
 """Metrics of training that an evaluation with ``eval.kl`` measures too, as ``eval/<set>/NAME``."""
 LOG_NOTHING = (EarlyStopping, ModelCheckpoint, Timer)
@@ -189,6 +191,8 @@ def _templates(config: Config) -> list[str]:
     templates = []
     for name in LABELS:
         if name.startswith("audit/") or OF_EVALUATE.match(name):
+            continue
+        if config.gold is None and OF_GOLD.fullmatch(name):
             continue
         if not name.startswith("eval/"):
             templates.append(name)
