@@ -147,16 +147,63 @@ def test_the_first_answer_is_short_and_opens_with_the_row(kl_comedy):
     assert lines[0] == "4 updates per batch (num_iterations 4): the off-policy row holds."
     assert len(lines) <= 14
     assert max(map(len, lines)) <= 100
-    assert "k3 x token ratio            you have this" in out
-    assert "set use_bias_correction_kl=false" in out
+    assert "You have       one of them, k3 x token ratio" in lines
     assert lines[-1].startswith("--full shows")
+    # The other forms, with what to set for each.
+    _, full, _ = kl_comedy("explain", "trl:beta=0.04,num_iterations=4", "--full")
+    assert "  k3 x token ratio            you have this" in full
+    assert "  k3 in the loss              set use_bias_correction_kl=false" in full
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_no_line_is_wider_than_the_terminal(kl_comedy, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for text in ("openrlhf", "slime", "grpo"):
+        _, out, _ = kl_comedy("explain", text)
+        assert width - 20 < max(map(len, out.splitlines())) <= width
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("openrlhf", ["You have       one of them, k1 in the reward, centred"]),
+        ("verl", ["The nearest    k3 in the loss: set use_kl_loss=true"]),
+        # The value of k3 and the gradient of k2: the form is k2's.
+        ("verl:use_kl_loss=true,kl_loss_type=k3+", ["You have       one of them, k2 in the loss"]),
+        ("verl:use_kl_loss=true,kl_loss_type=k1", ["The nearest    k3 in the loss: set kl_loss_type=low_var_kl"]),
+    ],
+)
+def test_on_stale_samples_the_answer_names_the_readers_form_or_the_nearest(kl_comedy, text, lines):
+    _, out, _ = kl_comedy("explain", text)
+    assert "Stale samples  which form to take is open; --full lists the candidates and their risks" in out
+    assert [line for line in out.splitlines() if line.startswith(("You have", "The nearest"))] == lines
+    assert "\nIts risk       " in out
+
+
+def test_an_answer_without_advice_says_the_way_out(kl_comedy):
+    """Where all that acts pulls to the sampler, where no term is equivalent, and where a recipe ignores the flags."""
+    assert "To change      no flag of prime-rl adds a KL to a reference" in kl_comedy("explain", "prime-rl")[1]
+    assert "Note           with a ref section in the config it is a KL" in kl_comedy("explain", "areal")[1]
+    prime = "verl:recipe_trainer=prime,use_kl_in_reward=true,adv_estimator=rloo,train_batch_size=256"
+    _, out, _ = kl_comedy("explain", prime)
+    assert "for the reverse KL of completions no flag: those that set it are set" in " ".join(out.split())
+
+
+def test_the_trap_is_one_of_the_readers_samples(kl_comedy):
+    """With one update per batch the old policy is the policy; with several k3 has not the forward KL's gradient."""
+    stale = "on stale batches the cost is the KL of the policy that sampled"
+    forward = "has the gradient of the forward KL on fresh samples"
+    assert stale in kl_comedy("explain", "openrlhf")[1]
+    assert stale not in kl_comedy("explain", "openrlhf:rollout_batch_size=128")[1]
+    assert forward not in kl_comedy("explain", "skyrl")[1]
+    assert forward in kl_comedy("explain", "skyrl:train_batch_size=256")[1]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_no_first_answer_is_a_wall(kl_comedy, system):
     code, out, _ = kl_comedy("explain", f"{system}:")
     assert code == 0
-    assert len(out.splitlines()) <= 22
+    assert len(out.splitlines()) <= 19
 
 
 @pytest.mark.parametrize("system", ["slime", "miles"])
@@ -175,7 +222,7 @@ def test_where_the_age_of_the_samples_is_not_known_the_answer_is_as_short(kl_com
     assert "for that of each visited prefix set kl_loss_type=k2" in out
     # What was left out is behind --full.
     _, full, _ = kl_comedy("explain", flags, "--full")
-    assert "k3 x token ratio            set kl_loss_type=k3 use_unbiased_kl=true" in full
+    assert "k3 x token ratio            set kl_loss_type=k3 use_unbiased_kl=true\n" in full
     assert "To change      for the reverse KL of completions set kl_coef=0.01" in full
 
 

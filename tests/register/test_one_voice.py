@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kl_comedy.cli.first_answer import first_answer, recipe_answer
+from kl_comedy.cli.first_answer import candidate_had, first_answer, recipe_answer, what_was_left_out
 from kl_comedy.errors import UserError
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
 from kl_comedy.kl.oracle.stored_certificates import certificates
@@ -182,9 +182,9 @@ NEVER = {
     "K1 in the reward as a cost of the whole completion before the baseline, on stale samples.": lambda term, samples: (
         samples == "stale" and (term.estimator, term.credit, term.baseline) == ("k1", "total", "before")
     ),
-    "A KL cost before an advantage that divides by a standard deviation": lambda term, samples: False,
+    "A KL cost before an advantage that divides by its group's standard deviation": lambda term, samples: False,
 }
-"""What docs/decision.md says never to use, as a reader would check it; terms do not say by what advantages divide."""
+"""What docs/decision.md says never to use, as a reader would check it; by what advantages divide is in the notes."""
 DECISION = (ROOT / "docs" / "decision.md").read_text()
 
 
@@ -203,11 +203,13 @@ def decision_rows():
 
 # --- what an answer says ----------------------------------------------------------------------------------------------
 def answer_of(reading):
-    """The lines of `explain` for fresh, stale and unknown samples, with each label's text in one piece."""
+    """The lines of `explain --full` for fresh, stale and unknown samples, with each label's text in one piece."""
     items = []
     lines = []
     for regime in ("on_policy", "off_policy", None):
-        lines += first_answer(reading, replace(freshness_of(reading), regime=regime))
+        freshness = replace(freshness_of(reading), regime=regime)
+        lines += first_answer(reading, freshness)
+        lines += what_was_left_out(reading, freshness, is_assumed=False)
     for line in lines:
         if re.match(r"(  )?\S", line):
             items.append(line.strip())
@@ -221,12 +223,15 @@ def recommended(reading):
     pairs = []
     for item in answer_of(reading):
         for goal, typed in re.findall(
-            r"for (the reverse KL of completions|that of each visited prefix) set ?([^;]*?)(?=;| for that|$)", item
+            r"for (the reverse KL of completions|that of each visited prefix) set ?(.*?)(?= for that|$)", item
         ):
             pairs.append((goal, typed))
-        for words in CANDIDATES:
-            if item.startswith(f"{words} set"):
-                pairs.append((words, item.partition(" set ")[2].partition(";")[0]))
+        for words, candidate in CANDIDATES.items():
+            # In the table of all, and as the nearest of them; flags hold no space.
+            for start in (f"{words} set ", f"The nearest {words}: set "):
+                if item.startswith(start):
+                    typed = item.removeprefix(start).removesuffix(candidate.in_short).strip()
+                    pairs.append((words, typed))
     return pairs
 
 
@@ -263,6 +268,8 @@ def _faults_of_result(purpose, result):
     if SENTENCES["both"] in result.notes or len(result.terms) > 1:
         yield f"the KL is counted {len(result.terms)} times"
     samples = "fresh" if purpose in TARGETS else "stale"
+    if SENTENCES["group_std"] in result.notes:
+        yield "decision.md says never: a KL cost before an advantage that divides by its group's standard deviation"
     for words in never(result.terms, samples):
         yield f"decision.md says never: {words}"
     fault = is_fault(result)
@@ -300,7 +307,7 @@ def is_form(terms, candidate):
     """By enumeration, on stale samples: the gradient of the recipe that decision.md names."""
     if candidate.terms[0].placement == "reward":
         (term,) = terms
-        return (term.estimator, term.placement, term.baseline) == ("k1", "reward", "before")
+        return (term.estimator, term.placement, term.credit, term.baseline) == ("k1", "reward", "to_go", "before")
     recipe = gradient(_unbounded(candidate.terms), "off_policy").gradient_D
     return gradient(_unbounded(terms), "off_policy").relative_bias(recipe) < 1e-9
 
@@ -322,8 +329,10 @@ def test_the_choices_on_stale_samples_are_those_of_the_page():
         assert [term.label() for term in terms] == [term.label() for term in CANDIDATES[words].terms]
     for name, (system, given) in STARTS.items():
         listed = [item for item in answer_of(read_flags(SYSTEMS[system], given)) if item.startswith(tuple(CANDIDATES))]
+        # Twice: behind the answer for stale samples, and behind that for samples of an unknown age.
         if listed:
-            assert [item.startswith(words) for item, words in zip(listed, CANDIDATES, strict=True)] == [True] * 4, name
+            in_order = [*CANDIDATES, *CANDIDATES]
+            assert [item.startswith(words) for item, words in zip(listed, in_order, strict=True)] == [True] * 8, name
 
 
 def test_on_fresh_samples_the_page_and_the_answers_name_one_divergence():
@@ -335,7 +344,7 @@ def test_on_fresh_samples_the_page_and_the_answers_name_one_divergence():
     for system, given in STARTS.values():
         for item in answer_of(read_flags(SYSTEMS[system], given)):
             said |= set(re.findall(r"^To change for (the .*? KL of \w+)", item))
-            said |= set(re.findall(r"^You have this our advice on fresh samples is (.*?);", item))
+            said |= set(re.findall(r"^You have this our advice on fresh samples is (.*)", item))
     assert said == {target}
 
 
@@ -416,6 +425,16 @@ def test_what_a_row_tells_to_set_is_no_fault_and_follows_what_is_meant(name):
     # The KL that is meant is out of reach of GDPO's flags; the row says so, and names another that acts.
     intended = "token_reverse" if name in FIX_IN_WORDS else ROWS[name]["intended"]
     assert follows(result.terms, intended)
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_reader_is_told_that_he_has_a_form_where_its_gradient_is_his(name):
+    """On stale samples, by enumeration; and one that he has not is never said to be his."""
+    reading = read_flags(SYSTEMS[STARTS[name][0]], STARTS[name][1])
+    if reading.terms and "off_policy" in reading.holds_in and len(reading.terms) == 1:
+        of_term = [words for words, candidate in CANDIDATES.items() if is_form(reading.terms, candidate)]
+        had = candidate_had(reading)
+        assert of_term == ([had.words] if had else [])
 
 
 def test_a_fault_of_the_batch_is_said_by_the_answer_too():

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from safetensors.torch import load_file
 
 from kl_comedy.config import load_config
@@ -12,7 +12,7 @@ from kl_comedy.errors import RunInterrupted, RunStopped, UserError
 from kl_comedy.models import weights_hash
 from kl_comedy.registry import CALLBACKS, load_plugin_file
 from kl_comedy.training.build import check_run
-from kl_comedy.training.callback_rules import RULES, reason_against
+from kl_comedy.training.callback_rules import RULES, reason_against, unknown_monitor
 from kl_comedy.training.export import export_policy
 from kl_comedy.training.run_record import RunRecord
 from rank_runs import over
@@ -78,7 +78,11 @@ def check(folder, run, summary):
     for rank in {row["rank"] for row in seen}:
         rows = [row for row in seen if row["rank"] == rank]
         assert [(row["sanity"], row["version"]) for row in rows] == [(True, 0), (False, 2), (False, 4)]
+    config = load_config(TINY)
     for row in seen:
+        for name in row["metrics"]:
+            monitoring = EarlyStopping(monitor=name)
+            assert unknown_monitor(monitoring, config, [monitoring, LearningRateMonitor()]) is None, name
         for name in ("eval/heldout/reward", "train/reward", "grad/norm"):
             if not row["sanity"] or name.startswith("eval/"):
                 # Lightning's tensors have 32 bits.
@@ -86,6 +90,11 @@ def check(folder, run, summary):
         if not row["sanity"]:
             # Measured at every second update; a run that was resumed in between knows the last value too.
             name = "kl/exact_reverse_sequence"
+            assert row["metrics"].keys() >= {
+                "eval/heldout/kl/exact_reverse_token",
+                "train/reward/exact_answer",
+                "beta/0",
+            }
             assert (row["version"], name) not in metrics
             assert row["metrics"][name] == pytest.approx(metrics[row["version"] - 1, name], rel=1e-6)
     return metrics
@@ -138,6 +147,14 @@ REFUSED = {
         ("{monitor: train/reward, check_on_train_epoch_end: true}", (), "check_on_train_epoch_end"),
         ("{monitor: train/reward}", ("train.eval_every=0",), "train.eval_every"),
         ("{monitor: train/reward, mode: up}", (), "`mode` can be"),
+        ("{monitor: eval/heldout/rewrad}", (), "did you mean 'eval/heldout/reward'? "),
+        ("{monitor: eval/held_out/reward}", (), "did you mean 'eval/heldout/reward'? "),
+        ("{monitor: kl/exact_revers_token}", (), "did you mean 'kl/exact_reverse_token'? "),
+        ("{monitor: kl/k3_reverse_tokens}", (), "did you mean 'kl/k3_reverse_token'? "),
+        ("{monitor: eval/heldout/pass_at_4}", (), "allowed: a metric that the run logs (docs/metrics.md)"),
+        ("{monitor: eval/heldout/policy/entropy}", ("eval.kl=false",), "got 'eval/heldout/policy/entropy'; "),
+        ("{monitor: eval/heldout/proxy}", (), "got 'eval/heldout/proxy'; "),
+        ("{monitor: lr-AdamW}", (), "allowed: a metric that the run logs"),
     ],
     "timer": [("{duration: {hours: 1}, interval: epoch}", (), "interval=epoch")],
     "model_checkpoint": [
@@ -145,6 +162,11 @@ REFUSED = {
         ("{train_time_interval: 5}", (), "train_time_interval"),
         ("{every_n_train_steps: 1, save_on_exception: true}", (), "save_on_exception"),
         ("{monitor: train/reward}", ("train.eval_every=0",), "every_n_train_steps"),
+        (
+            "{monitor: train/rewards}",
+            (),
+            "callbacks.0.options.monitor: got 'train/rewards'; did you mean 'train/reward'? ",
+        ),
     ],
     "on_exception": [("{dirpath: x}", (), "train.checkpoint_every")],
     "progress_bar": [("{}", (), "one progress bar")],
@@ -180,6 +202,37 @@ def test_every_rule_has_a_case_above():
     for rule in RULES:
         assert any(issubclass(callback, rule.of) for callback in refused), rule
     assert reason_against(LearningRateMonitor(), load_config(TINY)) is None
+
+
+MONITORED = [
+    "train/loss_kl_0",
+    "policy/ratio_p90",
+    "train/reward/math_verify/verifier_failed",
+    "eval/heldout/kl/k1_reverse_sequence",
+    "eval/heldout/reward_half_width",
+    "reference/ema/moved",
+    "policy/correction/tis/weight_max",
+]
+
+
+@pytest.mark.parametrize("metric", MONITORED)
+def test_metrics_whose_names_depend_on_the_config_may_be_monitored(metric):
+    monitoring = EarlyStopping(monitor=metric)
+    assert unknown_monitor(monitoring, load_config(TINY), [monitoring]) is None
+
+
+def test_a_metric_of_another_callback_may_be_monitored():
+    config = load_config(TINY)
+    stopping = EarlyStopping(monitor="lr-AdamW")
+    assert unknown_monitor(stopping, config, [stopping, LearningRateMonitor()]) is None
+    assert unknown_monitor(stopping, config, [stopping, Callback()]) is None
+    # Of our own groups another callback has none.
+    proxy = EarlyStopping(monitor="eval/heldout/proxy")
+    assert unknown_monitor(proxy, load_config(TINY, ["gold={name: exact_answer}"]), [proxy]) is None
+    misspelt = EarlyStopping(monitor="train/rewards")
+    assert "'train/reward'?" in unknown_monitor(misspelt, config, [misspelt, Callback()])
+    assert unknown_monitor(ModelCheckpoint(monitor="step"), config, []) is None
+    assert unknown_monitor(ModelCheckpoint(every_n_train_steps=2), config, []) is None
 
 
 @pytest.mark.slow

@@ -246,7 +246,7 @@ def _traps(reading: Reading) -> list[str]:
 
 def _explain_recipe(name: str, format: str, full: bool) -> None:
     """Print what a recipe follows on fresh and on stale samples; all rows with ``full``."""
-    from kl_comedy.cli.first_answer import recipe_answer
+    from kl_comedy.cli.first_answer import candidates_in_recipes, recipe_answer, wrapped
     from kl_comedy.kl import verdict
     from kl_comedy.kl.oracle.stored_certificates import certificates as stored_or_enumerated
     from kl_comedy.kl.recipes import meant_estimator, recipe
@@ -273,8 +273,9 @@ def _explain_recipe(name: str, format: str, full: bool) -> None:
         return
     print("\n".join(recipe_answer(terms, certificates)))
     if not full:
-        print(f"\n{REST}")
+        print("\n".join(("", *wrapped(REST))))
         return
+    print("\n".join(("", *candidates_in_recipes(terms), "")).rstrip("\n"))
     print()
     _print_numbers(certificates)
     _print_list("What to use (docs/decision.md)", lines)
@@ -287,7 +288,7 @@ def _explain_peer(
 
     ``summary`` is what JSON has besides, of a file, and ``read_as`` the line that says as what it was read.
     """
-    from kl_comedy.cli.first_answer import advice_for_both, first_answer
+    from kl_comedy.cli.first_answer import first_answer, what_was_left_out, wrapped
     from kl_comedy.peers.freshness import freshness_of
     from kl_comedy.peers.systems import find_system
 
@@ -305,11 +306,12 @@ def _explain_peer(
     for key in reading.sampling.unused:
         print(f"{key}: an option of {find_system(reading.system).title} that this answer does not use")
     if full:
-        if assumed or freshness.regime is None:
-            print("\n".join(("", *advice_for_both(reading))))
+        left_out = what_was_left_out(reading, freshness, is_assumed=bool(assumed))
+        if left_out:
+            print("\n".join(("", *left_out)))
         _print_all(reading, summary)
     else:
-        print(f"\n{REST}")
+        print("\n".join(("", *wrapped(REST))))
 
 
 def _peer_row(reading: Reading) -> dict[str, Any]:

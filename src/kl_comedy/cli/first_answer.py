@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -37,10 +38,13 @@ if TYPE_CHECKING:
     from kl_comedy.peers.freshness import FreshnessAnswer
 
 WIDTH = 100
+NARROWEST = 60
 LABEL = 13
 """Columns of the first word of a line."""
 POLICIES = "policies of 3 tokens, 0.02 to 0.06 nats away"
 """Of what a percentage is, in short; :data:`~kl_comedy.kl.oracle.certificate_record.BATTERY_WORDS` says more."""
+OPEN = "which form to take is open"
+OTHERS = "--full lists the candidates and their risks"
 SAMPLES_OF_REGIME = {"on_policy": "fresh", "off_policy": "stale", "mixed": "stale"}
 
 
@@ -51,41 +55,45 @@ def first_answer(
     lines = []
     if assumed:
         # First: without it the lines below would be taken for what the file does.
-        lines += [*textwrap.wrap(f"{assumed[:1].upper()}{assumed[1:]}.", WIDTH, break_on_hyphens=False), ""]
-    lines += textwrap.wrap(freshness.sentence, WIDTH, break_on_hyphens=False)
+        lines += [*wrapped(f"{assumed[:1].upper()}{assumed[1:]}."), ""]
+    lines += wrapped(freshness.sentence)
     acting = None
     if reading.terms == ():
         acting = switched_on(reading)
     asked = acting or reading
     lines += _line("It is", what_it_is(reading, acting))
     if asked.terms is None:
-        return lines
+        # What it is says the trap; a note may say the way out.
+        return [*lines, *(_line("Note", reading.notes[0]) if reading.notes else [])]
     regimes = _regimes(freshness.regime)
     if asked.terms:
         lines += _what_it_follows(asked, regimes)
     if assumed:
         # What to set is not known where what is set is not.
         return lines
-    trap = _trap(reading, asked, regimes, remarks)
-    if trap:
-        lines += _line("Trap", trap)
-    if asked.terms and len(regimes) == 1:
-        lines += _what_to_set(reading, asked, SAMPLES_OF_REGIME[regimes[0]])
-    elif asked.terms:
-        # Four forms with their flags would be as long as all the rest.
-        lines += _what_to_set(reading, asked, "fresh")
-        if _what_to_set(reading, asked, "stale"):
-            lines.append("Stale samples: which form to take is open; --full lists four, with their flags and risks.")
+    lines += _trap(reading, asked, regimes, remarks)
+    if asked.terms:
+        for samples in dict.fromkeys(SAMPLES_OF_REGIME[regime] for regime in regimes):
+            lines += _what_to_set(reading, asked, samples, is_known=len(regimes) == 1)
     return lines
 
 
-def advice_for_both(reading: Reading) -> list[str]:
-    """All that can be set, on fresh and on stale samples: what the first answer leaves out where it knows neither."""
+def what_was_left_out(reading: Reading, freshness: FreshnessAnswer, *, is_assumed: bool) -> list[str]:
+    """What can be set and is not in the first answer: the four forms on stale samples, each with its flags.
+
+    Where the config was not read, what to set on fresh samples too.
+    """
     acting = switched_on(reading) if reading.terms == () else None
     asked = acting or reading
+    if not asked.terms:
+        return []
     lines = []
-    for samples in REGIME_OF_SAMPLES:
-        lines += _what_to_set(reading, asked, samples)
+    if is_assumed:
+        lines += _what_to_set(reading, asked, "fresh", is_known=False)
+    situation = _situation(asked, "stale")
+    if situation is not None and (is_assumed or freshness.regime != "on_policy"):
+        rows = [(candidate, _how(reading, candidate)) for candidate in advice().candidates_of(situation)]
+        lines += _table_of_candidates(rows)
     return lines
 
 
@@ -95,16 +103,14 @@ def recipe_answer(terms: Sequence[KLTerm], certificates: Sequence[Certificate]) 
         "A recipe does not say how old its samples are: the on-policy row holds with one update per batch, the "
         "off-policy row with several, or with asynchronous sampling."
     )
-    lines = textwrap.wrap(sentence, WIDTH, break_on_hyphens=False)
+    lines = wrapped(sentence)
     lines += _line("It is", terms_in_words(terms))
     by_regime = {certificate.regime: certificate for certificate in certificates}
     for regime in ("on_policy", "off_policy"):
         lines += _line(SAMPLES_OF_REGIME[regime].capitalize(), _follows_in_words(by_regime[regime]))
         lines += _pull(by_regime[regime])
     for samples in REGIME_OF_SAMPLES:
-        never = _never(terms, samples)
-        if never:
-            lines += _line("Trap", never)
+        lines += _never(terms, samples)
         situation = advice().situation_for(terms, samples)
         if situation is not None:
             lines += _advice_in_recipes(terms, situation)
@@ -213,7 +219,7 @@ def _follows(regime: str, certificates: Mapping[str, Certificate], reading: Read
 
 
 def _follows_in_words(certificate: Certificate) -> str:
-    """The direction of the expected gradient, and the noise of one completion's."""
+    """The direction of the expected gradient. Its noise is a column of the table behind ``--full``."""
     from kl_comedy.kl.oracle.certificate_record import pulls_to_sampler
 
     if pulls_to_sampler(certificate.terms):
@@ -226,11 +232,11 @@ def _follows_in_words(certificate: Certificate) -> str:
         # A function that has a name needs no neighbour.
         if certificate.kind is None or not certificate.kind.function:
             text += f"; {nearest_in_words(certificate)}"
-    else:
-        text = target_in_words(target)
-        if certificate.target is None:
-            text += ", while no bound acts"
-    return f"{text}{noise_in_words(certificate)}"
+        return text
+    text = target_in_words(target)
+    if certificate.target is None:
+        text += ", while no bound acts"
+    return text
 
 
 def _pull(certificate: Certificate) -> list[str]:
@@ -238,7 +244,11 @@ def _pull(certificate: Certificate) -> list[str]:
     is_repulsion = certificate.kind is not None and certificate.kind.kind == "repulsion"
     if certificate.pull in ("", "none") or is_repulsion:
         return []
-    return _line("Pull", certificate.pull)
+    lines = _line("Pull", certificate.pull)
+    if len(lines) > 1:
+        above, _, below = certificate.pull.partition(", ")
+        return [*_line("Pull", above), *_line("", below)]
+    return lines
 
 
 def target_in_words(target: str) -> str:
@@ -260,59 +270,83 @@ def nearest_in_words(certificate: Certificate) -> str:
     return f"nearest is {target_in_words(nearest)} ({distances[nearest]:.0%} off, on {POLICIES})"
 
 
-def noise_in_words(certificate: Certificate) -> str:
-    """The end of a line: the noise, with what it is measured against."""
-    if certificate.variance_ratio is None:
-        return ""
-    against = certificate.target or certificate.near_target or "sequence_reverse"
-    if against == certificate.target or against == certificate.near_target:
-        return f"; noise {certificate.variance_ratio:.2g}x the quietest term for it"
-    return f"; noise {certificate.variance_ratio:.2g}x the quietest term for {target_in_words(against)}"
-
-
 # --- the trap ---------------------------------------------------------------------------------------------------------
-def _trap(reading: Reading, asked: Reading, regimes: Sequence[str], remarks: Sequence[str]) -> str:
-    """The one thing that these flags do against expectation; empty where there is none."""
+def _trap(reading: Reading, asked: Reading, regimes: Sequence[str], remarks: Sequence[str]) -> list[str]:
+    """The one thing that these flags do against expectation; nothing where there is none."""
     if SENTENCES["both"] in reading.notes:
-        return f"counted twice: {SENTENCES['both']}"
+        return _line("Trap", f"counted twice: {SENTENCES['both']}")
     if reading.no_ops:
-        return f"does nothing: {reading.no_ops[0]}"
+        return _line("Trap", f"does nothing: {reading.no_ops[0]}")
     for regime in regimes:
         if asked.terms and regime in asked.holds_in:
             never = _never(asked.terms, SAMPLES_OF_REGIME[regime])
             if never:
                 return never
-    if reading.notes:
-        return reading.notes[0]
-    return remarks[0] if remarks else ""
+    notes = [*_by_weight(reading.notes, regimes), *remarks]
+    return _line("Trap", notes[0]) if notes else []
 
 
-def _never(terms: Sequence[KLTerm], samples: str) -> str:
-    """Why these terms are never to be used on such samples, and what runs showed; empty where they may be."""
+def _by_weight(notes: Sequence[str], regimes: Sequence[str]) -> list[str]:
+    """The notes, the heaviest first: what docs/decision.md says never to do, then what is of such samples."""
+    # With one update per batch the old policy is the policy, and no ratio reaches a clip.
+    of_age = {
+        "fresh": [SENTENCES["forward"]],
+        "stale": [SENTENCES["old_log_probs"], SENTENCES["clipped"]],
+    }
+    first = [SENTENCES["group_std"]]
+    for samples in dict.fromkeys(SAMPLES_OF_REGIME[regime] for regime in regimes):
+        first += of_age[samples]
+    others = [note for note in notes if note not in (*first, *of_age["fresh"], *of_age["stale"])]
+    return [note for note in first if note in notes] + others
+
+
+def _never(terms: Sequence[KLTerm], samples: str) -> list[str]:
+    """Why these terms are never to be used on such samples, and what runs showed; nothing where they may be."""
     rule = advice().forbidding(terms, samples)
     if rule is None:
-        return ""
-    showed = evidence_in_words(rule, advice(), measured(), samples)
+        return []
     # The line says already on which samples.
-    why = rule.why[samples].removeprefix(f"On {samples} samples ")
-    return f"never on {samples} samples: {why[:1].lower()}{why[1:]} It {showed}."
+    why = rule.why[samples].removeprefix(f"On {samples} samples ").removesuffix(".")
+    showed = evidence_in_words(rule, advice(), measured(), samples)
+    lines = _line("Trap", f"never on {samples} samples: {why[:1].lower()}{why[1:]}")
+    return [*lines, *_line("In training", f"it {showed}")]
 
 
 # --- what to set ------------------------------------------------------------------------------------------------------
-def _what_to_set(reading: Reading, asked: Reading, samples: str) -> list[str]:
+def _situation(asked: Reading, samples: str) -> Situation | None:
+    """The situation of a reader whose KL is ``asked``; None where its reference is not a policy before the training."""
+    situation = advice().situation_for(asked.terms or (), samples)
+    if situation is None or situation.reference != "initial":
+        return None
+    if samples == "stale":
+        # Its forms are what a reader can set, whatever the flags are now.
+        return advice().situations["stale_sampled"]
+    return situation
+
+
+def _what_to_set(reading: Reading, asked: Reading, samples: str, *, is_known: bool) -> list[str]:
     """The advice for samples of this age, in flags of the reader's system.
 
     ``asked`` are the flags with the KL switched on. What is to be set is what differs from ``reading``, which is what
-    the reader has.
+    the reader has. ``is_known`` is whether the reader's samples are of this age.
     """
-    situation = advice().situation_for(asked.terms or (), samples)
-    if situation is None or situation.reference != "initial":
-        return []
-    if situation.samples == "stale" and not situation.candidates:
-        situation = advice().situations["stale_sampled"]
+    situation = _situation(asked, samples)
+    if situation is None:
+        return _no_reference(reading, asked)
+    if situation.candidates and not is_known:
+        return _line("Stale samples", f"{OPEN}; {OTHERS}")
     if situation.candidates:
-        return _candidates(reading, situation)
+        return _open(reading, asked, situation)
     return _fresh(reading)
+
+
+def _no_reference(reading: Reading, asked: Reading) -> list[str]:
+    """Why no flag adds a KL to a reference, where all that acts pulls to the sampler; else nothing."""
+    goals = {item.goal.name: item for item in advise(find_system(reading.system))}
+    is_trust_region = {term.reference for term in asked.terms or ()} == {"sampler"}
+    if not is_trust_region or goals["sequence"].flags is not None:
+        return []
+    return _line("To change", goals["sequence"].why_not)
 
 
 def _fresh(reading: Reading) -> list[str]:
@@ -323,50 +357,69 @@ def _fresh(reading: Reading) -> list[str]:
         target = certificate.target or certificate.near_target
     goals = {item.goal.name: item for item in advise(find_system(reading.system))}
     if target == "sequence_reverse":
-        return _line(
-            "You have this", f"our advice on fresh samples is the reverse KL of completions; {_fresh_evidence()}"
-        )
+        have = "our advice on fresh samples is the reverse KL of completions"
+        return [*_line("You have this", have), *_line("In training", _fresh_evidence())]
     sequence = goals["sequence"]
     change = sequence.why_not
     if sequence.flags is not None:
-        change = f"set {_differences(reading, read(sequence.flags).given)}"
-    lines = _line("To change", f"for the reverse KL of completions {change}; {_fresh_evidence()}")
+        settings = _differences(reading, read(sequence.flags).given)
+        # A recipe with a trainer of its own may not read them.
+        change = f"set {settings}" if settings else "no flag: those that set it are set, and do nothing here"
+    lines = _line("To change", f"for the reverse KL of completions {change}")
     token = goals["low_noise"]
     if target != "token_reverse" and token.flags is not None:
         lines += _line("", f"for that of each visited prefix set {_differences(reading, read(token.flags).given)}")
-    return lines
+    return [*lines, *_line("In training", _fresh_evidence())]
 
 
 def _fresh_evidence() -> str:
-    """Whether training showed a difference."""
-    counts = strength(advice().situations["fresh_sampled"], measured())
-    if counts.supporting == counts.against == 0:
-        return f"training showed no difference in {counts.of} comparisons"
-    return f"in training {counts.supporting} of {counts.of} comparisons are for it, {counts.against} against"
-
-
-def _candidates(reading: Reading, situation: Situation) -> list[str]:
-    """A table of the candidates: form, flags or "you have this", and the risk in short."""
-    title = "Stale samples: which form to take is open, until runs with a reward that can be hacked are in."
-    rows = []
-    for candidate in advice().candidates_of(situation):
-        rows.append((candidate.words, _how(reading, candidate), candidate.in_short))
-    return [title, *_rows(rows)]
-
-
-def _rows(rows: Sequence[tuple[str, str, str]]) -> list[str]:
-    """One row per candidate, aligned by its form."""
-    lines = []
-    for words, how, in_short in rows:
-        text = f"{how}; {in_short}"
-        lines += textwrap.wrap(
-            text, WIDTH, initial_indent=f"  {words:<26}  ", subsequent_indent=" " * 30, break_on_hyphens=False
+    """Whether training showed a difference, and to what."""
+    situation = advice().situations["fresh_sampled"]
+    sides = [advice().names[advice().contrasts[name].b.kl] for name in situation.contrasts]
+    others = " or ".join(dict.fromkeys(sides))
+    counts = strength(situation, measured())
+    text = f"that of completions: no difference from {others} in {counts.of} comparisons"
+    if counts.supporting or counts.against:
+        text = (
+            f"that of completions against {others}, of {counts.of}: {counts.supporting} for, {counts.against} against"
         )
+    return text
+
+
+def _open(reading: Reading, asked: Reading, situation: Situation) -> list[str]:
+    """That the choice is open; the candidate that the reader has or is nearest to, with its risk."""
+    lines = _line("Stale samples", f"{OPEN}; {OTHERS}")
+    candidate = candidate_had(reading)
+    if candidate is not None:
+        lines += _line("You have", f"one of them, {candidate.words}")
+        return [*lines, *_line("Its risk", candidate.risk)]
+    nearest = _nearest(reading, asked, situation)
+    if nearest is None:
+        return lines
+    lines += _line("The nearest", f"{nearest.words}: {_how(reading, nearest)}")
+    return [*lines, *_line("Its risk", nearest.risk)]
+
+
+def _nearest(reading: Reading, asked: Reading, situation: Situation) -> Candidate | None:
+    """The candidate that ``asked`` is, else the one for which the reader sets least; None where no flags set one."""
+    settable = [item for item in advice().candidates_of(situation) if reading.system in item.flags]
+    switched = candidate_had(asked)
+    if switched in settable:
+        return switched
+    return min(settable, key=lambda item: len(_changed(reading, item.flags[reading.system])), default=None)
+
+
+def _table_of_candidates(rows: Sequence[tuple[Candidate, str]]) -> list[str]:
+    """Two lines or more per candidate, aligned by its form: how to get it, and what it is and risks in short."""
+    lines = wrapped(f"Stale samples: {OPEN}, until runs with a reward that can be hacked are in.")
+    for candidate, how in rows:
+        lines += wrapped(how, first=f"  {candidate.words:<26}  ", indent=30)
+        lines += wrapped(candidate.in_short, first=" " * 30, indent=30)
     return lines
 
 
 def _how(reading: Reading, candidate: Candidate) -> str:
-    if has_candidate(reading, candidate):
+    if candidate_had(reading) is candidate:
         return "you have this"
     flags = candidate.flags.get(reading.system)
     if flags is None:
@@ -374,13 +427,9 @@ def _how(reading: Reading, candidate: Candidate) -> str:
     return f"set {_differences(reading, flags)}"
 
 
-def has_candidate(reading: Reading, candidate: Candidate) -> bool:
-    """Whether a reading is a candidate: by its flags where the system has such, and by its terms."""
-    flags = candidate.flags.get(reading.system)
-    if flags is not None and not _changed(reading, flags):
-        return True
-    situation = advice().situations["stale_sampled"]
-    return candidate_of(reading.terms or (), situation) is candidate
+def candidate_had(reading: Reading) -> Candidate | None:
+    """The candidate on stale samples that a reading is; None where it is none of them."""
+    return candidate_of(reading.terms or (), advice().situations["stale_sampled"])
 
 
 def _changed(reading: Reading, flags: Mapping[str, Value]) -> dict[str, Value]:
@@ -412,23 +461,41 @@ def _advice_in_recipes(terms: Sequence[KLTerm], situation: Situation) -> list[st
     """The advice for a recipe, in recipes."""
     label = f"{situation.samples.capitalize()} samples"
     if situation.candidates:
-        rows = []
-        for candidate in advice().candidates_of(situation):
-            how = candidate.kl if isinstance(candidate.kl, str) else "baseline: before"
-            if candidate_of(terms, situation) is candidate:
-                how = "you have this"
-            rows.append((candidate.words, how, candidate.in_short))
-        title = "Stale samples: which form to take is open, until runs with a reward that can be hacked are in."
-        return [title, *_rows(rows)]
+        candidate = candidate_of(terms, situation)
+        lines = _line(label, f"{OPEN}; {OTHERS}")
+        if candidate is None:
+            return lines
+        return [*lines, *_line("You have", f"one of them, {candidate.words}"), *_line("Its risk", candidate.risk)]
     if [term.label() for term in situation.terms] == [term.label() for term in terms]:
-        return _line(label, f"you have what we advise; {evidence_in_words(situation, advice(), measured())}")
+        return [
+            *_line(label, "you have what we advise"),
+            *_line("In training", evidence_in_words(situation, advice(), measured())),
+        ]
     return _line(label, f"we advise {advice().words_of_use(situation)} ({situation.use})")
+
+
+def candidates_in_recipes(terms: Sequence[KLTerm]) -> list[str]:
+    """The candidates on stale samples, as recipes; nothing where the advice for such terms is not open."""
+    situation = advice().situation_for(terms, "stale")
+    if situation is None or not situation.candidates:
+        return []
+    rows = []
+    for candidate in advice().candidates_of(situation):
+        how = f"kl: {candidate.kl}" if isinstance(candidate.kl, str) else "baseline: before"
+        if candidate_of(terms, situation) is candidate:
+            how = "you have this"
+        rows.append((candidate, how))
+    return _table_of_candidates(rows)
 
 
 def _line(label: str, text: str) -> list[str]:
     """A label and its text, wrapped and aligned."""
-    indent = " " * (LABEL + 2)
-    first = f"{label:<{LABEL}}  "
-    return textwrap.wrap(
-        " ".join(text.split()), WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False
-    )
+    return wrapped(text, first=f"{label:<{LABEL}}  ", indent=LABEL + 2)
+
+
+def wrapped(text: str, first: str = "", indent: int = 0) -> list[str]:
+    """A text in lines that a terminal does not break again, of :data:`NARROWEST` to :data:`WIDTH` columns."""
+    columns = shutil.get_terminal_size((WIDTH, 0)).columns
+    width = max(NARROWEST, min(WIDTH, columns))
+    words = " ".join(text.split())
+    return textwrap.wrap(words, width, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False)

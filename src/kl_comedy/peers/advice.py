@@ -565,7 +565,7 @@ def _answer(terms: Sequence[KLTerm], samples: str) -> str:
     if situation is None:
         return ""
     if situation.candidates:
-        return _open_answer(terms, situation)
+        return _open_answer(candidate_of(terms, situation), situation)
     shown = f"held-out reward {evidence_in_words(situation, table, measured())}"
     if not situation.contrasts:
         shown = UNTRAINED
@@ -578,16 +578,30 @@ def _answer(terms: Sequence[KLTerm], samples: str) -> str:
 
 
 def candidate_of(terms: Sequence[KLTerm], situation: Situation) -> Candidate | None:
-    """The candidate of an open situation that ``terms`` are, bounds aside."""
-    plain = _labels(_without_bounds(terms))
+    """The candidate of an open situation whose expected gradient ``terms`` have, bounds aside."""
+    mine = _labels([_plain_form(term) for term in _without_bounds(terms)])
     for candidate in advice().candidates_of(situation):
-        if _labels(candidate.terms) == plain:
+        if _labels(candidate.terms) == mine:
             return candidate
     return None
 
 
-def _open_answer(terms: Sequence[KLTerm], situation: Situation) -> str:
-    mine = candidate_of(terms, situation)
+def _plain_form(term: KLTerm) -> KLTerm:
+    """The term as candidates are written, with the same expected gradient (tests/register/test_one_voice.py)."""
+    if term.placement == "reward":
+        # Every system takes its cost from the log-probs of the rollout.
+        return replace(term, anchor="current")
+    if term.gradient == "k2" and term.correction == "none":
+        return replace(term, estimator="k2", gradient="natural")
+    if term.gradient == "k2" and term.correction == "token_detached":
+        return replace(term, estimator="k3", gradient="natural", correction="token")
+    if term.estimator == "k1" and term.correction == "token":
+        # k3 is k1 and the ratio to the reference less 1, whose mean under the policy is 0.
+        return replace(term, estimator="k3")
+    return term
+
+
+def _open_answer(mine: Candidate | None, situation: Situation) -> str:
     others = []
     for candidate in advice().candidates_of(situation):
         if candidate is not mine:

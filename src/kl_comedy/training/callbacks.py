@@ -33,7 +33,7 @@ from kl_comedy.records import Scored
 from kl_comedy.registry import CALLBACKS
 from kl_comedy.rollouts.recording import RecordingWriter
 from kl_comedy.tracking.tokens import traced_row
-from kl_comedy.training.callback_rules import reason_against
+from kl_comedy.training.callback_rules import reason_against, unknown_monitor
 from kl_comedy.training.checkpoint import SaveFailed, save_checkpoint
 from kl_comedy.training.module import PolicyModule, is_sampled
 from kl_comedy.training.run_folder import RunDir, saved, step_of
@@ -70,12 +70,13 @@ def _requested_callbacks(config: Config) -> list[RequestedCallback]:
 def configured_callbacks(config: Config) -> list[Callback]:
     """The callbacks that ``callbacks``, ``audit`` and ``train.record_rollouts`` ask for.
 
-    Raises :class:`UserError` for an unknown name or option, and for a callback of Lightning's that cannot work, as a
-    callback's own ``check_config(config)`` may.
+    Raises :class:`UserError` for an unknown name or option, for a callback of Lightning's that cannot work, as a
+    callback's own ``check_config(config)`` may, and for one that monitors a metric which no run of ``config`` has.
     """
     callbacks = []
+    all_requested = _requested_callbacks(config)
     # All of them before a model is loaded: a wrong option should not cost the start of a run.
-    for requested in _requested_callbacks(config):
+    for requested in all_requested:
         callback = _build_callback(requested)
         reason = reason_against(callback, config)
         if reason is not None:
@@ -84,6 +85,11 @@ def configured_callbacks(config: Config) -> list[Callback]:
         if hasattr(callback, "check_config"):
             callback.check_config(config)
         callbacks.append(callback)
+    # Last: a callback may monitor what another one logs.
+    for requested, callback in zip(all_requested, callbacks, strict=True):
+        fault = unknown_monitor(callback, config, callbacks)
+        if fault is not None:
+            raise UserError(f"{requested.key}.options.monitor: {fault}")
     return callbacks
 
 
