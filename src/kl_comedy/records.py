@@ -2,8 +2,8 @@
 
     Problem -> Prompt -> Rollout -> Scored -> Experience -> loss terms -> optimizer -> weights (version + 1)
 
-Shape legend: ``B`` sequences, ``P`` prompt tokens (left-padded), ``T`` completion tokens (right-padded).
-Log-probabilities are in nats, in float32 or better. Nothing is mutated and nothing is optional "until
+Shape legend: ``B`` sequences, ``R`` rows that a model reads, ``P`` prompt tokens (left-padded), ``T`` completion tokens
+(right-padded). Log-probabilities are in nats, in float32 or better. Nothing is mutated and nothing is optional "until
 later": the sampler's log-probs and the policy version ride along from the moment a token exists.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -78,6 +78,19 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A part of a rollout that the model reads at once: tokens ``start`` to ``end`` of it, behind ``context``.
+
+    Compaction, a sub-agent, and a chat template that renders earlier turns anew begin a row: what the policy draws then
+    does not follow the tokens before it.
+    """
+
+    start: int
+    end: int
+    context: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """One sampled completion.
 
@@ -88,7 +101,11 @@ class Rollout:
     ``trained[t]`` is False at a token that an environment wrote (a tool's reply): the policy attends to it, and nothing
     else reads it. Its log-prob is 0 and its version :data:`FOREIGN_VERSION`. Empty: the policy drew every token.
     ``parts`` are those of the reward that the environment gave, summed over the turns.
-    Raises :class:`ValueError` where ``trained`` has another length, or the policy drew no token at all.
+
+    ``restarts`` are the rows after the first, ``(start, context)`` of each in order: from token ``start`` on the policy
+    read ``context`` in the place of the prompt and the tokens before. Reward, weight, group, age and every sum over
+    tokens belong to the rollout and not to a row; :attr:`rows` is for those who pass a model over it.
+    Raises :class:`ValueError` where ``trained`` has another length, the policy drew no token at all, or a row is empty.
     """
 
     prompt: Prompt
@@ -100,19 +117,36 @@ class Rollout:
     stop_reason: str
     text: str
     trained: tuple[bool, ...] = ()
+    restarts: tuple[tuple[int, tuple[int, ...]], ...] = ()
     parts: Mapping[str, float] = field(default_factory=dict)
     # Ids and log-probs [T, K] of the sampler's likeliest tokens before each token, in order; None unless a term reads
     # them (KLTerm.score_centring). Left out of ==, which has no answer for tensors.
     sampler_top: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        tokens = len(self.completion_ids)
+        starts = [0, *(start for start, _ in self.restarts), tokens]
+        if self.restarts and any(end <= start for start, end in pairwise(starts)):
+            raise ValueError(f"a rollout of {tokens} tokens has rows that begin at {starts[:-1]}: one has no token")
+        if not all(context for _, context in self.restarts):
+            raise ValueError("a rollout has a row without context: nothing says what its first token follows")
         if not self.trained:
             return
-        tokens = len(self.completion_ids)
         if len(self.trained) != tokens:
             raise ValueError(f"a rollout has {len(self.trained)} entries of trained for its {tokens} tokens")
         if not any(self.trained):
             raise ValueError(f"a rollout has {tokens} tokens, all of the environment: the policy drew none of them")
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """What the model reads, in the order of the tokens; one row unless it restarted."""
+        contexts = [self.prompt.token_ids, *(context for _, context in self.restarts)]
+        starts = [0, *(start for start, _ in self.restarts)]
+        ends = [*starts[1:], len(self.completion_ids)]
+        return tuple(
+            Row(start=start, end=end, context=context)
+            for start, end, context in zip(starts, ends, contexts, strict=True)
+        )
 
     @property
     def trained_mask(self) -> tuple[bool, ...]:
@@ -168,6 +202,21 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ModelRows:
+    """What a model reads of rollouts with several rows: those of a rollout follow each other, in its order.
+
+    So the tokens of ``mask_RT`` are, in reading order, those of the rollouts' ``mask_BT``: hidden states need no index
+    to come from one to the other.
+    """
+
+    prompt_ids_RP: Tensor
+    prompt_mask_RP: Tensor
+    ids_RT: Tensor
+    real_RT: Tensor
+    mask_RT: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Experience:
     """What the learner sees: tensors over completion tokens, plus the padded prompts.
 
@@ -177,7 +226,8 @@ class Experience:
     both zero outside the mask. ``reward_B`` is the verified reward, ``advantage_BT`` what weights the
     score of token t, ``weight_B`` the sequence's share of the loss: the loss of any set of sequences
     is ``sum_b weight_B[b] * sum_t mask * loss_BT``, so micro-batches add up to the full batch. ``sampler_top``: ids and
-    log-probs ``[B, T, K]`` of the sampler's likeliest tokens, where a term reads them.
+    log-probs ``[B, T, K]`` of the sampler's likeliest tokens, where a term reads them. ``rows``: what the model reads
+    where a rollout has several rows; None where each is its prompt and its tokens.
     """
 
     prompt_ids_BP: Tensor
@@ -193,3 +243,4 @@ class Experience:
     policy_version_BT: Tensor
     group_B: Tensor
     sampler_top: tuple[Tensor, Tensor] | None = None
+    rows: ModelRows | None = None

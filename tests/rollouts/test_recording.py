@@ -21,6 +21,8 @@ def draw_row(draw, number):
     logps = draw(st.lists(st.floats(-50, 0, allow_nan=False), min_size=len(ids), max_size=len(ids)))
     flags = st.lists(st.booleans(), min_size=len(ids), max_size=len(ids)).filter(any)
     trained = tuple(draw(st.just([]) | flags))
+    starts = draw(st.sets(st.integers(1, 4))) & set(range(len(ids)))
+    contexts = st.lists(st.integers(0, 10**6), min_size=1, max_size=3).map(tuple)
     rollout = Rollout(
         prompt=Prompt(problem=Problem(id=f"p{number}", text="", answer=""), text="", token_ids=(1, number)),
         group_id=number,
@@ -30,6 +32,7 @@ def draw_row(draw, number):
         stop_reason=draw(st.sampled_from(STOP_REASONS)),
         text=draw(st.text(max_size=8)),
         trained=trained,
+        restarts=tuple((start, draw(contexts)) for start in sorted(starts)),
         parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-5, 5), max_size=2)),
     )
     reward = Reward(
@@ -120,6 +123,7 @@ def assert_same_batch(rows, written_rows, number):
         assert read.rollout.completion_ids == written.rollout.completion_ids
         assert read.rollout.logps == written.rollout.logps
         assert read.rollout.trained == written.rollout.trained
+        assert read.rollout.restarts == written.rollout.restarts
         assert set(read.rollout.versions) == {FOREIGN_VERSION}
 
 
@@ -173,6 +177,10 @@ BROKEN = {
         "row 2: trained is not whether the policy",
     ),
     "no token of the policy": (lambda row: row.update(trained=[False, False]), "trained is false for every token"),
+    "a row without context": (lambda row: row.update(restarts=[[1]]), "row 2: restarts is not for each row after"),
+    "a row that is no list": (lambda row: row.update(restarts=[1, 2]), "row 2: restarts is not for each row after"),
+    "a row behind the end": (lambda row: row.update(restarts=[[2, 7]]), r"row 2: restarts begins rows at \[2\]"),
+    "rows in another order": (lambda row: row.update(restarts=[[1, 7], [1, 8]]), r"begins rows at \[1, 1\]; expected"),
     "an unknown status": (lambda row: row.update(status="fine"), "row 2: status is not"),
     "a missing batch": (lambda row: row.update(batch=3), "batch 3 comes after batch 0; a recording holds every batch"),
 }

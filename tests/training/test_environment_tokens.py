@@ -17,18 +17,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import kl_comedy
+from drawn_objectives import K, algorithms, is_columnwise, terms
 from kl_comedy.config import AlgorithmConfig
-from kl_comedy.config.schema import DpoConfig, ValueConfig
-from kl_comedy.errors import UserError
-from kl_comedy.kl import KLTerm
+from kl_comedy.config.schema import ValueConfig
 from kl_comedy.kl.estimators import TopTokens
-from kl_comedy.kl.term import BASELINES, CREDITS
 from kl_comedy.models.types import ReferencePass, TokenPass
-from kl_comedy.objective import PolicyTerm
-from kl_comedy.objective.policy_term import check_policy_term
-from kl_comedy.objective.reduction import REDUCTIONS
 from kl_comedy.records import FOREIGN_VERSION, Problem, Prompt, Reward, Rollout, Scored
-from kl_comedy.registry import ADVANTAGES, CORRECTIONS, ESTIMATORS, POLICY_CORRECTIONS, POLICY_LOSSES
 from kl_comedy.training.asynchronous import Group
 from kl_comedy.training.experience import TrainingPrompts
 from kl_comedy.training.loss import Preparation, micro_loss, named_terms, prepare
@@ -37,10 +31,7 @@ from kl_comedy.training.packing import Packer, model_inputs
 
 IDS = 64
 """Ids 1 to 63 are the policy's tokens, each once; 0 is written by the environment, and is the padding."""
-K = 3
 TABLES = ("logp", "kl", "forward_kl", "mixture", "top")
-COLUMNWISE = ("own",)
-"""Baselines that compare completions column by column: they are unbiased, and depend on where the tokens stand."""
 
 
 def tables():
@@ -190,61 +181,6 @@ def update(turns, term, algorithm, *, junk=0.0, version=FOREIGN_VERSION, budget=
 
 
 TURNS = st.lists(st.lists(st.sampled_from([0, 0, 0, 1, 2]), min_size=2, max_size=6), min_size=4, max_size=4)
-OPTIONS = {"top_k": [{"k": K}], "exact_jsd": [{}, {"share": 0.2}]}
-
-
-@st.composite
-def terms(draw):
-    """A KL term of any estimator, placement, credit, correction, baseline, level and weight that is possible.
-
-    What the rules of terms exclude is not drawn, or most draws would be thrown away.
-    """
-    estimator = draw(st.sampled_from(ESTIMATORS.names()))
-    is_sampled = ESTIMATORS.get(estimator).facts["needs"] == "log_ratio"
-    placement = draw(st.sampled_from(["reward", "loss"]))
-    level = draw(st.sampled_from(["token", "token", "sequence"])) if is_sampled else "token"
-    fields = {"placement": placement, "level": level, "options": draw(st.sampled_from(OPTIONS.get(estimator, [{}])))}
-    corrections = ["none", "sequence"] if level == "sequence" else list(CORRECTIONS.names())
-    fields["correction"] = draw(st.sampled_from(corrections))
-    if fields["correction"] != "none":
-        fields["cap"] = draw(st.sampled_from([None, 1.1]))
-    if CORRECTIONS.get(fields["correction"]).facts["scope"] == "prefix":
-        fields["window"] = draw(st.sampled_from([None, 1, 2]))
-    if placement == "reward" and level == "token":
-        fields["credit"] = draw(st.sampled_from(CREDITS))
-        fields["baseline"] = draw(st.sampled_from(BASELINES))
-        if fields["credit"] == "to_go":
-            fields["discount"] = draw(st.sampled_from([1.0, 0.5]))
-    if level == "token":
-        fields["weight"] = draw(st.sampled_from(["none", "policy"]))
-    try:
-        return KLTerm(estimator, **fields)
-    except UserError:
-        assume(False)
-
-
-@st.composite
-def algorithms(draw):
-    """Any advantage, policy loss, correction and reduction that fit together; or DPO."""
-    advantage = draw(st.sampled_from(ADVANTAGES.names()))
-    correction = draw(st.sampled_from(POLICY_CORRECTIONS.names()))
-    policy_loss = draw(st.sampled_from(POLICY_LOSSES.names()))
-    algorithm = AlgorithmConfig(
-        advantage=advantage,
-        policy_loss=policy_loss,
-        correction={} if correction == "none" else {correction: {}},
-        # A ratio beside that of the loss is refused otherwise.
-        proximal="recomputed" if correction != "none" else draw(st.sampled_from(["behaviour", "recomputed"])),
-        reduction=draw(st.sampled_from(REDUCTIONS)),
-        mask_truncated=draw(st.booleans()),
-        value=ValueConfig(gamma=0.9, lam=0.8, normalize=draw(st.booleans())),
-        dpo=draw(st.sampled_from([None, None, None, DpoConfig(beta=0.3)])),
-    )
-    try:
-        check_policy_term(PolicyTerm.of(algorithm))
-    except UserError:
-        assume(False)
-    return algorithm
 
 
 @settings(max_examples=80)
@@ -288,9 +224,7 @@ def test_the_update_is_that_of_the_policys_tokens_side_by_side(turns, term, algo
 
     Left out are baselines that compare completions column by column.
     """
-    if term is not None and term.placement == "reward":
-        is_columnwise = term.baseline == "before" and algorithm.advantage not in ("none", "gae")
-        assume(not is_columnwise and term.baseline not in COLUMNWISE)
+    assume(not is_columnwise(term, algorithm))
     with_environment = update(turns, term, algorithm, budget=1000)
     without = update([[0] * len(gaps) for gaps in turns], term, algorithm, budget=1000)
     assert with_environment.loss == pytest.approx(without.loss, rel=1e-5, abs=1e-6)
@@ -368,6 +302,6 @@ def test_the_mask_is_all_that_kl_and_objective_know():
     files = [*(package / "kl").rglob("*.py"), *(package / "objective").rglob("*.py")]
     files += [package / "training" / "distributed.py", *package.rglob("audit/*.py")]
     assert len(files) > 30
-    words = re.compile(r"\breal_BT\b|\.trained\b|\btrained_mask\b|\bRollout\b|\bdrawn_ids\b")
+    words = re.compile(r"\breal_BT\b|\.trained\b|\btrained_mask\b|\bRollout\b|\bdrawn_ids\b|\brestarts\b|ModelRows")
     knowing = [f"{file.name}: {word}" for file in files for word in words.findall(file.read_text())]
     assert knowing == []

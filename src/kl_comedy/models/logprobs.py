@@ -3,7 +3,8 @@
     prompt [B, P] + completion [B, T] -> body -> hidden of the N = mask.sum() positions -> head, row chunks -> [B, T]
 
 The body attends to ``real_BT``, the tokens of a completion. The head sees ``mask_BT`` alone, the trained ones: what an
-environment wrote has no log-prob, no exact KL and no entropy, and costs no logits.
+environment wrote has no log-prob, no exact KL and no entropy, and costs no logits. Where a rollout has several rows,
+the body reads these (:class:`~kl_comedy.records.ModelRows`), and everything after it is of the rollout.
 
 Shape legend: ``B`` sequences, ``P`` prompt tokens (left-padded), ``T`` completion tokens (right-padded), ``N``
 completion tokens inside the mask, ``H`` hidden width, ``V`` vocabulary, ``K`` top tokens. All values are in nats (total
@@ -24,6 +25,7 @@ from kl_comedy.models.head import HeadSettings, ReferenceHead, column_names, hea
 from kl_comedy.models.introspection import decoder_body, head_dtype, head_weights, run_inside_fsdp_forward
 from kl_comedy.models.types import PassOptions, ReferencePass, TokenPass, Wanted
 from kl_comedy.models.weights import full_tensor
+from kl_comedy.records import ModelRows
 
 LOGP_ALONE = Wanted()
 """What a pass computes where nothing but log-probs is needed."""
@@ -39,12 +41,14 @@ def token_pass(
     ids_BT: Tensor,
     mask_BT: Tensor,
     real_BT: Tensor | None = None,
+    rows: ModelRows | None = None,
     reference: ReferencePass | None = None,
     sampler_top: tuple[Tensor, Tensor] | None = None,
 ) -> TokenPass:
     """Pass ``model`` over prompts and completions; see :class:`TokenPass` for the result.
 
-    ``real_BT``: the tokens that are attended to; None for ``mask_BT``, all of which are then trained.
+    ``real_BT``: the tokens that are attended to; None for ``mask_BT``, all of which are then trained. ``rows``: what
+    the model reads in the place of prompts and completions; it has the tokens of ``mask_BT``, in the same order.
     What is ``wanted`` against a reference needs its ``reference`` pass over the same batch, at the same temperature and
     with the same ``share_prompt``. With equal weights every divergence is then exactly 0.0, because both sides run the
     same operations. ``sampler_top``: ids and log-probs ``[B, T, K]`` of the sampler's likeliest tokens, for requests of
@@ -55,6 +59,12 @@ def token_pass(
         real_BT = mask_BT
     check_batch(prompt_ids_BP, prompt_mask_BP, ids_BT, mask_BT, real_BT, temperature=options.temperature)
     mask_BT = mask_BT.bool()
+    if rows is None:
+        rows = ModelRows(
+            prompt_ids_RP=prompt_ids_BP, prompt_mask_RP=prompt_mask_BP, ids_RT=ids_BT, real_RT=real_BT, mask_RT=mask_BT
+        )
+    else:
+        check_rows(rows, ids_BT, mask_BT, temperature=options.temperature)
     likeliest = None
     if reference is not None:
         likeliest = reference.top
@@ -66,7 +76,13 @@ def token_pass(
 
     def run() -> tuple[Tensor, ...]:
         hidden_NH = completion_hidden(
-            model, prompt_ids_BP, prompt_mask_BP, ids_BT, real_BT, mask_BT, share_prompt=options.share_prompt
+            model,
+            rows.prompt_ids_RP,
+            rows.prompt_mask_RP,
+            rows.ids_RT,
+            rows.real_RT,
+            rows.mask_RT,
+            share_prompt=options.share_prompt,
         )
         reference_head = None
         if needs_reference_head and reference is not None:
@@ -180,6 +196,20 @@ def check_batch(
     padding_after_token_BP = prompt_BP[:, :-1] & ~prompt_BP[:, 1:]
     if not has_tokens or bool(padding_after_token_BP.any()):
         raise ValueError("prompt_mask_BP must be left-padded, with at least one token in every prompt")
+
+
+def check_rows(rows: ModelRows, ids_BT: Tensor, mask_BT: Tensor, *, temperature: float) -> None:
+    """Raise :class:`ValueError` for rows that do not fit each other, or have other trained tokens than the batch."""
+    check_batch(
+        rows.prompt_ids_RP,
+        rows.prompt_mask_RP,
+        rows.ids_RT,
+        rows.mask_RT,
+        rows.real_RT,
+        temperature=temperature,
+    )
+    if not torch.equal(rows.ids_RT[rows.mask_RT.bool()], ids_BT[mask_BT]):
+        raise ValueError("rows have other trained tokens than ids_BT, or in another order")
 
 
 def completion_hidden(

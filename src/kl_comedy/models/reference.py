@@ -23,6 +23,7 @@ from kl_comedy.models.sharding import clone_sharded
 from kl_comedy.models.sources import first_line
 from kl_comedy.models.types import LoadedModel, PassOptions, ReferencePass, Wanted
 from kl_comedy.models.weights import weights_hash
+from kl_comedy.records import ModelRows
 
 if TYPE_CHECKING:
     from kl_comedy.config.schema import Config
@@ -91,6 +92,7 @@ class Reference:
         ids_BT: Tensor,
         mask_BT: Tensor,
         real_BT: Tensor | None = None,
+        rows: ModelRows | None = None,
     ) -> ReferencePass:
         """Pass over prompts and completions, without gradient; see :func:`~kl_comedy.models.logprobs.token_pass`."""
         adapter: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -107,6 +109,7 @@ class Reference:
                 ids_BT=ids_BT,
                 mask_BT=mask_BT,
                 real_BT=real_BT,
+                rows=rows,
             )
         # Exact KL computes the logits again, chunk by chunk, from hidden states and head.
         weight_VH, bias_V = head_weights(self.model)

@@ -29,6 +29,7 @@ LABELS: dict[str, tuple[str, str]] = {
     "train/length": ("completion length", "tokens"),
     "train/truncated_share": ("truncated completions", SHARE),
     "train/turns": ("turns of the policy", "turns/dialogue"),
+    "train/rows": ("rows that the model reads", "rows/dialogue"),
     "train/environment_tokens": ("tokens of the environment", "tokens/dialogue"),
     "train/environment_failed": ("dialogues whose environment failed", SHARE),
     "train/groups_without_signal": ("groups without signal", SHARE),

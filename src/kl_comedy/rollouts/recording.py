@@ -72,6 +72,12 @@ def _is_flags(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is bool for item in value)
 
 
+def _is_restarts(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(row, list) and len(row) > 1 and all(is_count(number) for number in row) for row in value)
+
+
 def _list_of(is_item: Callable[[Any], bool]) -> Callable[[Any], bool]:
     """A check for a list that is not empty, whose items all pass ``is_item``."""
 
@@ -111,6 +117,13 @@ COLUMNS: Mapping[str, Field] = {
         required=False,
         kind="flags",
     ),
+    "restarts": Field(
+        "for each row after the first: the number of its first token, and the ids that it is read behind; "
+        "empty or missing where a rollout is one row",
+        _is_restarts,
+        required=False,
+        kind="lists",
+    ),
     "environment": Field(
         "the parts of the reward that an environment gave", is_numbers_by_name, required=False, kind="parts"
     ),
@@ -138,6 +151,7 @@ def to_row(batch: int, scored: Scored, *, temperature: float) -> dict[str, Any]:
         "parts": dict(reward.parts),
         "temperature": temperature,
         "trained": list(rollout.trained),
+        "restarts": [[start, *context] for start, context in rollout.restarts],
         "environment": dict(rollout.parts),
     }
 
@@ -156,6 +170,7 @@ def from_row(row: Mapping[str, Any], prompt: Prompt) -> Scored:
         stop_reason=row["stop_reason"],
         text=row["text"],
         trained=_trained(row),
+        restarts=_restarts(row),
         parts=dict(row.get("environment") or {}),
     )
     reward = Reward(value=row["reward"], status=row["status"], parts=dict(row["parts"]))
@@ -165,6 +180,11 @@ def from_row(row: Mapping[str, Any], prompt: Prompt) -> Scored:
 def _trained(row: Mapping[str, Any]) -> tuple[bool, ...]:
     """The column ``trained`` of a row, which may be missing."""
     return tuple(row.get("trained") or ())
+
+
+def _restarts(row: Mapping[str, Any]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The column ``restarts`` of a row, which may be missing."""
+    return tuple((start, tuple(context)) for start, *context in row.get("restarts") or ())
 
 
 class RecordingWriter:
@@ -210,6 +230,7 @@ def _parquet_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
         "int": pa.int64(),
         "ints": pa.list_(pa.int64()),
         "flags": pa.list_(pa.bool_()),
+        "lists": pa.list_(pa.list_(pa.int64())),
         "float": pa.float64(),
         "floats": pa.list_(pa.float64()),
         "text": pa.string(),
@@ -241,6 +262,12 @@ def check_row(row: Mapping[str, Any], place: str) -> None:
         raise UserError(f"{place}: trained has {len(trained)} entries for the {tokens} tokens of completion_ids")
     if trained and not any(trained):
         raise UserError(f"{place}: trained is false for every token: the policy drew none of them")
+    starts = [start for start, _ in _restarts(row)]
+    if starts != sorted(set(starts)) or not all(0 < start < tokens for start in starts):
+        raise UserError(
+            f"{place}: restarts begins rows at {starts}; expected ascending numbers of the {tokens} tokens after the "
+            "first of completion_ids"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -544,8 +571,9 @@ class ReplayRollouts:
                     "recorded with another tokenizer (model.source), template (data.prompt) or data (data.train)"
                 )
             ids = row["completion_ids"]
-            if max(ids) >= vocabulary:
-                raise UserError(f"{place}: token id {max(ids)}, and the model's vocabulary has {vocabulary} entries")
+            largest = max([*ids, *(max(context) for _, context in _restarts(row))])
+            if largest >= vocabulary:
+                raise UserError(f"{place}: token id {largest}, and the model's vocabulary has {vocabulary} entries")
             # As Converter decodes, from which the recorded text came. The text is of the policy's own tokens.
             drawn_ids = list(itertools.compress(ids, _trained(row) or (True,) * len(ids)))
             text = tokenizer.decode(drawn_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -81,6 +81,9 @@ class TrainingPrompts:
                 "stop_reason": row.rollout.stop_reason,
                 "text": row.rollout.text,
                 "trained": torch.tensor(row.rollout.trained, dtype=torch.bool),
+                "restarts": [
+                    (start, torch.tensor(context, dtype=torch.long)) for start, context in row.rollout.restarts
+                ],
                 "environment": dict(row.rollout.parts),
                 "sampler_top": row.rollout.sampler_top,
                 "value": row.reward.value,
@@ -103,6 +106,7 @@ class TrainingPrompts:
                 stop_reason=state["stop_reason"],
                 text=state["text"],
                 trained=tuple(state["trained"].tolist()),
+                restarts=tuple((start, tuple(context.tolist())) for start, context in state["restarts"]),
                 parts=state["environment"],
                 sampler_top=state["sampler_top"],
             )

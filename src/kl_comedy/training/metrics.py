@@ -27,7 +27,7 @@ from kl_comedy.models.introspection import head_weights
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import Reference, check_tokens
 from kl_comedy.objective.policy_term import PolicyLossParts
-from kl_comedy.records import FOREIGN_VERSION, GOLD, Experience, Scored
+from kl_comedy.records import FOREIGN_VERSION, GOLD, Experience, Rollout, Scored
 from kl_comedy.rewards.base import failed, is_failed_part
 from kl_comedy.tracking.tokens import STORED_ROWS, STORED_TOKENS, USES, TokenNumbers
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
@@ -373,7 +373,8 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     # Dialogues say of each token whether the policy drew it.
     if all(row.rollout.trained for row in rows):
         of_dialogues = {
-            "train/turns": sum(_turns(row.rollout.trained) for row in rows) / count,
+            "train/turns": sum(_turns(row.rollout) for row in rows) / count,
+            "train/rows": sum(len(row.rollout.rows) for row in rows) / count,
             "train/environment_tokens": sum(row.rollout.trained.count(False) for row in rows) / count,
             "train/environment_failed": sum(row.rollout.stop_reason == "failed" for row in rows) / count,
         }
@@ -393,14 +394,14 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     }
 
 
-def _turns(trained: Sequence[bool]) -> int:
-    """How many turns of the policy a dialogue has.
-
-    >>> _turns((True, True, False, False, True))
-    2
-    """
-    before = (False, *trained[:-1])
-    return sum(now and not was for now, was in zip(trained, before, strict=True))
+def _turns(rollout: Rollout) -> int:
+    """How many turns of the policy a dialogue has: what the environment wrote, or a new row, ends one."""
+    turns = 0
+    for row in rollout.rows:
+        trained = rollout.trained[row.start : row.end]
+        before = (False, *trained[:-1])
+        turns += sum(now and not was for now, was in zip(trained, before, strict=True))
+    return turns
 
 
 def time_metrics(rows: Sequence[Scored], of_batch: Mapping[str, float], learn_s: float) -> dict[str, float]:

@@ -7,6 +7,9 @@ critic's advantages come from its values then; both must stay the same while the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +18,7 @@ from kl_comedy.config import AlgorithmConfig
 from kl_comedy.records import Scored
 from kl_comedy.training.loss import OldPolicyRow, PolicyPass
 from kl_comedy.training.models import ValueHead
-from kl_comedy.training.packing import Packer, model_inputs
+from kl_comedy.training.packing import Packed, Packer, model_inputs
 
 
 @torch.no_grad()
@@ -42,7 +45,8 @@ def record_old_policy(
     for packed in packer.micro_batches(rows):
         inputs = model_inputs(packed)
         if bootstrap:
-            inputs = _with_a_token_more(inputs, packer.pad_id)
+            rows_per_rollout = [len(rows[position].rollout.rows) for position in packed.positions]
+            inputs = _with_a_token_more(packed, rows_per_rollout, packer.pad_id)
         policy = policy_pass(inputs, None, ())
         logp_BT = policy.logp_BT.float().cpu()
         value_BT = torch.zeros_like(logp_BT)
@@ -71,16 +75,30 @@ def record_old_policy(
     return [by_position[position] for position in range(len(rows))]
 
 
-def _with_a_token_more(inputs: dict[str, Tensor], pad_id: int) -> dict[str, Tensor]:
+def _with_a_token_more(packed: Packed, rows_per_rollout: Sequence[int], pad_id: int) -> dict[str, Any]:
     """The inputs of a pass with one token more at the end of each completion (any id will do), as if it were trained.
 
     The value head gives the value before a token; before this one it is the value after the last token.
     """
-    size_B1 = inputs["real_BT"].sum(-1, keepdim=True)
-    longer = {name: nn.functional.pad(inputs[name], (0, 1)) for name in ("real_BT", "mask_BT")}
-    return {
-        **inputs,
-        "ids_BT": nn.functional.pad(inputs["ids_BT"], (0, 1), value=pad_id),
-        "real_BT": longer["real_BT"].scatter(-1, size_B1, True),
-        "mask_BT": longer["mask_BT"].scatter(-1, size_B1, True),
-    }
+    every = list(range(len(packed.positions)))
+    ids_BT, real_BT, mask_BT = _longer(packed.ids_BT, packed.real_BT, packed.mask_BT, every, pad_id)
+    rows = packed.rows
+    if rows is not None:
+        # A rollout ends where its last row does.
+        last_rows = [end - 1 for end in accumulate(rows_per_rollout)]
+        ids_RT, real_RT, mask_RT = _longer(rows.ids_RT, rows.real_RT, rows.mask_RT, last_rows, pad_id)
+        rows = replace(rows, ids_RT=ids_RT, real_RT=real_RT, mask_RT=mask_RT)
+    return model_inputs(replace(packed, ids_BT=ids_BT, real_BT=real_BT, mask_BT=mask_BT, rows=rows))
+
+
+def _longer(
+    ids: Tensor, real: Tensor, mask: Tensor, lengthened: list[int], pad_id: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids and masks one column wider; the rows ``lengthened`` have one token more."""
+    sizes = real.sum(-1)
+    ids = nn.functional.pad(ids, (0, 1), value=pad_id)
+    real = nn.functional.pad(real, (0, 1))
+    mask = nn.functional.pad(mask, (0, 1))
+    real[lengthened, sizes[lengthened]] = True
+    mask[lengthened, sizes[lengthened]] = True
+    return ids, real, mask

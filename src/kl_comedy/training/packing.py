@@ -1,6 +1,7 @@
 """From scored rollouts to padded tensors: an update's rows as micro-batches by token budget, divided over the ranks.
 
-Legend: ``B`` rows, ``P`` longest prompt (left-padded), ``T`` longest completion (right-padded).
+Legend: ``B`` rollouts, ``R`` rows that the model reads, ``P`` longest prompt (left-padded), ``T`` longest completion
+(right-padded).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kl_comedy.config import Config
 from kl_comedy.models import LoadedModel, PassOptions
 from kl_comedy.models.introspection import head_chunk, microbatch_tokens
-from kl_comedy.records import Experience, Rollout, Scored
+from kl_comedy.records import Experience, ModelRows, Rollout, Scored
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 
 
@@ -43,11 +44,13 @@ class Packed:
     policy_version_BT: Tensor
     sampler_top: tuple[Tensor, Tensor] | None = None
     """Ids and log-probs ``[B, T, K]`` of the sampler's likeliest tokens; None where no term reads them."""
+    rows: ModelRows | None = None
+    """What the model reads where a rollout has several rows, all of which are here; None where none has."""
 
 
-def model_inputs(batch: Packed | Experience) -> dict[str, Tensor]:
+def model_inputs(batch: Packed | Experience) -> dict[str, Any]:
     """The arguments of a forward pass over the rows of a batch."""
-    names = ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "real_BT", "mask_BT")
+    names = ("prompt_ids_BP", "prompt_mask_BP", "ids_BT", "real_BT", "mask_BT", "rows")
     return {name: getattr(batch, name) for name in names}
 
 
@@ -120,6 +123,29 @@ class Packer:
             behaviour_logp_BT=self._padded_right([rollout.logps for rollout in rollouts], width_T, 0.0).float(),
             policy_version_BT=self._padded_right([rollout.versions for rollout in rollouts], width_T, 0),
             sampler_top=self._sampler_top(rollouts),
+            rows=self._model_rows(rollouts),
+        )
+
+    def _model_rows(self, rollouts: Sequence[Rollout]) -> ModelRows | None:
+        """What the model reads of ``rollouts``; None where each is its prompt and its tokens."""
+        if not any(rollout.restarts for rollout in rollouts):
+            return None
+        contexts = []
+        ids = []
+        masks = []
+        for rollout in rollouts:
+            for row in rollout.rows:
+                contexts.append(row.context)
+                ids.append(rollout.completion_ids[row.start : row.end])
+                masks.append(rollout.trained_mask[row.start : row.end])
+        width_P = max(len(context) for context in contexts)
+        width_T = max(len(ids_of_row) for ids_of_row in ids)
+        return ModelRows(
+            prompt_ids_RP=self._padded_left(contexts, width_P, self.pad_id),
+            prompt_mask_RP=self._padded_left([[True] * len(context) for context in contexts], width_P, False),
+            ids_RT=self._padded_right(ids, width_T, self.pad_id),
+            real_RT=self._padded_right([[True] * len(ids_of_row) for ids_of_row in ids], width_T, False),
+            mask_RT=self._padded_right(masks, width_T, False),
         )
 
     def _sampler_top(self, rollouts: Sequence[Rollout]) -> tuple[Tensor, Tensor] | None:
@@ -173,6 +199,9 @@ def by_token_budget(rows: Sequence[Scored], budget: int) -> list[list[int]]:
 
 
 def _tokens(rows: Sequence[Scored], group: Sequence[int]) -> int:
-    """Tokens of a prompt and of its completions at the positions ``group``."""
-    prompt = len(rows[group[0]].rollout.prompt.token_ids)
-    return prompt + sum(len(rows[position].rollout.completion_ids) for position in group)
+    """Tokens that a model reads: of a prompt, and of its completions at the positions ``group``."""
+    tokens = len(rows[group[0]].rollout.prompt.token_ids)
+    for position in group:
+        rollout = rows[position].rollout
+        tokens += len(rollout.completion_ids) + sum(len(context) for _, context in rollout.restarts)
+    return tokens

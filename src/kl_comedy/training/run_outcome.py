@@ -82,6 +82,7 @@ def write_failed_batch(run: RunDir, reason: str, rows: Sequence[Scored]) -> Path
         entry["completion_ids"] = row.rollout.completion_ids
         entry["behaviour_logps"] = row.rollout.logps
         entry["trained"] = row.rollout.trained_mask
+        entry["restarts"] = row.rollout.restarts
         entries.append(entry)
     atomic_write(file, json.dumps({"reason": redact(reason), "rows": entries}, indent=1))
     return file

@@ -24,6 +24,7 @@ from kl_comedy.errors import RunFailed, bad_value
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import head_weights
 from kl_comedy.models.types import ReferencePass
+from kl_comedy.records import ModelRows
 from kl_comedy.rollouts.engines.client import ATTEMPTS, Client, Refused, ServerTrouble
 
 AT_ONCE = 32
@@ -86,23 +87,32 @@ class TeacherServer:
         ids_BT: Tensor,
         mask_BT: Tensor,
         real_BT: Tensor | None = None,
+        rows: ModelRows | None = None,
     ) -> ReferencePass:
         """As :meth:`Reference.forward_pass`, with top tokens. Raises :class:`RunFailed` where the server fails."""
         mask_BT = mask_BT.bool()
-        real_BT = mask_BT if real_BT is None else real_BT.bool()
-        prompts = [ids[mask].tolist() for ids, mask in zip(prompt_ids_BP, prompt_mask_BP.bool(), strict=True)]
+        if rows is None:
+            rows = ModelRows(
+                prompt_ids_RP=prompt_ids_BP,
+                prompt_mask_RP=prompt_mask_BP,
+                ids_RT=ids_BT,
+                real_RT=mask_BT if real_BT is None else real_BT,
+                mask_RT=mask_BT,
+            )
+        real_RT = rows.real_RT.bool()
+        prompts = [ids[mask].tolist() for ids, mask in zip(rows.prompt_ids_RP, rows.prompt_mask_RP.bool(), strict=True)]
         # The teacher reads what the policy read, an environment's tokens too; only the trained ones are compared.
-        rows = [ids[real].tolist() for ids, real in zip(ids_BT, real_BT, strict=True)]
-        trained = [mask[real].tolist() for mask, real in zip(mask_BT, real_BT, strict=True)]
+        completions = [ids[real].tolist() for ids, real in zip(rows.ids_RT, real_RT, strict=True)]
+        trained = [mask[real].tolist() for mask, real in zip(rows.mask_RT.bool(), real_RT, strict=True)]
         # On all ranks: a rank that raised alone would leave the others waiting in the next collective.
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            answers = self._on_all_ranks(lambda: list(pool.map(self._ask, prompts, rows)))
+            answers = self._on_all_ranks(lambda: list(pool.map(self._ask, prompts, completions)))
 
         logp_N: list[float] = []
         top_ids_NK: list[list[int]] = []
         top_logps_NK: list[list[float]] = []
-        for row, is_trained, positions in zip(rows, trained, answers, strict=True):
-            for token, logps in compress(zip(row, positions, strict=True), is_trained):
+        for completion, is_trained, positions in zip(completions, trained, answers, strict=True):
+            for token, logps in compress(zip(completion, positions, strict=True), is_trained):
                 likeliest = _likeliest(logps, self._k)
                 logp_N.append(logps[token])
                 top_ids_NK.append(likeliest)
