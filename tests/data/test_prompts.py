@@ -6,7 +6,7 @@ import pytest
 
 from kl_comedy.config.schema import PromptConfig
 from kl_comedy.data import RenderReport, prompts, render
-from kl_comedy.errors import UserError
+from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.records import Problem
 
 TEMPLATE = (
@@ -333,16 +333,45 @@ NO_TOOLS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        (FORGETS_TURNS, "renders earlier turns anew"),
-        (TRIMS_TURNS, "renders earlier turns anew"),
-        (NO_TOOLS + TEMPLATE, "environment.role 'tool': no tools here"),
-    ],
-)
-def test_a_template_that_cannot_have_dialogues_is_refused(template, words):
-    with pytest.raises(UserError) as caught:
-        prompts.turn_frame(PromptConfig(template="chat"), make_tokenizer(chat=template), role="tool")
-    assert words in str(caught.value)
+def test_a_template_that_refuses_a_turn_is_refused():
+    tokenizer = make_tokenizer(chat=NO_TOOLS + TEMPLATE)
+    with pytest.raises(UserError, match=r"environment.role 'tool': no tools here") as caught:
+        prompts.turn_frame(PromptConfig(template="chat"), tokenizer, role="tool")
     assert "\n" not in str(caught.value)
+
+
+ANEW = pytest.mark.parametrize("template", [FORGETS_TURNS, TRIMS_TURNS], ids=["forgets", "trims"])
+
+
+@ANEW
+def test_a_template_that_renders_earlier_turns_anew_has_nothing_between_them(template):
+    assert prompts.turn_frame(PromptConfig(template="chat"), make_tokenizer(chat=template), role="tool") is None
+
+
+@ANEW
+def test_a_dialogue_is_rendered_whole_for_its_next_turn(template):
+    tokenizer = make_tokenizer(chat=template)
+    config = PromptConfig(template="chat", prefix="Q: ", suffix="!", system="Be brief.")
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q: 2+2!"}]
+    later = [{"role": "assistant", "content": "<think>Hm</think>CALL"}, {"role": "tool", "content": "4"}]
+    renderer = prompts.TurnRenderer(config, tokenizer, role="tool")
+    first, second = renderer.prompts(
+        [(problem("2+2"), []), (problem("2+2"), [("<think>Hm</think>CALL", "4"), ("<think>Hm</think>CALL", "4")])]
+    )
+    for ids, conversation in ((first, said), (second, [*said, *later, *later])):
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        assert decode(tokenizer, ids) == text
+    assert first == render([problem("2+2")], config, tokenizer)[0][0].token_ids, "as the first turn's prompt is"
+    assert renderer.control_token("a <|im_end|> b") == "<|im_end|>"
+    assert renderer.control_token("a < b") is None
+
+
+def test_what_cannot_be_rendered_anew_is_refused():
+    config = PromptConfig(template="chat", prefill="Let us")
+    with pytest.raises(UserError, match=r"data\.prompt\.prefill: .* has no place for it") as caught:
+        prompts.TurnRenderer(config, make_tokenizer(chat=TRIMS_TURNS), role="user")
+    assert "\n" not in str(caught.value)
+    raising = "{% if messages|length > 1 %}{{ raise_exception('too\nlong') }}{% endif %}" + TEMPLATE
+    renderer = prompts.TurnRenderer(PromptConfig(template="chat"), make_tokenizer(chat=raising), role="user")
+    with pytest.raises(RunFailed, match=r"the chat template refuses a dialogue: too$"):
+        renderer.prompts([(problem("2+2"), [("a", "b")])])

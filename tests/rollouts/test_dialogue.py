@@ -91,11 +91,13 @@ class ScriptedEnvironment:
         return [self._answers.get(turn.text, Step(done=True, state="end")) for turn in turns]
 
 
-def talk(script, answers, *texts, group_size=1, new_tokens=40, frame=("", ""), loaded=LOADED, **settings):
+def talk(
+    script, answers, *texts, group_size=1, new_tokens=40, frame=("", ""), renderer=None, loaded=LOADED, **settings
+):
     sampler = ScriptedSampler(script)
     environment = ScriptedEnvironment(answers=answers)
     config = EnvironmentConfig(**{"name": "calculator", "turns": 3, "turn_tokens": 8, **settings})
-    dialogue = Dialogue(sampler, environment, loaded, config, frame)
+    dialogue = Dialogue(sampler, environment, loaded, config, frame, renderer)
     sampling = Sampling(temperature=1.0, max_new_tokens=new_tokens, stop=("==",))
     rollouts = dialogue.generate(prompts(*texts), group_size=group_size, sampling=sampling, seed=11)
     return rollouts, sampler, environment
@@ -203,6 +205,81 @@ def test_the_text_around_an_observation_is_the_template_s():
     assert list(rollout.trained) == expected
 
 
+class Rendered:
+    """Renders a dialogue as ``of`` says of the problem's text and the exchanges."""
+
+    def __init__(self, of):
+        self._of = of
+
+    def control_token(self, text):
+        return "9" if "9" in text else None
+
+    def prompts(self, dialogues):
+        return [ids_of(self._of(problem.text, exchanges)) for problem, exchanges in dialogues]
+
+
+def last_answer(text, exchanges):
+    """A compaction: what was said before is forgotten."""
+    return text + exchanges[-1][1]
+
+
+def in_full(text, exchanges):
+    return text + "".join(said + answer for said, answer in exchanges)
+
+
+def test_a_turn_that_is_rendered_anew_begins_a_row():
+    """A row has the tokens that were drawn, as they were drawn; what the environment said is in its context alone."""
+    script = {"1=": "2==", "1=7;": "3==", "1=8;": "4$"}
+    answers = {"2==": Step(observation="7;"), "3==": Step(observation="8;")}
+    (rollout,), sampler, _ = talk(script, answers, "1=", renderer=Rendered(last_answer))
+    assert rollout.completion_ids == ids_of("2==3==4$")
+    assert rollout.restarts == ((3, ids_of("1=7;")), (6, ids_of("1=8;")))
+    assert rollout.trained == (True,) * 8
+    assert rollout.versions == (1,) * 3 + (2,) * 3 + (3,) * 2
+    assert rollout.logps[3:6] == (-2.0, -2.01, -2.02)
+    assert rollout.text == "2==3==4"
+    assert [call.group_size for call in sampler.calls] == [1, 1, 1]
+
+
+def test_a_rendering_that_goes_on_is_no_new_row():
+    whole = talk(ENDLESS, {"2==": CALL}, "1=")[0]
+    assert talk(ENDLESS, {"2==": CALL}, "1=", renderer=Rendered(in_full))[0] == whole
+    assert whole[0].restarts == ()
+
+
+def test_rows_and_turns_that_go_on_within_one_rollout():
+    """The first reply goes on; at the second the first turn is forgotten; the third goes on from there."""
+
+    def of(text, exchanges):
+        return in_full(text, exchanges if len(exchanges) < 2 else exchanges[1:])
+
+    script = {"1=": "2==", "1=2==7;": "3==", "1=3==8;": "4==", "1=3==8;4==5;": "6$"}
+    answers = {"2==": Step(observation="7;"), "3==": Step(observation="8;"), "4==": Step(observation="5;")}
+    (rollout,), _, _ = talk(script, answers, "1=", renderer=Rendered(of), turns=4)
+    assert rollout.completion_ids == ids_of("2==7;3==4==5;6$")
+    assert rollout.restarts == ((8, ids_of("1=3==8;")),)
+    assert [row.start for row in rollout.rows] == [0, 8]
+    assert rollout.trained == (True,) * 3 + (False,) * 2 + (True,) * 6 + (False,) * 2 + (True,) * 2
+
+
+@pytest.mark.parametrize(("new_tokens", "turns"), [(11, 1), (12, 2), (13, 2), (14, 3)])
+def test_what_is_read_and_what_is_drawn_have_the_same_bound(new_tokens, turns):
+    """Turns of 8 tokens at most: a context of 4 beyond the prompt and 3 tokens drawn, then of 4 and 6."""
+    script = {"1=": "2==", "1=7777": "2=="}
+    answers = {"2==": Step(observation="7777")}
+    (rollout,), _, _ = talk(script, answers, "1=", renderer=Rendered(last_answer), new_tokens=new_tokens)
+    assert len(rollout.completion_ids) == 3 * turns
+    assert rollout.stop_reason == "length"
+
+
+@pytest.mark.parametrize("script", [{"1=": "9=="}, {"1=": "2=="}], ids=["the policy", "the environment"])
+def test_who_spells_a_special_token_ends_the_dialogue(script):
+    answers = {"9==": Step(observation="7"), "2==": Step(observation="19")}
+    whole = {**SCRIPT, **script}
+    (_, failed), _, _ = talk(whole, answers, "5=", "1=", renderer=Rendered(last_answer))
+    assert (failed.stop_reason, failed.restarts) == ("failed", ())
+
+
 def test_other_things_are_the_backend_s():
     dialogue = Dialogue(ScriptedSampler({}), ScriptedEnvironment(answers={}), LOADED, EnvironmentConfig("calculator"))
     assert dialogue.version == 4
@@ -239,6 +316,24 @@ def test_log_probs_of_every_turn_are_those_of_the_whole_dialogue(top_logps):
             ids_TK, top_TK = rollout.sampler_top
             expected_TK = logp_TV.gather(-1, ids_TK.long())
             torch.testing.assert_close(top_TK[drawn_T], expected_TK[drawn_T], atol=1e-4, rtol=0)
+
+
+def test_log_probs_of_every_row_are_those_of_a_pass_over_it():
+    """What is trained is what was sampled: a pass behind each row's context gives what the sampler recorded."""
+    backend = build_hf(RolloutConfig(), loaded=LOADED)
+    settings = EnvironmentConfig(name="calculator", turns=4, turn_tokens=5)
+    dialogue = Dialogue(backend, Sevens(), LOADED, settings, renderer=Rendered(last_answer))
+    sampling = Sampling(temperature=0.7, max_new_tokens=40, stop=("1", "2", "3", "4", "5"))
+    rollouts = dialogue.generate(prompts("1+2=", "34+5="), group_size=6, sampling=sampling, seed=5)
+    assert max(len(row.rows) for row in rollouts) == 4
+    for rollout in rollouts:
+        for row in rollout.rows:
+            ids = torch.tensor([[*row.context, *rollout.completion_ids[row.start : row.end]]])
+            size = len(row.context)
+            with torch.no_grad():
+                logp_TV = (LOADED.model(ids).logits[0, size - 1 : -1] / 0.7).log_softmax(-1)
+            recorded_T = torch.tensor(rollout.logps[row.start : row.end])
+            torch.testing.assert_close(recorded_T, logp_TV.gather(-1, ids[0, size:, None])[:, 0], atol=1e-4, rtol=0)
 
 
 def letters():

@@ -12,6 +12,7 @@ from dialogues import DIALOGUES
 from kl_comedy.config import AlgorithmConfig, load_config
 from kl_comedy.errors import UserError
 from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
+from kl_comedy.training import sampling
 from kl_comedy.training.build import check_run
 from kl_comedy.training.loss import UpdateTensors, advantage_signal
 from training_runs import TINY, go, killed_then_resumed, metrics_of, sample_tables_of, weights_of
@@ -76,6 +77,49 @@ def test_a_killed_run_resumes_to_the_same_bits(tmp_path, lag):
     whole = go(tmp_path / "whole", *settings).run
     resumed = killed_then_resumed(tmp_path / "killed", settings, at=2).run
     assert weights_of(resumed) == weights_of(whole)
+
+
+class Compaction:
+    """In the place of a chat template that renders earlier turns anew: of them the last answer is left."""
+
+    def __init__(self, config, tokenizer, *, role):
+        self._tokenizer = tokenizer
+
+    def control_token(self, text):
+        return None
+
+    def prompts(self, dialogues):
+        texts = [problem.text + exchanges[-1][1] for problem, exchanges in dialogues]
+        return [tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+
+
+# Every dialogue calls in each turn, and earns the same: less a baseline nothing would be learned.
+ROWS = [*TWO, "environment.rerendered=split", "train.steps=3", "algorithm.advantage=none"]
+
+
+@pytest.fixture
+def forgets_turns(monkeypatch):
+    monkeypatch.setattr(sampling, "turn_frame", lambda *args, **kwargs: None)
+    monkeypatch.setattr(sampling, "TurnRenderer", Compaction)
+
+
+def test_a_run_of_rollouts_with_several_rows(forgets_turns, tmp_path):
+    """It is trained on what was sampled, and replayed to the same bits."""
+    whole = go(tmp_path / "whole", *ROWS, "train.record_rollouts=jsonl").run
+    metrics = metrics_of(whole)
+    assert metrics[1, "train/rows"] == metrics[1, "train/turns"] > 1.2
+    assert metrics[1, "train/environment_tokens"] == 0
+    assert metrics[1, "grad/norm"] > 0
+    assert metrics[1, "policy/mismatch_max"] < 1e-4
+    options = f"rollout.options={{path: {whole.path / 'rollouts'}}}"
+    replayed = go(tmp_path / "replayed", *ROWS, "rollout.backend=replay", options).run
+    assert weights_of(replayed) == weights_of(whole)
+
+
+def test_a_template_that_renders_turns_anew_is_refused_unless_rows_are_asked_for(forgets_turns, tmp_path):
+    with pytest.raises(UserError, match=r"environment\.rerendered: got 'refuse'; .*split") as caught:
+        go(tmp_path, *TWO)
+    assert "\n" not in str(caught.value)
 
 
 def rows(*stop_reasons):

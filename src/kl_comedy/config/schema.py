@@ -180,6 +180,11 @@ class EnvironmentConfig:
     observation_tokens: int = option(256, "Longest observation, in tokens; a longer one is a failure.", minimum=1)
     timeout_s: float = option(3.0, "CPU seconds per turn.", above=0)
     role: str = option("user", "With `data.prompt.template: chat`: who says it.", choices=("user", "tool"))
+    rerendered: str = option(
+        "refuse",
+        "Of a chat template that renders earlier turns anew: `split` makes [rows](dialogues.md#rows).",
+        choices=("refuse", "split"),
+    )
 
 
 @dataclass

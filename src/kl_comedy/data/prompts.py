@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kl_comedy.config.schema import PromptConfig
-from kl_comedy.errors import UserError, bad_value, shown
+from kl_comedy.errors import RunFailed, UserError, bad_value, shown
 from kl_comedy.records import Problem, Prompt
 
 if TYPE_CHECKING:
@@ -209,24 +209,34 @@ def _chat(texts: Sequence[str], config: PromptConfig, tokenizer: PreTrainedToken
         )
     conversations = []
     for text in texts:
-        turns = [{"role": "user", "content": text}]
-        if config.system is not None:
-            turns.insert(0, {"role": "system", "content": config.system})
-        conversations.append(turns)
-    if not hasattr(os, "fork"):
-        # Windows: no child to limit.
-        return [_render_chat(tokenizer, conversation) for conversation in conversations]
+        conversations.append(_first_turns(text, config))
     try:
-        return _render_in_child(tokenizer, conversations)
+        return _rendered(tokenizer, conversations)
     except TemplateFault as error:
         raise UserError(f"{key}: the chat template refuses the conversation: {error}") from None
 
 
-def turn_frame(config: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, role: str) -> tuple[str, str]:
+def _first_turns(text: str, config: PromptConfig) -> Conversation:
+    """What stands before the policy's first turn."""
+    turns = [{"role": "user", "content": text}]
+    if config.system is not None:
+        turns.insert(0, {"role": "system", "content": config.system})
+    return turns
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, conversations: Sequence[Conversation]) -> list[str]:
+    """The prompt of each conversation. Raises :class:`TemplateFault`."""
+    if not hasattr(os, "fork"):
+        # Windows: no child to limit.
+        return [_render_chat(tokenizer, conversation) for conversation in conversations]
+    return _render_in_child(tokenizer, conversations)
+
+
+def turn_frame(config: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, role: str) -> tuple[str, str] | None:
     """The text before and after what somebody in ``role`` says between two turns of the policy. Empty for plain text.
 
-    Raises :class:`UserError` for a chat template that renders earlier turns anew: the next turn would be drawn from
-    other tokens than those that were drawn and are trained.
+    None for a chat template that renders earlier turns anew: it writes no text between turns, but a prompt for each.
+    Raises :class:`UserError` for a template that refuses such a turn.
     """
     if config.template == "plain":
         return "", ""
@@ -241,9 +251,43 @@ def turn_frame(config: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, role
     before, found, after = whole.removeprefix(first + _ANSWERED).partition(_OBSERVED)
     keeps_turns = whole.startswith(first + _ANSWERED)
     if not keeps_turns or not found:
-        reason = "it renders earlier turns anew, so that a next turn would follow other tokens than were drawn"
-        raise UserError(f"{key}.template: got 'chat', and this model's template cannot have dialogues: {reason}")
+        return None
     return before, after
+
+
+class TurnRenderer:
+    """Renders dialogues for the policy's next turn, by a chat template that writes earlier turns anew."""
+
+    def __init__(self, config: PromptConfig, tokenizer: PreTrainedTokenizerBase, *, role: str) -> None:
+        """Raises :class:`UserError` for a prefill: it is a part of the policy's turns, which the template moves."""
+        if config.prefill:
+            raise UserError("data.prompt.prefill: a template that renders earlier turns anew has no place for it")
+        self._config = config
+        self._tokenizer = tokenizer
+        self._role = role
+        self._control = [token for token in tokenizer.all_special_tokens if token]
+
+    def control_token(self, text: str) -> str | None:
+        """The first special token that ``text`` spells: rendered, it would be that token."""
+        return next((token for token in self._control if token in text), None)
+
+    def prompts(self, dialogues: Sequence[tuple[Problem, Sequence[tuple[str, str]]]]) -> list[tuple[int, ...]]:
+        """The ids that the next turn of each dialogue is drawn from, by its turns and what each was answered.
+
+        Raises :class:`RunFailed` where the template fails, and :class:`UserError` where the tokenizer does.
+        """
+        conversations = []
+        for problem, exchanges in dialogues:
+            turns = _first_turns(self._config.prefix + problem.text + self._config.suffix, self._config)
+            for said, answer in exchanges:
+                turns.append({"role": "assistant", "content": said})
+                turns.append({"role": self._role, "content": answer})
+            conversations.append(turns)
+        try:
+            texts = _rendered(self._tokenizer, conversations)
+        except TemplateFault as error:
+            raise RunFailed(f"the chat template refuses a dialogue: {error}") from None
+        return list(_tokenize(texts, self._tokenizer, special=False, key="data.prompt"))
 
 
 _SAID, _ANSWERED, _OBSERVED = "What is 1+1?", "It is 2.", "Observed 3."

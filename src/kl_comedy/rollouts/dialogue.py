@@ -7,6 +7,9 @@ turns before it, as they were drawn: the learner trains on what was sampled, tok
 are those of its text alone. A dialogue ends where the environment says so, where a turn is cut at its limit, after
 ``environment.turns`` turns, where no whole turn has room any more, or where the environment fails. It never ends with
 an observation, which nobody would read.
+
+Where a chat template renders earlier turns anew, each turn is drawn from a rendering of the whole dialogue. What was
+sampled is still what is trained: a rendering that does not go on from what was read before begins a row of the rollout.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +25,7 @@ from torch import Tensor
 from kl_comedy.config.schema import EnvironmentConfig
 from kl_comedy.errors import RunFailed
 from kl_comedy.models import LoadedModel
-from kl_comedy.records import FOREIGN_VERSION, Prompt, Rollout, Step
+from kl_comedy.records import FOREIGN_VERSION, Problem, Prompt, Rollout, Step
 from kl_comedy.registry import ENVIRONMENTS
 from kl_comedy.rewards.environments import Answers
 from kl_comedy.rewards.pool import Failure, Turn
@@ -31,6 +34,16 @@ from kl_comedy.rollouts.hf import check_request, end_tokens
 
 Frame = tuple[str, str]
 """The text before and after an observation: what ends the policy's turn and begins the next one in a chat template."""
+
+
+class Renderer(Protocol):
+    """Renders whole dialogues (:class:`~kl_comedy.data.prompts.TurnRenderer`)."""
+
+    def control_token(self, text: str) -> str | None:
+        """A special token that ``text`` spells."""
+
+    def prompts(self, dialogues: Sequence[tuple[Problem, Sequence[tuple[str, str]]]]) -> list[tuple[int, ...]]:
+        """The ids that the next turn of each dialogue is drawn from, by its turns and what each was answered."""
 
 
 def turn_seed(seed: int, turn: int) -> int:
@@ -62,12 +75,15 @@ class Dialogue:
         loaded: LoadedModel,
         settings: EnvironmentConfig,
         frame: Frame = ("", ""),
+        renderer: Renderer | None = None,
     ) -> None:
+        """``renderer``: for a chat template that has no text between turns, and renders earlier ones anew."""
         self._backend = backend
         self._environment = environment
         self._loaded = loaded
         self._settings = settings
         self._parts = tuple(ENVIRONMENTS.get(settings.name).facts.get("parts", ()))
+        self._renderer = renderer
         self._text = ObservationText(loaded, settings.observation_tokens, frame)
 
     def __getattr__(self, name: str) -> Any:
@@ -116,7 +132,7 @@ class Dialogue:
             Turn(self._settings.name, dialogue.prompt.problem, dialogue.turn_text, dialogue.state)
             for dialogue in dialogues
         ]
-        going_on = []
+        answered = []
         for dialogue, answer in zip(dialogues, self._environment.answer(turns), strict=True):
             if isinstance(answer, Failure):
                 dialogue.fail(answer)
@@ -127,11 +143,49 @@ class Dialogue:
             observation = self._text.ids(answer.observation, last_id=dialogue.ids[-1])
             if isinstance(observation, Failure):
                 dialogue.fail(observation)
-            elif len(dialogue.ids) + len(observation) > room:
+                continue
+            answered.append((dialogue, answer.observation, observation))
+        if self._renderer is not None:
+            return self._rendered_anew(self._renderer, [(dialogue, text) for dialogue, text, _ in answered], room)
+        going_on = []
+        for dialogue, _, observation in answered:
+            if len(dialogue.ids) + len(observation) > room:
                 dialogue.stop_reason = "length"
             else:
                 dialogue.observe(observation)
                 going_on.append(dialogue)
+        return going_on
+
+    @staticmethod
+    def _rendered_anew(renderer: Renderer, answered: Sequence[tuple[_Open, str]], room: int) -> list[_Open]:
+        """The dialogues that go on, each with what its next turn is drawn from."""
+        renderable = []
+        for dialogue, observation in answered:
+            control = renderer.control_token(dialogue.turn_text) or renderer.control_token(observation)
+            if control is not None:
+                # Rendered as text it would become the token itself: anyone could end turns and begin others.
+                dialogue.fail(Failure(f"control token: a turn or its observation spells {control}"))
+                continue
+            dialogue.exchanges.append((dialogue.turn_text, observation))
+            renderable.append(dialogue)
+        if not renderable:
+            return []
+        going_on = []
+        prompts = renderer.prompts([(dialogue.prompt.problem, dialogue.exchanges) for dialogue in renderable])
+        for dialogue, ids in zip(renderable, prompts, strict=True):
+            already_read = dialogue.prefix().token_ids
+            goes_on = ids[: len(already_read)] == already_read
+            observation_ids = ids[len(already_read) :] if goes_on else ()
+            # What a turn is drawn from, and what is trained of the dialogue, have the same bound.
+            tokens = max(len(ids) - len(dialogue.prompt.token_ids), len(dialogue.ids) + len(observation_ids))
+            if tokens > room:
+                dialogue.stop_reason = "length"
+                continue
+            if goes_on:
+                dialogue.observe(observation_ids)
+            else:
+                dialogue.restart(ids)
+            going_on.append(dialogue)
         return going_on
 
 
@@ -143,6 +197,8 @@ class _Open:
         self.state: str | None = None
         self.failure: Failure | None = None
         self.ids: list[int] = []
+        self.exchanges: list[tuple[str, str]] = []
+        self._restarts: list[tuple[int, tuple[int, ...]]] = []
         self._group_id = first_turn.group_id
         self._logps: list[float] = []
         self._versions: list[int] = []
@@ -181,6 +237,10 @@ class _Open:
             shape = (len(ids), ids_TK.shape[1])
             self._tops.append((torch.zeros(shape, dtype=ids_TK.dtype), torch.zeros(shape, dtype=logp_TK.dtype)))
 
+    def restart(self, context: tuple[int, ...]) -> None:
+        """Begin a row: the next turn is drawn from ``context``."""
+        self._restarts.append((len(self.ids), context))
+
     def fail(self, failure: Failure) -> None:
         """End the dialogue without a verdict."""
         self.failure = failure
@@ -188,7 +248,8 @@ class _Open:
 
     def prefix(self) -> Prompt:
         """What the next turn is drawn from."""
-        return replace(self.prompt, token_ids=(*self.prompt.token_ids, *self.ids))
+        start, context = self._restarts[-1] if self._restarts else (0, self.prompt.token_ids)
+        return replace(self.prompt, token_ids=(*context, *self.ids[start:]))
 
     def rollout(self, tokenizer: Any) -> Rollout:
         """The whole dialogue."""
@@ -205,6 +266,7 @@ class _Open:
             stop_reason=self.stop_reason,
             text=tokenizer.decode(drawn_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
             trained=tuple(self._trained),
+            restarts=tuple(self._restarts),
             parts=dict(self._parts),
             sampler_top=sampler_top,
         )

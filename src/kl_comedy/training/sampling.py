@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from kl_comedy.config import Config
-from kl_comedy.data.prompts import turn_frame
-from kl_comedy.errors import UserError
+from kl_comedy.data.prompts import TurnRenderer, turn_frame
+from kl_comedy.errors import UserError, bad_value
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import layers_in_bf16
 from kl_comedy.models.load import place
@@ -226,7 +226,13 @@ def with_environment(
     if ranks is not None and ranks.size > 1:
         environment = ShardedEnvironment(environment, ranks)
     frame = turn_frame(config.data.prompt, loaded.tokenizer, role=settings.role)
-    return Dialogue(backend, environment, loaded, settings, frame)
+    if frame is not None:
+        return Dialogue(backend, environment, loaded, settings, frame)
+    if settings.rerendered == "refuse":
+        reason = "this model's chat template renders earlier turns anew; split trains a rollout of several rows"
+        raise bad_value("environment.rerendered", "refuse", "split", reason)
+    renderer = TurnRenderer(config.data.prompt, loaded.tokenizer, role=settings.role)
+    return Dialogue(backend, environment, loaded, settings, renderer=renderer)
 
 
 def build_engines(
