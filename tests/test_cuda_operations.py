@@ -49,7 +49,6 @@ MADE_DETERMINISTIC = {
     ("rollouts/decoding.py", "scatter"): "without gradient",
     ("rollouts/engines/weights.py", "gather"): "without gradient",
     ("training/distributed.py", "gather"): "of objects",
-    ("training/old_policy.py", "scatter"): "of masks",
 }
 # They raise as well: the first two are NLLLoss; kthvalue by torch's own tests.
 UNDOCUMENTED = {"cross_entropy", "CrossEntropyLoss", "kthvalue"}

@@ -1,6 +1,7 @@
 """Parts from outside the package: by the commands of CONTRIBUTING, and from a package that changes."""
 
 import importlib
+import itertools
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -204,6 +206,7 @@ class Site:
     def __init__(self, folder):
         self.folder = folder / "site"
         self._path = [*sys.path]
+        self._seconds = itertools.count(int(time.time()))
         info = self.folder / "my_parts-0.1.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-parts\nVersion: 0.1\n")
@@ -215,7 +218,11 @@ class Site:
         self.new_process()
 
     def write(self, module, text):
-        (self.folder / "my_parts" / f"{module}.py").write_text(text)
+        """Each time a second later: Python takes a source of the same size and second for the one that it compiled."""
+        file = self.folder / "my_parts" / f"{module}.py"
+        file.write_text(text)
+        second = next(self._seconds)
+        os.utime(file, (second, second))
 
     def new_process(self, *, installed=True):
         """Forget what was imported, as a new process has imported nothing."""

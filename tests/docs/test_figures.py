@@ -96,7 +96,7 @@ def figure(request):
 
 
 def test_pictures_of_results_can_be_read():
-    assert len(FIGURES) > 50
+    assert FIGURES
     assert not list((ROOT / "results").rglob("*.png")), "a figure of results is an SVG, which this test can read"
 
 
