@@ -351,7 +351,7 @@ class _ReplayedReference:
         self._reference = reference
         self.replay: _Replay[ReferencePass] = _Replay()
 
-    def forward_pass(self, **inputs: Tensor) -> ReferencePass:
+    def forward_pass(self, **inputs: Any) -> ReferencePass:
         return self.replay.next(lambda: self._reference.forward_pass(**inputs))
 
 
