@@ -2,11 +2,13 @@
 
 python research/scripts/judged_grid.py --edges
 python research/scripts/judged_grid.py
+python research/scripts/judged_grid.py --edges --rate 2e-4
+python research/scripts/judged_grid.py --rate 2e-4
 
 Best is the highest mean of held-out gold reward over the tuning seeds. Where the best of configs/hack/tune.yaml has a
 rate or beta at the end of its axis, ``--edges`` writes configs/hack/tune_edge.yaml, which has one value more there;
 once, by the protocol (results/evidence/protocol_2026_12.md). Without it configs/hack/judged.yaml is written, from the
-runs of both.
+runs of both. With ``--rate`` both are of that rate alone: configs/hack/tune_edge_fast.yaml and judged_fast.yaml.
 """
 
 from __future__ import annotations
@@ -28,11 +30,14 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs" / "hack"
 TUNED = CONFIGS / "tune.yaml"
 EDGE = CONFIGS / "tune_edge.yaml"
+EDGE_FAST = CONFIGS / "tune_edge_fast.yaml"
 JUDGED = CONFIGS / "judged.yaml"
+FAST = CONFIGS / "judged_fast.yaml"
 EXPORT = ROOT / "results" / "evidence_2026_12" / "export.parquet"
 SEEDS_TUNED = (40, 41)
 WARM_STARTS = (1, 2, 3, 4, 5)
 SEEDS = (50, 51, 52, 53)
+SEEDS_FAST = (54, 55)
 BEYOND = {0.1: 0.03, 1.0: 3.0, 5e-5: 2.5e-5, 2e-4: 4e-4}
 """The value after each end of the axes of beta and rate."""
 OUTCOME = "metrics.eval/heldout/reward"
@@ -63,21 +68,33 @@ class Setting:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--edges", action="store_true", help="write the extension of the tuning grid")
-    edges = parser.parse_args().edges
+    parser.add_argument("--rate", type=float, help="write the judged grid of this learning rate")
+    given = parser.parse_args()
+    edges = given.edges
     outcomes = mean_outcomes(read_runs(EXPORT))
-    tuned = tuned_settings(TUNED)
-    if not edges and EDGE.is_file():
-        tuned |= tuned_settings(EDGE)
+    grids = [TUNED]
+    if given.rate is not None or not edges:
+        grids.append(EDGE)
+    if given.rate is not None and not edges:
+        grids.append(EDGE_FAST)
+    tuned: dict[str, Setting] = {}
+    for grid in grids:
+        tuned |= tuned_settings(grid)
     missing = sorted(tuned.keys() - outcomes.keys())
     if missing:
         raise SystemExit(f"{len(missing)} settings have fewer than {len(SEEDS_TUNED)} finished runs, as {missing[0]}")
+    if given.rate is not None:
+        tuned = {name: setting for name, setting in tuned.items() if setting.rate == given.rate}
     best = best_of_each(tuned, outcomes)
     for name in best:
         print(f"{name}: {outcomes[name]:.4f}")
     if edges:
-        write(EDGE, extension(best.values(), list(tuned.values())))
+        file = EDGE if given.rate is None else EDGE_FAST
+        write(file, extension(best.values(), list(tuned.values()), name=f"hack_{file.stem}"))
+    elif given.rate is not None:
+        write(FAST, judged(best.values(), name="hack_judged_fast", seeds=SEEDS_FAST))
     else:
-        write(JUDGED, judged(best.values()))
+        write(JUDGED, judged(best.values(), name="hack_judged", seeds=SEEDS))
 
 
 def tuned_settings(grid: Path) -> dict[str, Setting]:
@@ -103,7 +120,9 @@ def setting_of(point: GridPoint) -> Setting:
 
 def mean_outcomes(runs: pd.DataFrame) -> dict[str, float]:
     """The mean outcome of each tuned setting that has all its seeds, by its name."""
-    finished = runs[runs["tags.sweep"].isin(["hack_tune", "hack_tune_edge"]) & (runs["status"] == "FINISHED")]
+    finished = runs[
+        runs["tags.sweep"].isin(["hack_tune", "hack_tune_edge", "hack_tune_edge_fast"]) & (runs["status"] == "FINISHED")
+    ]
     by_name = finished.groupby("params.name")[OUTCOME]
     is_whole = by_name.count() == len(SEEDS_TUNED)
     return {str(name): mean for name, mean in by_name.mean()[is_whole].items()}
@@ -119,7 +138,7 @@ def best_of_each(tuned: Mapping[str, Setting], outcomes: Mapping[str, float]) ->
     return {name: tuned[name] for name in best.values()}
 
 
-def extension(best: Iterable[Setting], tuned: Sequence[Setting]) -> dict[str, Any]:
+def extension(best: Iterable[Setting], tuned: Sequence[Setting], *, name: str) -> dict[str, Any]:
     """The grid of one value more at each end where a form was best, with every value of the other axis."""
     rows = {}
     for setting in best:
@@ -135,7 +154,7 @@ def extension(best: Iterable[Setting], tuned: Sequence[Setting]) -> dict[str, An
                     strength = "" if beta is None else f"-beta{beta:g}"
                     rows[f"{setting.form}-lag-{setting.lag}{strength}-lr{rate:g}"] = new.row
     return {
-        "name": "hack_tune_edge",
+        "name": name,
         "base": "base.yaml",
         "overrides": {"eval.at_start": False},
         "seeds": list(SEEDS_TUNED),
@@ -144,20 +163,20 @@ def extension(best: Iterable[Setting], tuned: Sequence[Setting]) -> dict[str, An
 
 
 def _beyond(value: float | None, values: set[Any]) -> set[float]:
-    """The value after ``value``, where this is the smallest or largest of ``values``."""
-    if value is None or value not in (min(values), max(values)):
+    """The value after ``value``, where this is the smallest or largest of several ``values``."""
+    if value is None or len(values) == 1 or value not in (min(values), max(values)):
         return set()
     return {BEYOND[value]}
 
 
-def judged(best: Iterable[Setting]) -> dict[str, Any]:
-    """The content of the judged grid: a row for each arm and warm start, each with all seeds."""
+def judged(best: Iterable[Setting], *, name: str, seeds: Sequence[int]) -> dict[str, Any]:
+    """The content of a judged grid: a row for each arm and warm start, each with all seeds."""
     rows = {}
     for setting in best:
         for start in WARM_STARTS:
             row = {**setting.row, "model.options.seed": start}
             rows[f"{setting.form}-lag-{setting.lag}-start-{start}"] = row
-    return {"name": "hack_judged", "base": "base.yaml", "seeds": list(SEEDS), "rows": rows}
+    return {"name": name, "base": "base.yaml", "seeds": list(seeds), "rows": rows}
 
 
 def write(grid: Path, content: Mapping[str, Any]) -> None:

@@ -35,7 +35,9 @@ FOLDER = ROOT / "results" / "evidence_2026_12"
 GRIDS = {
     "hack_tune": "hack/tune.yaml",
     "hack_tune_edge": "hack/tune_edge.yaml",
+    "hack_tune_edge_fast": "hack/tune_edge_fast.yaml",
     "hack_judged": "hack/judged.yaml",
+    "hack_judged_fast": "hack/judged_fast.yaml",
     "hack_target": "hack/target.yaml",
     "centring": "centring/centring.yaml",
     "rates": "rates/rates.yaml",
@@ -73,7 +75,9 @@ FEW = 1
 ARMS = {
     "hack_tune": ("lag", "form", "beta", "rate"),
     "hack_tune_edge": ("lag", "form", "beta", "rate"),
+    "hack_tune_edge_fast": ("lag", "form", "beta", "rate"),
     "hack_judged": ("lag", "form", "beta", "rate"),
+    "hack_judged_fast": ("lag", "form", "beta"),
     "hack_target": ("lag", "form"),
     "centring": ("lag", "form"),
     "rates": ("lag", "form", "rate"),
@@ -182,14 +186,18 @@ class Decided:
         return "for" if self.found == expected else "against"
 
 
-def block_1(judged: Block, target: Block) -> Iterator[Contrast]:
+def block_1(judged: Block, *, bounded: str = "H1", helps: str = "H2") -> Iterator[Contrast]:
+    """The claims that a bounded pull ends below the reverse forms, and that a KL ends above none."""
     for lag in (0, 10):
         for a in ("k3", "k3-clamped"):
             for b in ("k3-ratio", "exact-loss"):
-                yield _contrast("H1", judged, a, b, "below", lag=lag)
+                yield _contrast(bounded, judged, a, b, "below", lag=lag)
     for lag in (0, 10):
         for form in list(FORMS)[1:]:
-            yield _contrast("H2", judged, form, "none", "above", lag=lag)
+            yield _contrast(helps, judged, form, "none", "above", lag=lag)
+
+
+def equal_kl(target: Block) -> Iterator[Contrast]:
     for b in ("k3-ratio", "exact-loss"):
         yield _contrast("H3", target, "k3-clamped", b, "below")
 
@@ -337,8 +345,12 @@ def page(export: Path, figures: Path | None = None) -> str:
     has = {name: not block.runs.empty for name, block in blocks.items()}
     contrasts: list[Contrast] = []
     collapses: list[Collapses] = []
-    if has["hack_judged"] and has["hack_target"]:
-        contrasts += block_1(blocks["hack_judged"], blocks["hack_target"])
+    if has["hack_judged"]:
+        contrasts += block_1(blocks["hack_judged"])
+    if has["hack_target"]:
+        contrasts += equal_kl(blocks["hack_target"])
+    if has["hack_judged_fast"]:
+        contrasts += block_1(blocks["hack_judged_fast"], bounded="H4", helps="H5")
     if has["rates"]:
         contrasts += block_2(blocks["rates"])
     if has["centring"]:
@@ -354,7 +366,7 @@ def page(export: Path, figures: Path | None = None) -> str:
         if has[name]:
             parts += [f"## Runs of {name}", arm_table(block, ARMS[name])]
     if figures is not None and has["hack_judged"]:
-        is_tuned = runs["block"].isin(["hack_tune", "hack_tune_edge"])
+        is_tuned = runs["block"].isin(["hack_tune", "hack_tune_edge", "hack_tune_edge_fast"])
         draw_frontier(Block(runs[is_tuned]), blocks["hack_judged"], figures / "frontier.svg")
     return pages.page(parts)
 

@@ -96,7 +96,7 @@ def test_block_1_has_the_contrasts_of_the_protocol():
     means = {(form, lag): 0.5 for form in december.FORMS for lag in (0, 10)}
     means["k3", 10] = 0.1
     judged = runs(means, seeds=(50, 51, 52, 53), noise=0.002)
-    contrasts = list(december.block_1(judged, judged))
+    contrasts = [*december.block_1(judged), *december.equal_kl(judged)]
     counts = {claim: [item.claim for item in contrasts].count(claim) for claim in ("H1", "H2", "H3")}
     assert counts == {"H1": 8, "H2": 14, "H3": 2}
     claims = found(contrasts)

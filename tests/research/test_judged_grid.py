@@ -45,7 +45,7 @@ def best(tuned):
 
 
 def test_a_form_is_judged_at_its_best_mean_over_the_tuning_seeds(best):
-    rows = judged_grid.judged(best.values())["rows"]
+    rows = judged_grid.judged(best.values(), name="hack_judged", seeds=(50, 51))["rows"]
     assert rows["k2-lag-10-start-3"] == {
         "kl": [{"estimator": "k2", "placement": "loss", "beta": 0.3}],
         "lag": {"mode": "replayed", "steps": 10},
@@ -57,7 +57,7 @@ def test_a_form_is_judged_at_its_best_mean_over_the_tuning_seeds(best):
 
 
 def test_only_where_a_form_was_best_at_an_end_is_there_one_value_more(best, tuned, tmp_path):
-    grid = judged_grid.extension(best.values(), list(tuned.values()))
+    grid = judged_grid.extension(best.values(), list(tuned.values()), name="hack_tune_edge")
     assert set(grid["rows"]) == {
         "k3-lag-0-beta0.03-lr5e-05",
         "k3-lag-0-beta0.03-lr0.0001",
@@ -77,10 +77,16 @@ def test_only_where_a_form_was_best_at_an_end_is_there_one_value_more(best, tune
 def test_the_extension_is_read_back_as_it_was_written(best, tuned, monkeypatch, tmp_path):
     monkeypatch.setattr(judged_grid, "ROOT", tmp_path)
     file = tmp_path / "tune_edge.yaml"
-    judged_grid.write(file, judged_grid.extension(best.values(), list(tuned.values())))
+    judged_grid.write(file, judged_grid.extension(best.values(), list(tuned.values()), name="hack_tune_edge"))
     extended = judged_grid.tuned_settings(file)
     assert {(setting.form, setting.lag, setting.term["placement"]) for setting in extended.values()} == {
         ("k3", 0, "loss")
     }
     assert extended["k3-lag-0-beta0.03-lr0.0004"].beta == 0.03
     assert len(expand(read_grid(file))) == 2 * 7
+
+
+def test_at_one_rate_only_beta_is_extended(best, tuned):
+    at_one_rate = [setting for setting in tuned.values() if setting.rate == 2e-4]
+    grid = judged_grid.extension([tuned[EDGE_NAME]], at_one_rate, name="hack_tune_edge_fast")
+    assert set(grid["rows"]) == {"k3-lag-0-beta0.03-lr0.0002"}
