@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from kl_comedy.cli.sweep import cells_finished_in
 from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.local import by_seed
 from kl_comedy.slurm.manifest import Sweep, plan, write_sweep
@@ -46,29 +47,22 @@ def main() -> None:
     given = parser.parse_args()
     end = time.monotonic() + 60 * given.minutes
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sweep = planned_sweep(given.grid, given.overrides)
-    waiting = unfinished(sweep)
+    sweep, waiting = planned(given.grid, given.overrides)
     print(f"{len(waiting)} of {len(sweep.manifest.cells)} cells to train", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         train(sweep, waiting, given.workers, end)
     export()
 
 
-def planned_sweep(grid: Path, overrides: list[str]) -> Sweep:
-    """The sweep of ``grid``, written into sweeps/NAME unless it is there."""
+def planned(grid: Path, overrides: list[str]) -> tuple[Sweep, list[int]]:
+    """The sweep of ``grid``, written into sweeps/NAME unless it is there, and the cells to train, by seed."""
     made = plan(read_grid(grid), directory=Path.cwd(), extra=[f"tracking.uri={STORE}", *overrides])
-    return write_sweep(Path("sweeps") / made.manifest.name, made)
-
-
-def unfinished(sweep: Sweep) -> list[int]:
-    """The cells, by seed, that are neither finished here nor in the export."""
-    exported = set()
+    exported = frozenset[int]()
     if EXPORT.is_file():
-        runs = pd.read_parquet(EXPORT, columns=["tags.sweep", "params.name", "params.seed", "status"])
-        runs = runs[(runs["tags.sweep"] == sweep.manifest.name) & (runs["status"] == "FINISHED")]
-        exported = set(zip(runs["params.name"], runs["params.seed"].astype(int), strict=True))
+        exported = cells_finished_in(made, str(EXPORT))
+    sweep = write_sweep(Path("sweeps") / made.manifest.name, made)
     missing = missing_work(sweep, read_status(sweep)).train
-    return by_seed(sweep, tuple(i for i in missing if (sweep.cell(i).name, sweep.cell(i).seed) not in exported))
+    return sweep, by_seed(sweep, tuple(index for index in missing if index not in exported))
 
 
 def train(sweep: Sweep, waiting: list[int], workers: int, end: float) -> None:

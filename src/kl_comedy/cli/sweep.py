@@ -120,7 +120,7 @@ def sweep(
     # By their settings: a store does not know which sweep a run belongs to.
     finished_elsewhere = frozenset[int]()
     if finished_in is not None:
-        finished_elsewhere = _finished_in(made, finished_in)
+        finished_elsewhere = cells_finished_in(made, finished_in)
     _warn_of_idle_terms(made)
     if dry_run:
         _print_plan(planned_sweep, profile, format)
@@ -331,7 +331,7 @@ def _check_plugins(sweep: Sweep, now: PluginSet, *, missing: bool = True) -> Non
 # --- submission ------------------------------------------------------------------------------------------------------
 
 
-def _finished_in(made: Plan, uri: str) -> frozenset[int]:
+def cells_finished_in(made: Plan, uri: str) -> frozenset[int]:
     """The cells that have a finished run of the same settings and plugins in the store or export at ``uri``."""
     from kl_comedy.results.runs import read_runs
     from kl_comedy.tracking.store import param_texts
