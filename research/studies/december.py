@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kl_comedy.results.compare import verdict_on
 from kl_comedy.results.figures import legend_below
 from kl_comedy.results.values import with_values
 from kl_comedy.slurm.grid import expand, read_grid
 from kl_comedy.statistics import (
     LEVEL,
-    POWER,
     Interval,
     Paired,
     false_discovery_rate,
@@ -122,6 +122,12 @@ def forms_of(file: str) -> dict[str, str]:
     return {point.label: point.values.get("kl") or point.label.split("-lag-")[0] for point in points}
 
 
+def planned_runs(file: str) -> int:
+    """The runs of a grid; 0 for one that is not written yet."""
+    grid = ROOT / "configs" / file
+    return len(expand(read_grid(grid))) if grid.is_file() else 0
+
+
 @dataclass(frozen=True)
 class Block:
     """The runs of one grid."""
@@ -163,7 +169,7 @@ class Contrast:
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """A contrast and what was found."""
+    """A contrast and its verdict."""
 
     contrast: Contrast
     paired: Paired
@@ -172,18 +178,18 @@ class Decided:
     q: float | None
     power: float
     """Of finding a difference of the margin as one contrast of the claim."""
-    found: str
+    verdict: str
     """``above``, ``below``, ``the same`` or ``not resolved``."""
 
     @property
     def speaks(self) -> str:
         """``for`` the claim, ``against`` it, or empty."""
-        if self.found == "not resolved":
+        if self.verdict == "not resolved":
             return ""
         expected = self.contrast.expected
         if expected == "not the same":
-            return "against" if self.found == "the same" else "for"
-        return "for" if self.found == expected else "against"
+            return "against" if self.verdict == "the same" else "for"
+        return "for" if self.verdict == expected else "against"
 
 
 def block_1(judged: Block, *, bounded: str = "H1", helps: str = "H2") -> Iterator[Contrast]:
@@ -269,18 +275,12 @@ def decide(contrasts: Sequence[Contrast]) -> list[Decided]:
                     p=p_place,
                     q=q[place],
                     power=its_power,
-                    found=_found(pair.difference.mean, p_place, p_same_place, its_power),
+                    verdict=verdict_on(
+                        pair.difference.mean or 0.0, pair.deviation, p=p_place, p_same=p_same_place, power=its_power
+                    ),
                 )
             )
     return decided
-
-
-def _found(mean: float | None, p: float | None, p_same: float | None, its_power: float) -> str:
-    if mean is not None and p is not None and p < 1 - LEVEL:
-        return "above" if mean > 0 else "below"
-    if p_same is not None and p_same < 1 - LEVEL and its_power >= POWER:
-        return "the same"
-    return "not resolved"
 
 
 # --- collapses -------------------------------------------------------------------------------------------------------
@@ -339,21 +339,25 @@ def write_page(export: Path, out: Path) -> None:
 
 
 def page(export: Path, figures: Path | None = None) -> str:
-    """The page, of the blocks that have runs; its figures go into ``figures``."""
+    """The page, of the blocks whose runs are all there; its figures go into ``figures``.
+
+    Of a block that is still running only the number of runs is shown: its means would be a look at the outcome.
+    """
     runs = read(export)
     blocks = {name: Block(runs[runs["block"] == name]) for name in GRIDS}
-    has = {name: not block.runs.empty for name, block in blocks.items()}
+    planned = {name: planned_runs(file) for name, file in GRIDS.items()}
+    is_whole = {name: 0 < planned[name] == len(block.runs) for name, block in blocks.items()}
     contrasts: list[Contrast] = []
     collapses: list[Collapses] = []
-    if has["hack_judged"]:
+    if is_whole["hack_judged"]:
         contrasts += block_1(blocks["hack_judged"])
-    if has["hack_target"]:
+    if is_whole["hack_target"]:
         contrasts += equal_kl(blocks["hack_target"])
-    if has["hack_judged_fast"]:
+    if is_whole["hack_judged_fast"]:
         contrasts += block_1(blocks["hack_judged_fast"], bounded="H4", helps="H5")
-    if has["rates"]:
+    if is_whole["rates"]:
         contrasts += block_2(blocks["rates"])
-    if has["centring"]:
+    if is_whole["centring"]:
         contrasts += block_3(blocks["centring"])
         collapses = collapse_claims(blocks["centring"])
     decided = decide(contrasts)
@@ -363,9 +367,11 @@ def page(export: Path, figures: Path | None = None) -> str:
     if collapses:
         parts += ["## Collapses", collapse_table(collapses)]
     for name, block in blocks.items():
-        if has[name]:
+        if is_whole[name]:
             parts += [f"## Runs of {name}", arm_table(block, ARMS[name])]
-    if figures is not None and has["hack_judged"]:
+        elif planned[name]:
+            parts.append(f"{name}: {len(block.runs)} of {planned[name]} runs.")
+    if figures is not None and is_whole["hack_judged"]:
         is_tuned = runs["block"].isin(["hack_tune", "hack_tune_edge", "hack_tune_edge_fast"])
         draw_frontier(Block(runs[is_tuned]), blocks["hack_judged"], figures / "frontier.svg")
     return pages.page(parts)
@@ -384,7 +390,7 @@ def summary_table(decided: Sequence[Decided], collapses: Sequence[Collapses]) ->
 
 
 def contrast_table(decided: Sequence[Decided]) -> pd.DataFrame:
-    """Each contrast: difference with its interval, p, q, power and what was found."""
+    """Each contrast: difference with its interval, p, q, power and verdict."""
     import pandas as pd
 
     rows = []
@@ -399,7 +405,7 @@ def contrast_table(decided: Sequence[Decided]) -> pd.DataFrame:
                 "p (Holm)": _small(item.p),
                 "q": _small(item.q),
                 "power at the margin": f"{item.power:.2f}",
-                "found": item.found,
+                "verdict": item.verdict,
             }
         )
     return pd.DataFrame(rows)

@@ -33,8 +33,8 @@ def runs(means, *, draw=0, starts=5, seeds=(70, 71, 72), noise=0.01, collapsed=(
     return Block(pd.DataFrame(rows))
 
 
-def found(contrasts):
-    return {item.contrast.what: (item.found, item.speaks) for item in december.decide(list(contrasts))}
+def verdicts(contrasts):
+    return {item.contrast.what: (item.verdict, item.speaks) for item in december.decide(list(contrasts))}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def centring():
 
 
 def test_block_3_is_decided_as_its_runs_were_made(centring):
-    claims = found(december.block_3(centring))
+    claims = verdicts(december.block_3(centring))
     assert claims["exact-c1 - exact-c0, lag 20"] == ("above", "for")
     assert claims["exact-c1 - exact-c0, lag 4"] == ("the same", "against")
     assert claims["exact-c0.5 - exact-c0, lag 20"] == ("above", "for")
@@ -61,7 +61,7 @@ def test_block_3_is_decided_as_its_runs_were_made(centring):
 
 def test_a_contrast_without_power_is_not_resolved():
     means = {(form, lag): 0.5 for form in CENTRING for lag in (4, 10, 20)}
-    claims = found(december.block_3(runs(means, draw=1, noise=0.2)))
+    claims = verdicts(december.block_3(runs(means, draw=1, noise=0.2)))
     assert set(claims.values()) == {("not resolved", "")}
 
 
@@ -87,7 +87,7 @@ def test_each_side_of_block_2_is_at_its_own_best_rate():
                 means[form, lag] = with_kl
             means["none", lag] = without
         frames.append(runs(means, seeds=(60, 61), noise=0.001).runs.assign(rate=rate))
-    claims = found(december.block_2(Block(pd.concat(frames))))
+    claims = verdicts(december.block_2(Block(pd.concat(frames))))
     assert claims["k3-clamped at 2.5e-05 - none at 5e-05, lag 10"] == ("below", "for")
     assert len(claims) == 8
 
@@ -99,7 +99,7 @@ def test_block_1_has_the_contrasts_of_the_protocol():
     contrasts = [*december.block_1(judged), *december.equal_kl(judged)]
     counts = {claim: [item.claim for item in contrasts].count(claim) for claim in ("H1", "H2", "H3")}
     assert counts == {"H1": 8, "H2": 14, "H3": 2}
-    claims = found(contrasts)
+    claims = verdicts(contrasts)
     assert claims["k3 - exact-loss, lag 10"] == ("below", "for")
     assert claims["k3 - none, lag 10"] == ("below", "against")
     assert claims["k2 - none, lag 0"] == ("the same", "against")
@@ -118,8 +118,20 @@ def test_runs_that_cannot_show_the_margin_do_not_show_that_two_arms_are_the_same
     decided = december.decide(list(december.block_3(runs(means, noise=0.014))))
     alike = [item for item in decided if 6 * item.paired.p_equivalent < 0.05 and item.power < 0.8]
     assert alike
-    assert {item.found for item in alike} == {"not resolved"}
+    assert {item.verdict for item in alike} == {"not resolved"}
     # Power is of one of the three contrasts of Z1: a p below 0.05 / 3 in 15 pairs.
     first = decided[0]
     freedom = stats.nct(14, 0.015 / first.paired.deviation * 15**0.5)
     assert first.power == pytest.approx(freedom.sf(stats.t.isf(0.05 / 6, 14)), abs=1e-3)
+
+
+def test_a_block_that_is_still_running_shows_no_outcome(monkeypatch):
+    centring = runs({(form, lag): 0.5 for form in CENTRING for lag in (4, 10, 20)}).runs.assign(block="centring")
+    monkeypatch.setattr(december, "read", lambda export: centring)
+    assert "| Z1 |" in december.page(None)
+
+    monkeypatch.setattr(december, "read", lambda export: centring.iloc[:-1])
+    page = december.page(None)
+    assert "centring: 404 of 405 runs." in page
+    assert "Z1" not in page
+    assert "0.5" not in page

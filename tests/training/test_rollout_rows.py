@@ -111,12 +111,12 @@ def row_per_turn(row):
     rollout = row.rollout
     ids = (*rollout.prompt.token_ids, *rollout.completion_ids)
     size = len(rollout.prompt.token_ids)
-    kept = [position for position, own in enumerate(rollout.trained) if own]
+    drawn = [position for position, is_drawn in enumerate(rollout.trained) if is_drawn]
     restarts = tuple(
-        (new, ids[: size + position]) for new, position in enumerate(kept) if new > 0 and position - kept[new - 1] > 1
+        (new, ids[: size + position]) for new, position in enumerate(drawn) if new > 0 and position - drawn[new - 1] > 1
     )
     columns = {
-        name: tuple(getattr(rollout, name)[position] for position in kept)
+        name: tuple(getattr(rollout, name)[position] for position in drawn)
         for name in ("completion_ids", "logps", "versions", "trained")
     }
     return dataclasses.replace(row, rollout=dataclasses.replace(rollout, **columns, restarts=restarts))

@@ -211,7 +211,7 @@ def compare_families(
     One row per family and beta; with ``at_kl``, one per family and KL: the reward is read off each seed's frontier
     (:func:`kl_comedy.statistics.reward_at_kl`). At equal beta, the baseline ``no KL`` is compared with every beta.
     ``p_holm`` and ``q`` are adjusted for all contrasts of the table (Holm; Benjamini and Hochberg), ``p_equivalent`` is
-    of a difference within ``margin``, ``power`` that of finding the margin, and ``verdict`` :func:`_verdict`'s.
+    of a difference within ``margin``, ``power`` that of finding the margin, and ``verdict`` :func:`verdict_on`'s.
     Collapsed runs are in the means and counted. ``runs`` and ``collapsed`` count each run of the family once, with
     ``at_kl`` also those without KL, which are points of its frontier. Raises :class:`UserError` where runs lack a
     seed, and for an unknown baseline.
@@ -267,20 +267,25 @@ def _decide(rows: list[dict[str, Any]], margin: float | None) -> None:
         if margin is not None and row["sd"] is not None:
             # The least p of the table has to pass this level, the first step of Holm.
             row["power"] = power(margin, row["sd"], row["pairs"], (1 - LEVEL) / max(tests, 1))
-        row["verdict"] = _verdict(row, p_same)
+        row["verdict"] = verdict_on(
+            row["minus_baseline"], row["sd"], p=p_holm, p_same=p_same, power=row.get("power", 0.0)
+        )
 
 
-def _verdict(row: Mapping[str, Any], p_same: float | None) -> str:
+def verdict_on(difference: float, sd: float | None, *, p: float | None, p_same: float | None, power: float) -> str:
     """``above`` or ``below`` the baseline where the difference is resolved after Holm; ``the same`` where the two
     one-sided tests find it within the margin after Holm, and a difference of the margin would have been found in four
-    of five studies; else ``not resolved``."""
-    is_resolved = row["p_holm"] is not None and row["p_holm"] < 1 - LEVEL
+    of five studies; else ``not resolved``.
+
+    ``p`` (of no difference) and ``p_same`` (of one within the margin) are adjusted by Holm; ``power`` is of finding
+    the margin.
+    """
+    is_resolved = p is not None and p < 1 - LEVEL
     # Equal differences in all seeds have no p-value: the statistic is infinite, or 0 / 0.
-    is_constant = row["sd"] == 0 and row["minus_baseline"] != 0
+    is_constant = sd == 0 and difference != 0
     if is_resolved or is_constant:
-        return "above" if row["minus_baseline"] > 0 else "below"
-    has_power = row.get("power", 0.0) >= POWER
-    if has_power and p_same is not None and p_same < 1 - LEVEL:
+        return "above" if difference > 0 else "below"
+    if power >= POWER and p_same is not None and p_same < 1 - LEVEL:
         return "the same"
     return "not resolved"
 
