@@ -23,7 +23,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from kl_comedy.cli.sweep import cells_finished_in
 from kl_comedy.slurm.grid import read_grid
 from kl_comedy.slurm.local import by_seed
 from kl_comedy.slurm.manifest import Sweep, plan, write_sweep
@@ -47,22 +46,29 @@ def main() -> None:
     given = parser.parse_args()
     end = time.monotonic() + 60 * given.minutes
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sweep, waiting = planned(given.grid, given.overrides)
+    sweep = planned_sweep(given.grid, given.overrides)
+    waiting = unfinished(sweep)
     print(f"{len(waiting)} of {len(sweep.manifest.cells)} cells to train", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         train(sweep, waiting, given.workers, end)
     export()
 
 
-def planned(grid: Path, overrides: list[str]) -> tuple[Sweep, list[int]]:
-    """The sweep of ``grid``, written into sweeps/NAME unless it is there, and the cells to train, by seed."""
+def planned_sweep(grid: Path, overrides: list[str]) -> Sweep:
+    """The sweep of ``grid``, written into sweeps/NAME unless it is there."""
     made = plan(read_grid(grid), directory=Path.cwd(), extra=[f"tracking.uri={STORE}", *overrides])
-    exported = frozenset[int]()
+    return write_sweep(Path("sweeps") / made.manifest.name, made)
+
+
+def unfinished(sweep: Sweep) -> list[int]:
+    """The cells, by seed, that are neither finished here nor in the export."""
+    exported = set()
     if EXPORT.is_file():
-        exported = cells_finished_in(made, str(EXPORT))
-    sweep = write_sweep(Path("sweeps") / made.manifest.name, made)
+        runs = pd.read_parquet(EXPORT, columns=["tags.sweep", "params.name", "params.seed", "status"])
+        runs = runs[(runs["tags.sweep"] == sweep.manifest.name) & (runs["status"] == "FINISHED")]
+        exported = set(zip(runs["params.name"], runs["params.seed"].astype(int), strict=True))
     missing = missing_work(sweep, read_status(sweep)).train
-    return sweep, by_seed(sweep, tuple(index for index in missing if index not in exported))
+    return by_seed(sweep, tuple(i for i in missing if (sweep.cell(i).name, sweep.cell(i).seed) not in exported))
 
 
 def train(sweep: Sweep, waiting: list[int], workers: int, end: float) -> None:
