@@ -68,14 +68,13 @@ FORMS = {
     "exact-prefix": "exact x prefix, bounded",
 }
 """Each form of block 1 by its name on the pages (:data:`research.studies.pages.FAMILIES`)."""
+TUNED = ("hack_tune", "hack_tune_edge", "hack_tune_edge_fast")
+"""Blocks whose runs are evaluated at their end only, so that a collapse cannot be told. Their arms are in arms.csv."""
 COLLAPSED = 0.5
 """A run has collapsed whose end is below this share of its start."""
 FEW = 1
 """The most collapses of an arm that Z6 and Z9 allow."""
 ARMS = {
-    "hack_tune": ("lag", "form", "beta", "rate"),
-    "hack_tune_edge": ("lag", "form", "beta", "rate"),
-    "hack_tune_edge_fast": ("lag", "form", "beta", "rate"),
     "hack_judged": ("lag", "form", "beta", "rate"),
     "hack_judged_fast": ("lag", "form", "beta"),
     "hack_target": ("lag", "form"),
@@ -89,9 +88,48 @@ HEAD = """\
 <!-- python -m research.studies december --print -->
 
 The claims, blocks and rules are those of [the protocol](../evidence/protocol_2026_12.md), written before the runs. Runs
-are in [export.parquet](export.parquet), their hours in [hours.csv](hours.csv)."""
+are in [export.parquet](export.parquet), their hours in [hours.csv](hours.csv), the arms of tuning in
+[arms.csv](arms.csv). A block is decided, and its means are shown, when all of its runs are there."""
 LEAST_RUNS = 5
 """Of so many runs a mean has an interval."""
+CLAIMS = {
+    "H1": "bare k3, clamped or not, ends below k3 x token ratio and the exact KL; each at its best rate",
+    "H2": "a KL ends above no KL; each at its best rate",
+    "H3": "at one nat k3 clamped ends below k3 x token ratio and the exact KL",
+    "H4": "as H1, at the rate 2e-4",
+    "H5": "as H2, at the rate 2e-4",
+    "R1": "with a reward that is right a form differs from no KL, each at its best rate",
+    "Z1": "the exact cost to go less its group's mean (c = 1) ends above the cost itself (c = 0)",
+    "Z2": "half of the mean (c = 0.5) ends between them",
+    "Z3": "k1 to go gains less from c = 1 than the exact cost",
+    "Z4": "at lag 20 more runs of c = 0, and of c = 0.5, collapse than of c = 1",
+    "Z5": "of c = 0.5 more runs collapse at lag 20 than at lag 4",
+    "Z6": "at lag 20 at most 1 of 15 runs of c = 1, and of c = 1.5, collapses",
+    "Z7": "the exact cost with its score centred ends above c = 0",
+    "Z8": "score centring by the 4 likeliest tokens is the same as exact",
+    "Z9": "at lag 20 at most 1 of 15 runs with the score centred collapses",
+}
+"""The claims of the protocol, in its order."""
+WORDS = {
+    "hack_tune": "Block 1, tuning",
+    "hack_tune_edge": "Block 1, tuning beyond the ends of its axes",
+    "hack_tune_edge_fast": "Block 1, tuning beyond the ends at 2e-4",
+    "hack_judged": "Block 1, judged: each form at its best rate and beta",
+    "hack_judged_fast": "Block 1, judged at the rate 2e-4: each form at its best beta",
+    "hack_target": "Block 1, judged at one nat",
+    "centring": "Block 3: centring",
+    "rates": "Block 2: the best rate, with a reward that is right",
+}
+CENTRED = {
+    "exact-c0": "c = 0",
+    "exact-c0.5": "0.5",
+    "exact-c1": "1",
+    "exact-c1.5": "1.5",
+    "exact-score": "score",
+    "exact-score-top4": "score, top 4",
+    "none": "no KL",
+}
+"""The arms of the figure of block 3, from left to right."""
 Values = Mapping[Hashable, float]
 """Gold reward at the end, by warm start and seed."""
 
@@ -201,6 +239,20 @@ def block_1(judged: Block, *, bounded: str = "H1", helps: str = "H2") -> Iterato
     for lag in (0, 10):
         for form in list(FORMS)[1:]:
             yield _contrast(helps, judged, form, "none", "above", lag=lag)
+
+
+def contrasts_of(name: str, block: Block) -> Iterator[Contrast]:
+    """The contrasts that the protocol names for a grid; none of tuning."""
+    if name == "hack_judged":
+        yield from block_1(block)
+    elif name == "hack_judged_fast":
+        yield from block_1(block, bounded="H4", helps="H5")
+    elif name == "hack_target":
+        yield from equal_kl(block)
+    elif name == "rates":
+        yield from block_2(block)
+    elif name == "centring":
+        yield from block_3(block)
 
 
 def equal_kl(target: Block) -> Iterator[Contrast]:
@@ -334,47 +386,59 @@ def _more_collapses(claim: str, block: Block, a: tuple[str, int], b: tuple[str, 
 
 
 def write_page(export: Path, out: Path) -> None:
-    """Write README.md and the figures of the blocks that have runs into ``out``."""
-    (out / "README.md").write_text(page(export, out))
-
-
-def page(export: Path, figures: Path | None = None) -> str:
-    """The page, of the blocks whose runs are all there; its figures go into ``figures``.
-
-    Of a block that is still running only the number of runs is shown: its means would be a look at the outcome.
-    """
+    """Write README.md, the arms of tuning and the figures of the blocks that are whole into ``out``."""
+    (out / "README.md").write_text(page(export))
     runs = read(export)
-    blocks = {name: Block(runs[runs["block"] == name]) for name in GRIDS}
-    planned = {name: planned_runs(file) for name, file in GRIDS.items()}
-    is_whole = {name: 0 < planned[name] == len(block.runs) for name, block in blocks.items()}
-    contrasts: list[Contrast] = []
-    collapses: list[Collapses] = []
-    if is_whole["hack_judged"]:
-        contrasts += block_1(blocks["hack_judged"])
-    if is_whole["hack_target"]:
-        contrasts += equal_kl(blocks["hack_target"])
-    if is_whole["hack_judged_fast"]:
-        contrasts += block_1(blocks["hack_judged_fast"], bounded="H4", helps="H5")
-    if is_whole["rates"]:
-        contrasts += block_2(blocks["rates"])
-    if is_whole["centring"]:
-        contrasts += block_3(blocks["centring"])
-        collapses = collapse_claims(blocks["centring"])
-    decided = decide(contrasts)
-    parts: list[str | pd.DataFrame] = [HEAD]
+    tuned = Block(runs[runs["block"].isin(TUNED)])
+    arm_table(tuned, ("lag", "form", "beta", "rate")).to_csv(out / "arms.csv", index=False)
+    blocks = whole_blocks(runs)
+    if "hack_judged" in blocks:
+        draw_frontier(tuned, blocks["hack_judged"], out / "frontier.svg")
+    if "centring" in blocks:
+        draw_centring(blocks["centring"], out / "centring.svg")
+
+
+def whole_blocks(runs: pd.DataFrame) -> dict[str, Block]:
+    """The blocks whose runs are all there. A mean of the others would be a look at the outcome."""
+    whole = {}
+    for name, file in GRIDS.items():
+        its_runs = runs[runs["block"] == name]
+        if 0 < planned_runs(file) == len(its_runs):
+            whole[name] = Block(its_runs)
+    return whole
+
+
+def page(export: Path) -> str:
+    """The page: claims, figures, contrasts and arms of the blocks that are whole; how far the others are."""
+    runs = read(export)
+    blocks = whole_blocks(runs)
+    decided = decide([contrast for name, block in blocks.items() for contrast in contrasts_of(name, block)])
+    collapses = collapse_claims(blocks["centring"]) if "centring" in blocks else []
+    parts: list[str | pd.DataFrame] = [HEAD, progress_table(runs)]
     if decided:
-        parts += ["## Claims", summary_table(decided, collapses), "## Contrasts", contrast_table(decided)]
+        parts += ["## Claims", summary_table(decided, collapses)]
+    if "hack_judged" in blocks:
+        parts.append("![gold reward against the exact KL, by form](frontier.svg)")
+    if "centring" in blocks:
+        parts.append("![gold reward at the end by what is taken off the cost, a panel a lag](centring.svg)")
+    if decided:
+        parts += ["## Contrasts", contrast_table(decided)]
     if collapses:
         parts += ["## Collapses", collapse_table(collapses)]
-    for name, block in blocks.items():
-        if is_whole[name]:
-            parts += [f"## Runs of {name}", arm_table(block, ARMS[name])]
-        elif planned[name]:
-            parts.append(f"{name}: {len(block.runs)} of {planned[name]} runs.")
-    if figures is not None and is_whole["hack_judged"]:
-        is_tuned = runs["block"].isin(["hack_tune", "hack_tune_edge", "hack_tune_edge_fast"])
-        draw_frontier(Block(runs[is_tuned]), blocks["hack_judged"], figures / "frontier.svg")
+    for name, by in ARMS.items():
+        if name in blocks:
+            parts += [f"## {WORDS[name]}", arm_table(blocks[name], by)]
     return pages.page(parts)
+
+
+def progress_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """How many runs of each block have ended."""
+    import pandas as pd
+
+    rows = []
+    for name, file in GRIDS.items():
+        rows.append({"block": WORDS[name], "runs": int((runs["block"] == name).sum()), "of": planned_runs(file)})
+    return pd.DataFrame(rows)
 
 
 def summary_table(decided: Sequence[Decided], collapses: Sequence[Collapses]) -> pd.DataFrame:
@@ -383,9 +447,11 @@ def summary_table(decided: Sequence[Decided], collapses: Sequence[Collapses]) ->
 
     speaks = [(item.contrast.claim, item.speaks) for item in decided] + [(row.claim, row.speaks) for row in collapses]
     rows = []
-    for claim in sorted({claim for claim, _ in speaks}):
+    for claim, text in CLAIMS.items():
         words = [word for name, word in speaks if name == claim]
-        rows.append({"claim": claim, "for": words.count("for"), "against": words.count("against"), "of": len(words)})
+        if words:
+            counts = {"for": words.count("for"), "against": words.count("against"), "of": len(words)}
+            rows.append({"claim": claim, "says": text, **counts})
     return pd.DataFrame(rows)
 
 
@@ -423,12 +489,13 @@ def arm_table(block: Block, by: Sequence[str]) -> pd.DataFrame:
     import pandas as pd
 
     rows = []
-    for keys, runs in block.runs.groupby(list(by), sort=False):
-        row: dict[str, Any] = dict(zip(by, keys, strict=True))
+    for keys, runs in block.runs.groupby(list(by), dropna=False):
+        row: dict[str, Any] = dict(zip(by, keys, strict=True), runs=len(runs))
         for name in ("gold", "proxy", "kl"):
             if runs[name].notna().all():
                 row[name] = _with_bounds(interval(list(runs[name])))
-        row["collapsed"] = f"{int(runs['collapsed'].sum())} of {len(runs)}"
+        if not runs["block"].isin(TUNED).any():
+            row["collapsed"] = f"{int(runs['collapsed'].sum())} of {len(runs)}"
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -462,3 +529,18 @@ def draw_frontier(tuned: Block, judged: Block, path: Path) -> None:
             axes.set(xscale="symlog", xlabel="exact KL, nats per completion", title=f"lag {lag}")
         panels[0].set_ylabel("held-out gold reward")
         legend_below(drawing, "small: tuning runs; large: mean of the judged ones")
+
+
+def draw_centring(centring: Block, path: Path) -> None:
+    """Gold reward of every run at the end, by what is taken off the exact cost; a panel a lag, a bar the mean."""
+    with pages.figure(path, 1, 3, 2.6, sharey=True) as (_, (panels,)):
+        for axes, lag in zip(panels, (4, 10, 20), strict=True):
+            for place, form in enumerate(CENTRED):
+                gold = centring.of(form, lag=lag)["gold"]
+                # Side by side, so that runs of one reward can be told apart.
+                shift = [place + 0.4 * ((index + 0.5) / len(gold) - 0.5) for index in range(len(gold))]
+                axes.plot(shift, gold, "o", ms=3, color="0.5")
+                axes.plot([place - 0.3, place + 0.3], [gold.mean()] * 2, lw=2, color="black")
+            axes.set(title=f"samples {lag} updates old")
+            axes.set_xticks(range(len(CENTRED)), list(CENTRED.values()), rotation=60, ha="right")
+        panels[0].set_ylabel("held-out reward")

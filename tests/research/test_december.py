@@ -1,5 +1,7 @@
 """Claims of the protocol of December 2026, from runs whose means are planted."""
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -132,6 +134,17 @@ def test_a_block_that_is_still_running_shows_no_outcome(monkeypatch):
 
     monkeypatch.setattr(december, "read", lambda export: centring.iloc[:-1])
     page = december.page(None)
-    assert "centring: 404 of 405 runs." in page
+    assert "| Block 3: centring | 404 | 405 |" in page
     assert "Z1" not in page
-    assert "0.5" not in page
+    assert "gold" not in page
+
+
+def test_the_figure_of_block_3_is_drawn(centring, tmp_path):
+    december.draw_centring(centring, tmp_path / "centring.svg")
+    assert "samples 20 updates old" in (tmp_path / "centring.svg").read_text()
+
+
+def test_every_claim_of_the_protocol_is_on_the_page_in_its_words():
+    protocol = (december.ROOT / "results/evidence/protocol_2026_12.md").read_text()
+    assert set(december.CLAIMS) == set(re.findall(r"^\| ([HRZ]\d)(?: \(.*\))?: ", protocol, re.M)) | {"R1"}
+    assert set(december.WORDS) == set(december.GRIDS)
