@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 KL := $(BIN)/kl-comedy
 
-.PHONY: setup setup-vllm quickstart test test-all test-vllm test-integrations lint docs site twin smollm2 gsm8k chain-sum peers synthetic \
-	open-problem policy-corrections register register-sources register-changes bench gpu clean verify-pins
+.PHONY: setup setup-vllm quickstart test test-all test-vllm test-integrations lint docs site twin smollm2 gsm8k chain-sum peers \
+	register register-sources register-changes bench gpu clean verify-pins
 
 setup: $(STAMP)
 
@@ -103,8 +103,7 @@ gsm8k: smollm2
 chain-sum: smollm2
 	$(KL) train configs/smollm2_chain_sum.yaml resume=auto model.source=models/SmolLM2-135M-Instruct
 
-# The laboratory's studies, each regenerated whole: other systems' released code under the oracle (4 minutes),
-# curves over length and distance, optima and lost modes (15 minutes), the off-policy forms (5 minutes).
+# Other systems' released code under the oracle (4 minutes).
 peers: setup
 	$(BIN)/python bench/peers/fetch.py
 	$(BIN)/python bench/peers/run.py
@@ -121,15 +120,6 @@ register: register-sources
 
 register-changes: register-sources
 	$(BIN)/python bench/register/run.py --sources $(SOURCES) --changes
-
-synthetic: setup
-	$(BIN)/python -m research.studies synthetic all --out results/synthetic
-
-open-problem: setup
-	$(BIN)/python -m research.studies open-problem --out results/open_problem
-
-policy-corrections: setup
-	$(BIN)/python -m research.studies policy-corrections --out results/policy_corrections
 
 # Speed and memory beside TRL and TorchRL, in one run (some hours on two cores); `bench/speed/run.py --help` for parts of it.
 bench: smollm2

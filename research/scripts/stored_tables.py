@@ -75,43 +75,6 @@ def policy_corrections() -> str:
     return page(parts(read_frame("policy_corrections/policy_corrections.csv"), command=""))
 
 
-def discount() -> str:
-    from research.studies.discount import parts
-    from research.studies.pages import page
-
-    return page(parts(read_frame("discount/discount.csv"), command=""))
-
-
-def baselines() -> str:
-    from research.studies.baselines import parts
-    from research.studies.pages import page
-
-    return page(parts(read_frame("baselines/baselines.csv"), command=""))
-
-
-def topk() -> str:
-    from research.studies.pages import page
-    from research.studies.topk import parts
-
-    # Empty cells of the CSV are texts of the page, and pandas reads them as NaN.
-    forms = read_frame("topk/forms.csv").fillna({"target": "-", "tokens": ""})
-    return page(parts(forms, read_frame("topk/scaling.csv"), read_frame("topk/cost.csv"), command=""))
-
-
-def long_audit() -> str:
-    from research.studies.long_audit import parts
-    from research.studies.pages import page
-
-    return page(parts(RESULTS / "long_audit", command=""))
-
-
-def predictor() -> str:
-    from research.studies.predictor import tables
-
-    configurations = read_frame("predictor/configurations.csv")
-    return tables(configurations, read_frame("predictor/scores.csv"), command="")
-
-
 def synthetic(part: str) -> str:
     from research.studies.synthetic import stored_tables
 
@@ -353,12 +316,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "values": values,
     "open_problem": open_problem,
     "open_problem_comparisons": open_problem_comparisons,
-    "discount": discount,
-    "baselines": baselines,
     "centring_prediction": centring_prediction,
-    "topk": topk,
-    "long_audit": long_audit,
-    "predictor": predictor,
     "policy_corrections": policy_corrections,
     "speed": speed,
     "speed_redesign": speed_redesign,
