@@ -42,7 +42,7 @@ def init(
     suffix, commands = KINDS[kind]
     path = file or Path(f"my_{kind}{suffix}")
     if path.suffix != suffix:
-        raise UserError(f"FILE: got {str(path)!r}; a {kind} is a {suffix} file")
+        raise UserError(f"FILE: got {str(path)!r}; did you mean '{path.name}{suffix}'? it is a {suffix} file")
     if origin is None:
         # From the package's resources: it may be installed in an archive.
         text = files("kl_comedy.cli").joinpath(f"templates/{kind}{suffix}").read_text(encoding="utf-8")
