@@ -6,8 +6,12 @@ Every other exception is a bug and keeps its traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+S = TypeVar("S")
+R = TypeVar("R")
 
 
 class UserError(ValueError):
@@ -177,6 +181,26 @@ def unknown_key(key: str, given: object, allowed: Iterable[str], why: str = "") 
     no_such_key = f"{_cut(key)}: no such key (given {shown(given)}){_in_brackets(why)}"
     meant_name = meant(misspelt, names, top_level="." not in key)
     return UserError(f"{no_such_key}; {alternatives(names, meant_name)}")
+
+
+def first_refusal(rules: Iterable[Callable[[S], R | None]], subject: S) -> R | None:
+    """What the first rule that ``subject`` breaks has against it; None where it breaks none.
+
+    A rule refuses one combination of settings. It is a function of what it reads (a term, a config, a placement) that
+    returns the reason, or the whole error, where it applies, and None where it does not; its name says what it refuses.
+    A table lists the rules in the order in which they are asked, so that a rule may rely on those above it.
+
+    >>> def even(number: int) -> str | None:
+    ...     return f"{number} is even" if number % 2 == 0 else None
+    >>> first_refusal([even], 4), first_refusal([even], 5)
+    ('4 is even', None)
+    """
+    # The first one only: the others often follow from it, and a user mends one thing at a time.
+    for rule in rules:
+        refusal = rule(subject)
+        if refusal is not None:
+            return refusal
+    return None
 
 
 def _in_brackets(remark: str) -> str:

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kl_comedy.errors import RunFailed, UserError
+from kl_comedy.errors import RunFailed, UserError, first_refusal
 from kl_comedy.integrations import prime_rl
-from kl_comedy.integrations.terms import HostTerms
+from kl_comedy.integrations.terms import RULES, HostTerms, TermInHost
 from kl_comedy.kl import KLTerm, kl_surrogate
 
 
@@ -52,6 +52,51 @@ def test_a_term_against_the_sampler_needs_no_reference():
 def test_a_term_without_its_reference_is_refused():
     with pytest.raises(UserError, match="X has no reference log-probs"):
         HostTerms.parse("grpo", host="X").loss_BT(**{**batch(), "ref_logp_BT": None})
+
+
+# By the name of each rule, the fields of a term that breaks it first in a trainer that allows what `allows` says.
+REFUSED = {
+    "reads_other_tokens": ({"estimator": "exact"}, {}),
+    "moves_its_reference": ({"reference": "ema"}, {}),
+    "needs_a_group": ({"baseline": "own"}, {}),
+    "needs_the_batch": ({"baseline": "batch", "credit": "own"}, {}),
+    "has_a_target": ({"beta": {"target": 1.0}}, {}),
+    "has_a_schedule_without_steps": ({"beta": {"start": 1.0, "end": 0.0, "steps": 2}}, {}),
+    "changes_a_fixed_reward": ({"baseline": "before", "credit": "total"}, {"in_reward": False}),
+    "has_a_cost_per_token": ({"baseline": "before"}, {"steps": True}),
+}
+
+
+def test_every_rule_of_a_host_has_a_term_that_breaks_it():
+    assert list(REFUSED) == [rule.__name__ for rule in RULES]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_term_that_a_host_cannot_compute_is_refused_with_the_reason(name):
+    fields, allows = REFUSED[name]
+    term = KLTerm(**{"estimator": "k1", **fields})
+    asked = TermInHost(term=term, host="X", **{"in_reward": True, "steps": False, **allows})
+    (rule,) = [rule for rule in RULES if rule.__name__ == name]
+    reason = rule(asked)
+    assert reason is not None
+    assert first_refusal(RULES, asked) == reason
+    with pytest.raises(UserError) as error:
+        HostTerms.parse([term], host="X", **allows)
+    assert str(error.value) == f"kl.0 ({term.label()}): {reason}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"estimator": "exact"}, "exact"),
+        ({"baseline": "exact"}, "baseline exact"),
+        ({"score_centring": "exact"}, "score_centring exact"),
+        ({"weight": "policy"}, "weight policy"),
+    ],
+)
+def test_the_part_of_a_term_that_reads_other_tokens_is_named(fields, part):
+    with pytest.raises(UserError, match=f"and {part} reads other tokens too"):
+        HostTerms.parse([{"estimator": "k1", **fields}], host="X")
 
 
 # --- prime-rl: the fields of LossInputs and LossOutputs as of 559b447 ------------------------------------------------

@@ -16,7 +16,7 @@ from engine_policies import PROMPT, llama
 from faulty_servers import draw, move
 from forked_servers import ForkedServer
 from kl_comedy.config.schema import LoraConfig, RolloutConfig
-from kl_comedy.errors import UserError
+from kl_comedy.errors import UserError, first_refusal
 from kl_comedy.models import weights as model_weights
 from kl_comedy.models.lora import add_lora
 from kl_comedy.models.weights import Checksums, adapter_weights, full_weights
@@ -26,6 +26,7 @@ from kl_comedy.rollouts.engines import transports
 from kl_comedy.rollouts.engines.options import (
     TRANSPORT_RULES,
     HFServerOptions,
+    Placement,
     VLLMServerOptions,
     server_gpus,
     transport_of,
@@ -121,13 +122,16 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("rule", TRANSPORT_RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", TRANSPORT_RULES, ids=lambda rule: rule.__name__)
 def test_each_rule_against_a_transport_is_met_by_its_example(rule):
-    options, gpus = RULES[rule.name]
-    assert options.transport in rule.transports
+    options, gpus = RULES[rule.__name__]
+    place = Placement(options=options, lora=False, gpus=gpus, servers=[gpus] if gpus and not options.urls else [])
+    reason = rule(place)
+    assert reason is not None
+    assert first_refusal(TRANSPORT_RULES, place) == reason
     with pytest.raises(UserError) as caught:
         transport_of(options, lora=False, gpus=gpus)
-    assert rule.message.partition("{")[0] in str(caught.value)
+    assert reason in str(caught.value)
 
 
 def test_every_server_has_gpus_of_its_own():

@@ -1,39 +1,28 @@
-"""Combinations of settings that cannot work together, each refused with its reason."""
+"""Combinations of settings that cannot work together, each refused with its reason.
+
+A rule returns the error, or None (:func:`kl_comedy.errors.first_refusal`). Here are the rules that read nothing but the
+config: sampling, batches, age of samples and processes. Those that read KL terms too are in
+:mod:`kl_comedy.training.rules`, those of what a sampler can do in :mod:`kl_comedy.rollouts.sampler`.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
 
 from kl_comedy.config.schema import SHARDED, Config, LagConfig
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import UserError, bad_value, first_refusal
 from kl_comedy.io import MAX_NAME
 from kl_comedy.registry import KINDS
-
-Conflict = tuple[str, Any, str | list[str], str]
-"""A key, its value, what is allowed beside the other settings, and why: the arguments of :func:`bad_value`."""
 
 
 def check_combinations(config: Config) -> None:
     """Raise :class:`UserError` for the first impossible combination."""
-    for conflicts in (_names, _batches, _lag):
-        for conflict in conflicts(config):
-            raise bad_value(*conflict)
-    # What the sampler cannot serve, the table of samplers knows.
+    error = first_refusal(RULES, config)
+    if error is not None:
+        raise error
+    # What the sampler cannot serve, the table of samplers knows: nothing above config/ is imported here.
     KINDS["rollouts"].check(config, "rollout")
-    for conflicts in (_processes, _precision, _optimizer):
-        for conflict in conflicts(config):
-            raise bad_value(*conflict)
-    for conflict in _environment(config):
-        raise bad_value(*conflict)
-    if not config.rewards and not (config.environment and config.environment.weights):
-        raise UserError("rewards: needs at least one reward, as in [{name: math_verify}]")
-    if config.train.eval_every and not (config.data.eval or config.eval.suites):
-        raise UserError(
-            f"train.eval_every is {config.train.eval_every}, and neither data.eval nor eval.suites names problems to "
-            "evaluate on"
-        )
 
 
 def updates_from_a_batch(config: Config) -> int:
@@ -49,118 +38,214 @@ def is_off_policy(config: Config) -> bool:
     return has_lag or reuses_batches or is_recorded
 
 
-def _names(config: Config) -> Iterator[Conflict]:
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def name_that_no_folder_has(config: Config) -> UserError | None:
     letters = "letters, digits, '.', '_' and '-'"
     for key, name in (("name", config.name), *(("data.eval", name) for name in config.data.eval)):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            yield key, name, f"{letters}, since it names a folder" if key == "name" else f"set names of {letters}", ""
-        elif len(name) > MAX_NAME:
-            yield (
-                key,
-                name,
-                f"at most {MAX_NAME} characters",
-                "it is part of a folder's name of at most 255 bytes",
-            )
+            allowed = f"{letters}, since it names a folder" if key == "name" else f"set names of {letters}"
+            return bad_value(key, name, allowed)
+        if len(name) > MAX_NAME:
+            reason = "it is part of a folder's name of at most 255 bytes"
+            return bad_value(key, name, f"at most {MAX_NAME} characters", reason)
+    return None
 
 
-def _batches(config: Config) -> Iterator[Conflict]:
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def batch_in_unequal_parts(config: Config) -> UserError | None:
     prompts = config.rollout.prompts_per_batch
-    group_size = config.rollout.group_size
-    algorithm = config.algorithm
+    updates = config.algorithm.updates_per_batch
     # A baseline compares the completions of one prompt, so that a group never spans two updates.
-    if prompts % algorithm.updates_per_batch:
-        allowed = f"a divisor of rollout.prompts_per_batch ({prompts})"
-        why = "groups stay whole, and every update takes the same number of them"
-        yield "algorithm.updates_per_batch", algorithm.updates_per_batch, allowed, why
-    if group_size < 2 and algorithm.advantage in ("rloo", "grpo"):
-        yield (
-            "rollout.group_size",
-            group_size,
-            "at least 2",
-            f"{algorithm.advantage} compares completions of one prompt",
-        )
+    if prompts % updates == 0:
+        return None
+    reason = "groups stay whole, and every update takes the same number of them"
+    allowed = f"a divisor of rollout.prompts_per_batch ({prompts})"
+    return bad_value("algorithm.updates_per_batch", updates, allowed, reason)
 
 
-def _environment(config: Config) -> Iterator[Conflict]:
-    environment = config.environment
-    if environment is None:
-        return
-    longest = config.rollout.max_new_tokens
-    if environment.turn_tokens is None and environment.turns > longest:
-        allowed = f"at most rollout.max_new_tokens ({longest})"
-        yield "environment.turns", environment.turns, allowed, "a turn has at least one token"
-    if environment.turn_tokens is not None and environment.turn_tokens > longest:
-        allowed = f"at most rollout.max_new_tokens ({longest})"
-        yield "environment.turn_tokens", environment.turn_tokens, allowed, "which counts the whole dialogue"
+def group_without_comparison(config: Config) -> UserError | None:
+    group_size = config.rollout.group_size
+    advantage = config.algorithm.advantage
+    if group_size < 2 and advantage in ("rloo", "grpo"):
+        reason = f"{advantage} compares completions of one prompt"
+        return bad_value("rollout.group_size", group_size, "at least 2", reason)
+    return None
 
 
-def _lag(config: Config) -> Iterator[Conflict]:
+# --- age of samples ---------------------------------------------------------------------------------------------------
+
+
+def lag_of_fresh_samples(config: Config) -> UserError | None:
+    lag = config.lag
+    if lag.mode == "on_policy" and lag.steps:
+        return bad_value("lag.steps", lag.steps, "0", "lag.mode is on_policy; did you mean lag.mode=replayed?")
+    return None
+
+
+def exact_lag_of_async(config: Config) -> UserError | None:
+    lag = config.lag
+    if lag.mode == "async" and lag.steps:
+        return bad_value("lag.steps", lag.steps, "0 with lag.mode async", "did you mean lag.max_steps?")
+    return None
+
+
+def async_settings_without_async(config: Config) -> UserError | None:
+    lag = config.lag
+    if lag.mode == "async":
+        return None
+    for name in ("max_steps", "policy", "in_flight"):
+        value = getattr(lag, name)
+        default = getattr(LagConfig(), name)
+        if value != default:
+            return bad_value(
+                f"lag.{name}", value, f"{default} with lag.mode {lag.mode}", "it belongs to lag.mode=async"
+            )
+    return None
+
+
+def lag_of_a_part_of_a_batch(config: Config) -> UserError | None:
     lag = config.lag
     per_batch = updates_from_a_batch(config)
-    if lag.mode == "on_policy" and lag.steps:
-        yield "lag.steps", lag.steps, "0", "lag.mode is on_policy; did you mean lag.mode=replayed?"
-    if lag.mode == "async" and lag.steps:
-        yield "lag.steps", lag.steps, "0 with lag.mode async", "did you mean lag.max_steps?"
-    if lag.mode != "async":
-        belongs_to_async = "it belongs to lag.mode=async"
-        if lag.max_steps:
-            yield "lag.max_steps", lag.max_steps, f"0 with lag.mode {lag.mode}", belongs_to_async
-        for name in ("policy", "in_flight"):
-            value = getattr(lag, name)
-            default = getattr(LagConfig(), name)
-            if value != default:
-                yield f"lag.{name}", value, f"{default} with lag.mode {lag.mode}", belongs_to_async
     if lag.mode == "replayed" and lag.steps % per_batch:
         allowed = f"a multiple of the {per_batch} updates made from one batch"
-        yield "lag.steps", lag.steps, allowed, "otherwise a batch cannot be exactly that many updates old"
+        return bad_value("lag.steps", lag.steps, allowed, "otherwise a batch cannot be exactly that many updates old")
+    return None
+
+
+def everything_dropped(config: Config) -> UserError | None:
+    lag = config.lag
     # The batch that is drawn while one is learned from is per_batch updates old when its turn comes.
-    if lag.policy == "drop" and lag.max_steps < per_batch:
-        why = (
-            f"{per_batch} updates are made from one batch, so all that is drawn meanwhile would be dropped; "
-            "lag.policy=wait takes any bound"
-        )
-        yield "lag.max_steps", lag.max_steps, f"at least {per_batch} with lag.policy drop", why
-    if lag.in_flight and lag.max_steps == 0:
-        yield "lag.in_flight", True, "false with lag.max_steps 0", "nothing is sampled while weights change"
+    per_batch = updates_from_a_batch(config)
+    if lag.policy != "drop" or lag.max_steps >= per_batch:
+        return None
+    reason = (
+        f"{per_batch} updates are made from one batch, so all that is drawn meanwhile would be dropped; "
+        "lag.policy=wait takes any bound"
+    )
+    return bad_value("lag.max_steps", lag.max_steps, f"at least {per_batch} with lag.policy drop", reason)
 
 
-def _processes(config: Config) -> Iterator[Conflict]:
+def in_flight_without_lag(config: Config) -> UserError | None:
+    if config.lag.in_flight and config.lag.max_steps == 0:
+        reason = "nothing is sampled while weights change"
+        return bad_value("lag.in_flight", True, "false with lag.max_steps 0", reason)
+    return None
+
+
+# --- processes, precision, optimizer ----------------------------------------------------------------------------------
+
+
+def several_processes_of_single(config: Config) -> UserError | None:
+    train = config.train
+    if train.strategy != "single":
+        return None
+    for name in ("devices", "nodes"):
+        value = getattr(train, name)
+        if value != 1:
+            return bad_value(f"train.{name}", value, "1 with train.strategy: single", "the others take more")
+    return None
+
+
+def batch_that_processes_cannot_share(config: Config) -> UserError | None:
     train = config.train
     prompts = config.rollout.prompts_per_batch
     processes = train.devices * train.nodes
-    if train.strategy == "single":
-        for name in ("devices", "nodes"):
-            if getattr(train, name) != 1:
-                yield f"train.{name}", getattr(train, name), "1 with train.strategy: single", "the others take more"
-    elif prompts % processes:
-        why = (
-            f"it counts the prompts of all {processes} processes (train.devices x train.nodes), and each draws as many"
-        )
-        yield "rollout.prompts_per_batch", prompts, f"a multiple of {processes}", why
+    if prompts % processes == 0:
+        return None
+    reason = f"it counts the prompts of all {processes} processes (train.devices x train.nodes), and each draws as many"
+    return bad_value("rollout.prompts_per_batch", prompts, f"a multiple of {processes}", reason)
 
 
-def _precision(config: Config) -> Iterator[Conflict]:
-    """Attention and shards."""
+def varlen_without_packed_rows(config: Config) -> UserError | None:
     model = config.model
+    is_wide = model.dtype == "float32" and config.train.precision == "fp32"
+    if model.attention == "varlen" and (is_wide or not model.share_prompt):
+        reason = "its kernel takes packed rows (model.share_prompt) in 16 bits (train.precision=bf16)"
+        return bad_value("model.attention", "varlen", ["sdpa", "eager"], reason)
+    return None
+
+
+def shards_of_whole_copies(config: Config) -> UserError | None:
     train = config.train
-    wide = model.dtype == "float32" and train.precision == "fp32"
-    if model.attention == "varlen" and (wide or not model.share_prompt):
-        why = "its kernel takes packed rows (model.share_prompt) in 16 bits (train.precision=bf16)"
-        yield "model.attention", "varlen", ["sdpa", "eager"], why
     if train.shards != "all" and train.strategy not in SHARDED:
-        yield (
-            "train.shards",
-            train.shards,
-            f"all with train.strategy {train.strategy}",
-            "it does not shard",
-        )
+        return bad_value("train.shards", train.shards, f"all with train.strategy {train.strategy}", "it does not shard")
+    return None
 
 
-def _optimizer(config: Config) -> Iterator[Conflict]:
+def betas_out_of_range(config: Config) -> UserError | None:
     betas = config.optimizer.betas
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        return bad_value("optimizer.betas", list(betas), "two numbers in [0, 1)")
+    return None
+
+
+def warmup_beyond_the_run(config: Config) -> UserError | None:
     warmup = config.optimizer.warmup_steps
     steps = config.train.steps
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield "optimizer.betas", list(betas), "two numbers in [0, 1)", ""
     if warmup > steps:
-        yield "optimizer.warmup_steps", warmup, f"at most train.steps ({steps})", ""
+        return bad_value("optimizer.warmup_steps", warmup, f"at most train.steps ({steps})")
+    return None
+
+
+# --- dialogues, rewards, evaluation -----------------------------------------------------------------------------------
+
+
+def more_turns_than_tokens(config: Config) -> UserError | None:
+    environment = config.environment
+    longest = config.rollout.max_new_tokens
+    if environment is None or environment.turn_tokens is not None or environment.turns <= longest:
+        return None
+    allowed = f"at most rollout.max_new_tokens ({longest})"
+    return bad_value("environment.turns", environment.turns, allowed, "a turn has at least one token")
+
+
+def turn_longer_than_the_dialogue(config: Config) -> UserError | None:
+    environment = config.environment
+    longest = config.rollout.max_new_tokens
+    if environment is None or environment.turn_tokens is None or environment.turn_tokens <= longest:
+        return None
+    allowed = f"at most rollout.max_new_tokens ({longest})"
+    return bad_value("environment.turn_tokens", environment.turn_tokens, allowed, "which counts the whole dialogue")
+
+
+def no_reward(config: Config) -> UserError | None:
+    if config.rewards or (config.environment and config.environment.weights):
+        return None
+    return UserError("rewards: needs at least one reward, as in [{name: math_verify}]")
+
+
+def evaluation_without_problems(config: Config) -> UserError | None:
+    every = config.train.eval_every
+    if every and not (config.data.eval or config.eval.suites):
+        return UserError(
+            f"train.eval_every is {every}, and neither data.eval nor eval.suites names problems to evaluate on"
+        )
+    return None
+
+
+RULES: tuple[Callable[[Config], UserError | None], ...] = (
+    name_that_no_folder_has,
+    batch_in_unequal_parts,
+    group_without_comparison,
+    lag_of_fresh_samples,
+    exact_lag_of_async,
+    async_settings_without_async,
+    lag_of_a_part_of_a_batch,
+    everything_dropped,
+    in_flight_without_lag,
+    several_processes_of_single,
+    batch_that_processes_cannot_share,
+    varlen_without_packed_rows,
+    shards_of_whole_copies,
+    betas_out_of_range,
+    warmup_beyond_the_run,
+    more_turns_than_tokens,
+    turn_longer_than_the_dialogue,
+    no_reward,
+    evaluation_without_problems,
+)
+"""In the order in which they are asked."""

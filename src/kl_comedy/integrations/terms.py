@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kl_comedy.errors import UserError
+from kl_comedy.errors import UserError, first_refusal
 from kl_comedy.kl import BetaSchedule, BetaTarget, KLTerm, kl_parts, kl_surrogate, resolve_terms
 
 
@@ -40,14 +40,12 @@ class HostTerms:
             kl = [item.to_mapping() if isinstance(item, KLTerm) else item for item in kl]
         # As a config's `kl`, so that a term means the same in every trainer.
         terms = resolve_terms(kl)
-        trainer = _Host(name=host, in_reward=in_reward, steps=steps)
         in_loss = []
         in_rewards = []
         for position, term in enumerate(terms):
-            for rule in RULES:
-                if rule.applies(term, trainer):
-                    reason = rule.message.format(term=term, host=host, reads=_reads(term))
-                    raise UserError(f"kl.{position} ({term.label()}): {reason}")
+            reason = first_refusal(RULES, TermInHost(term=term, host=host, in_reward=in_reward, steps=steps))
+            if reason is not None:
+                raise UserError(f"kl.{position} ({term.label()}): {reason}")
             if term.baseline == "before":
                 in_rewards.append(term)
             else:
@@ -103,111 +101,91 @@ class HostTerms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Host:
-    """What a trainer allows: its name, whether the reward may be changed, and whether it counts updates."""
+class TermInHost:
+    """What the rules read: a term, and what the trainer allows."""
 
-    name: str
+    term: KLTerm
+    host: str
+    """The name of the trainer."""
     in_reward: bool
+    """Whether the reward may be changed."""
     steps: bool
+    """Whether the trainer counts updates."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A reason why a trainer cannot compute a term from log-probs of sampled tokens and one reference.
-
-    ``message`` is a format string of ``{term}``, ``{host}`` and ``{reads}``, what of the term reads other tokens.
-    """
-
-    name: str
-    applies: Callable[[KLTerm, _Host], bool]
-    message: str
-
-
-def _reads(term: KLTerm) -> str:
-    """The part of the term that reads more than sampled tokens."""
+def reads_other_tokens(asked: TermInHost) -> str | None:
+    term = asked.term
+    if term.reads == {"log_ratio"}:
+        return None
     if term.needs != "log_ratio":
-        return term.estimator
-    if term.baseline == "exact":
-        return f"baseline {term.baseline}"
-    if term.score_centring is not None:
-        return f"score_centring {term.score_centring}"
-    return f"weight {term.weight}"
+        part = term.estimator
+    elif term.baseline == "exact":
+        part = f"baseline {term.baseline}"
+    elif term.score_centring is not None:
+        part = f"score_centring {term.score_centring}"
+    else:
+        part = f"weight {term.weight}"
+    return f"{asked.host} provides log-probs of sampled tokens only, and {part} reads other tokens too"
 
 
-def _reads_other_tokens(term: KLTerm, host: _Host) -> bool:
-    return term.reads != {"log_ratio"}
+def moves_its_reference(asked: TermInHost) -> str | None:
+    if asked.term.reference in ("ema", "periodic"):
+        return f"{asked.host} keeps its own reference; use reference: initial for it, or reference: sampler"
+    return None
 
 
-def _moves_its_reference(term: KLTerm, host: _Host) -> bool:
-    return term.reference in ("ema", "periodic")
+def needs_a_group(asked: TermInHost) -> str | None:
+    if asked.term.baseline == "own":
+        return (
+            "baseline own needs all completions of a group at once, and "
+            f"{asked.host} splits groups; use after or before"
+        )
+    return None
 
 
-def _needs_a_group(term: KLTerm, host: _Host) -> bool:
-    return term.baseline == "own"
+def needs_the_batch(asked: TermInHost) -> str | None:
+    if asked.term.baseline == "batch":
+        return (
+            "baseline batch needs all completions of a batch at once, and "
+            f"{asked.host} splits batches; use after or before"
+        )
+    return None
 
 
-def _needs_the_batch(term: KLTerm, host: _Host) -> bool:
-    return term.baseline == "batch"
+def has_a_target(asked: TermInHost) -> str | None:
+    if isinstance(asked.term.beta, BetaTarget):
+        return "a beta with a target needs the measured KL of every update; use a number"
+    return None
 
 
-def _has_a_target(term: KLTerm, host: _Host) -> bool:
-    return isinstance(term.beta, BetaTarget)
+def has_a_schedule_without_steps(asked: TermInHost) -> str | None:
+    if isinstance(asked.term.beta, BetaSchedule) and not asked.steps:
+        return f"a schedule of beta needs the count of updates, which {asked.host} does not pass; use a number"
+    return None
 
 
-def _has_a_schedule_without_steps(term: KLTerm, host: _Host) -> bool:
-    return isinstance(term.beta, BetaSchedule) and not host.steps
+def changes_a_fixed_reward(asked: TermInHost) -> str | None:
+    if asked.term.baseline == "before" and not asked.in_reward:
+        return f"{asked.host} computes advantages elsewhere; use baseline: after"
+    return None
 
 
-def _changes_a_fixed_reward(term: KLTerm, host: _Host) -> bool:
-    return term.baseline == "before" and not host.in_reward
-
-
-def _has_a_cost_per_token(term: KLTerm, host: _Host) -> bool:
-    if term.baseline != "before":
-        return False
-    return term.credit != "total" or term.correction != "none"
+def has_a_cost_per_token(asked: TermInHost) -> str | None:
+    term = asked.term
+    is_plain_total = term.credit == "total" and term.correction == "none"
+    if term.baseline == "before" and not is_plain_total:
+        return f"the reward of {asked.host} is one number per completion; use credit: total and correction: none"
+    return None
 
 
 RULES = (
-    Rule(
-        "reads_other_tokens",
-        _reads_other_tokens,
-        "{host} provides log-probs of sampled tokens only, and {reads} reads other tokens too",
-    ),
-    Rule(
-        "moves_its_reference",
-        _moves_its_reference,
-        "{host} keeps its own reference; use reference: initial for it, or reference: sampler",
-    ),
-    Rule(
-        "needs_a_group",
-        _needs_a_group,
-        "baseline own needs all completions of a group at once, and {host} splits groups; use after or before",
-    ),
-    Rule(
-        "needs_the_batch",
-        _needs_the_batch,
-        "baseline batch needs all completions of a batch at once, and {host} splits batches; use after or before",
-    ),
-    Rule(
-        "has_a_target",
-        _has_a_target,
-        "a beta with a target needs the measured KL of every update; use a number",
-    ),
-    Rule(
-        "has_a_schedule_without_steps",
-        _has_a_schedule_without_steps,
-        "a schedule of beta needs the count of updates, which {host} does not pass; use a number",
-    ),
-    Rule(
-        "changes_a_fixed_reward",
-        _changes_a_fixed_reward,
-        "{host} computes advantages elsewhere; use baseline: after",
-    ),
-    Rule(
-        "has_a_cost_per_token",
-        _has_a_cost_per_token,
-        "the reward of {host} is one number per completion; use credit: total and correction: none",
-    ),
+    reads_other_tokens,
+    moves_its_reference,
+    needs_a_group,
+    needs_the_batch,
+    has_a_target,
+    has_a_schedule_without_steps,
+    changes_a_fixed_reward,
+    has_a_cost_per_token,
 )
-"""Checked in this order; the first that applies is reported."""
+"""In the order in which they are asked (:func:`kl_comedy.errors.first_refusal`)."""

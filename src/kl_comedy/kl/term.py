@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any
 
 from kl_comedy.config.validate import check_record, check_rules, option, scalar
-from kl_comedy.errors import UserError, bad_value, unknown_key
+from kl_comedy.errors import UserError, bad_value, first_refusal, unknown_key
 from kl_comedy.kl import corrections as _corrections  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl import estimators as _estimators  # noqa: F401  (registers the built-ins)
 from kl_comedy.kl.beta import Beta, BetaSchedule, BetaTarget, parse_beta
 from kl_comedy.kl.estimators import TopRequest
 from kl_comedy.kl.term_label import term_label
-from kl_comedy.kl.term_rules import broken_rule
+from kl_comedy.kl.term_rules import RULES
 from kl_comedy.registry import ESTIMATORS, Entry
 
 LEVELS = ("token", "sequence")
@@ -188,9 +188,8 @@ class KLTerm:
             if self.baseline is None:
                 object.__setattr__(self, "baseline", "after")
         # Last, because a rule may ask for anything that is filled in above.
-        rule = broken_rule(self)
-        if rule is not None:
-            reason = rule.message.format(term=self)
+        reason = first_refusal(RULES, self)
+        if reason is not None:
             raise UserError(f"impossible KL term {self.label()}: {reason}")
 
     @property

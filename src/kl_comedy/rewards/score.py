@@ -196,8 +196,6 @@ class RewardSum:
         self.environment_weights: Mapping[str, float] = {}
         if environment is not None:
             self.environment_weights = environment.weights
-        if not configs and not self.environment_weights:
-            raise UserError("rewards: needs at least one reward, as in [{name: math_verify}]")
         self.parts: list[_Part] = []
         for index, config in enumerate(configs):
             key = f"rewards.{index}"

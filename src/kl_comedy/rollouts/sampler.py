@@ -9,12 +9,12 @@ Whoever asks about the sampler builds this record once and reads its fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kl_comedy.config.validate import parse_record
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import UserError, bad_value, first_refusal
 from kl_comedy.records import Capabilities
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.engines.options import (
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 ENGINE_BESIDE = {"hf": "hf_server", "vllm": "vllm_server"}
 """With ``lag.mode: async``, the engine beside the trainer that draws in place of a backend in its ranks."""
-
-Conflict = tuple[str, Any, str | list[str], str]
-"""A key, its value, what is allowed, and why: the arguments of :func:`kl_comedy.errors.bad_value`."""
 
 
 def sampler_name(config: Config) -> str:
@@ -234,36 +231,65 @@ def check_sampler(config: Config, key: str = "rollout") -> None:
     :func:`kl_comedy.config.combinations.check_combinations` asks for every config. Options are not parsed here: the
     other commands that read a config must work where the sampler's options are wrong.
     """
-    for conflict in _conflicts(config):
-        raise bad_value(*conflict)
+    error = first_refusal(RULES, config)
+    if error is not None:
+        raise error
 
 
-def _conflicts(config: Config) -> Iterator[Conflict]:
-    """Settings of strategy and lag that the sampler cannot serve, in order of importance."""
-    backend = config.rollout.backend
-    lag = config.lag
-    capabilities = capabilities_of(sampler_name(config))
-    if capabilities.recorded and lag.mode != "on_policy":
-        reason = "`lag` has no effect on recorded rollouts; their age is fixed"
-        yield "lag.mode", lag.mode, f"on_policy with rollout.backend {backend}", reason
-    if lag.mode == "async" and capabilities.in_trainer_ranks:
-        reason = "the trainer's processes learn meanwhile; an engine beside them has to draw"
-        yield "rollout.backend", backend, _backends(_is_beside), reason
-    if lag.in_flight and not capabilities.updates_between_tokens:
-        reason = "it takes new weights between batches only"
-        yield "lag.in_flight", True, f"false with rollout.backend {backend}", reason
+def lag_of_recorded_rollouts(config: Config) -> UserError | None:
+    mode = config.lag.mode
+    if mode == "on_policy" or not _capabilities(config).recorded:
+        return None
+    reason = "`lag` has no effect on recorded rollouts; their age is fixed"
+    return bad_value("lag.mode", mode, f"on_policy with rollout.backend {config.rollout.backend}", reason)
+
+
+def async_in_the_ranks(config: Config) -> UserError | None:
+    if config.lag.mode != "async" or _is_beside(_capabilities(config)):
+        return None
+    reason = "the trainer's processes learn meanwhile; an engine beside them has to draw"
+    return bad_value("rollout.backend", config.rollout.backend, _backends(_is_beside), reason)
+
+
+def in_flight_between_batches(config: Config) -> UserError | None:
+    if not config.lag.in_flight:
+        return None
+    reason = "it takes new weights between batches only"
     # transformers' generate runs to the end of its batch, without a place where weights could be loaded.
-    elif lag.in_flight and config.rollout.options.get("loop") == "library":
-        reason = "it takes new weights between batches only, with loop: library"
-        yield "lag.in_flight", True, f"false with rollout.backend {backend}", reason
-    serves_several_ranks = _is_beside(capabilities) or capabilities.draws_parts
-    if config.train.strategy != "single" and not serves_several_ranks:
-        reason = "with several processes each draws a part of a batch, and this backend draws it whole"
-        yield "rollout.backend", backend, _backends(lambda can: can.draws_parts or _is_beside(can)), reason
+    draws_by_library = config.rollout.options.get("loop") == "library"
+    if _capabilities(config).updates_between_tokens:
+        if not draws_by_library:
+            return None
+        reason = f"{reason}, with loop: library"
+    return bad_value("lag.in_flight", True, f"false with rollout.backend {config.rollout.backend}", reason)
+
+
+def whole_batches_for_several_ranks(config: Config) -> UserError | None:
+    if config.train.strategy == "single" or _serves_several_ranks(_capabilities(config)):
+        return None
+    reason = "with several processes each draws a part of a batch, and this backend draws it whole"
+    return bad_value("rollout.backend", config.rollout.backend, _backends(_serves_several_ranks), reason)
+
+
+RULES: tuple[Callable[[Config], UserError | None], ...] = (
+    lag_of_recorded_rollouts,
+    async_in_the_ranks,
+    in_flight_between_batches,
+    whole_batches_for_several_ranks,
+)
+"""In the order in which they are asked (:func:`kl_comedy.errors.first_refusal`)."""
+
+
+def _capabilities(config: Config) -> Capabilities:
+    return capabilities_of(sampler_name(config))
 
 
 def _is_beside(capabilities: Capabilities) -> bool:
     return not capabilities.in_trainer_ranks
+
+
+def _serves_several_ranks(capabilities: Capabilities) -> bool:
+    return _is_beside(capabilities) or capabilities.draws_parts
 
 
 def _backends(are_able: Callable[[Capabilities], bool]) -> list[str]:

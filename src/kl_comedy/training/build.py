@@ -12,6 +12,7 @@ from kl_comedy.config import Config
 from kl_comedy.config.combinations import is_off_policy, updates_from_a_batch
 from kl_comedy.config.schema import GoldConfig, RewardConfig
 from kl_comedy.config.trainer_arguments import check_trainer_arguments
+from kl_comedy.errors import first_refusal
 from kl_comedy.io import check_writable
 from kl_comedy.kl import KLTerm, resolve_terms, term_warnings
 from kl_comedy.kl.pull import idle_terms
@@ -26,7 +27,7 @@ from kl_comedy.tracking.store import check_uri
 from kl_comedy.training.loss import named_terms
 from kl_comedy.training.models import teacher_errors
 from kl_comedy.training.problems import ProblemSets, check_problem_sets, load_problem_sets
-from kl_comedy.training.rules import TrainingSettings, broken_rule
+from kl_comedy.training.rules import RULES, TrainingSettings
 
 log = logging.getLogger("kl_comedy")
 
@@ -72,9 +73,8 @@ def build_run(config: Config) -> Run:
     terms = resolve_terms(config.kl)
     check_policy_term(PolicyTerm.of(config.algorithm))
     # The rules come last: they read terms that are valid by themselves.
-    broken = broken_rule(TrainingSettings(config=config, terms=terms))
-    if broken is not None:
-        _, error = broken
+    error = first_refusal(RULES, TrainingSettings(config=config, terms=terms))
+    if error is not None:
         raise error
     lag = Lag(
         mode=config.lag.mode,

@@ -40,8 +40,8 @@ def _always(callback: Any, config: Config) -> bool:
 
 
 def _is_never_evaluated(callback: Any, config: Config) -> bool:
-    has_sets = bool(config.data.eval or config.eval.suites)
-    return config.train.eval_every == 0 or not has_sets
+    # Without problems to evaluate on, every other number is refused (config/combinations.py).
+    return config.train.eval_every == 0
 
 
 def _saves_at_evaluations_alone(callback: Any, config: Config) -> bool:

@@ -1,8 +1,7 @@
 """Which settings of terms, references and algorithm cannot train together.
 
-Each rule is a function of :class:`TrainingSettings` that returns the error to raise, or None; the name of the function
-is the name of the rule. The rules are checked in order and the first broken one is raised, so that a rule may rely on
-those above it. ``tests/training/test_rules.py`` has settings for each rule, by its name.
+A rule returns the error, or None (:func:`kl_comedy.errors.first_refusal`). ``tests/training/test_rules.py`` has
+settings for each rule, by its name.
 
 Contradictions inside one KL term are in :mod:`kl_comedy.kl.term_rules`; those of sampling, batches and processes in
 :mod:`kl_comedy.config.combinations`.
@@ -54,15 +53,6 @@ class TrainingSettings:
         if teacher is None or teacher.url is None:
             return None
         return teacher
-
-
-def broken_rule(settings: TrainingSettings) -> tuple[str, UserError] | None:
-    """The name of the first rule that the settings break, and its error; None where they can train."""
-    for rule in RULES:
-        error = rule(settings)
-        if error is not None:
-            return rule.__name__, error
-    return None
 
 
 # --- model and value function ---------------------------------------------------------------------------------------
@@ -285,3 +275,4 @@ RULES: tuple[Callable[[TrainingSettings], UserError | None], ...] = (
     ess_scaling_of_dpo,
     terms_beside_dpo,
 )
+"""In the order in which they are asked."""

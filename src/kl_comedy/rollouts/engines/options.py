@@ -6,12 +6,12 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kl_comedy.config.validate import option, parse_record
-from kl_comedy.errors import UserError, bad_value
+from kl_comedy.errors import UserError, bad_value, first_refusal
 from kl_comedy.extras import install_command
 from kl_comedy.redaction import check_address
 from kl_comedy.rollouts.hf import LOOP_DOC
@@ -185,65 +185,46 @@ class Placement:
         return len(self.servers) > 0 and self.servers_beside_rank_0 == 0
 
 
-@dataclass(frozen=True)
-class TransportRule:
-    """Why a transport cannot work. ``message`` is a format string; the :class:`Placement` is at hand as ``{place}``."""
-
-    name: str
-    transports: tuple[str, ...]
-    applies: Callable[[Placement], bool]
-    message: str
+def adapter_cannot_be_sent(place: Placement) -> str | None:
+    if place.options.transport != "adapter" or sends_adapter(place.options, place.lora):
+        return None
+    return "a LoRA adapter alone is for vLLM servers that the run starts, or its cluster job; others take it merged"
 
 
-def adapter_cannot_be_sent(place: Placement) -> bool:
-    return not sends_adapter(place.options, place.lora)
+def policy_is_on_cpu(place: Placement) -> str | None:
+    if place.options.transport in BETWEEN_GPUS and not place.gpus:
+        return "it moves weights between GPUs, and the policy is on a CPU"
+    return None
 
 
-def policy_is_on_cpu(place: Placement) -> bool:
-    return not place.gpus
+def server_is_not_vllm(place: Placement) -> str | None:
+    if place.options.transport in BETWEEN_GPUS and not place.is_vllm:
+        return "it is vLLM's own"
+    return None
 
 
-def server_is_not_vllm(place: Placement) -> bool:
-    return not place.is_vllm
+def server_shares_gpu_of_rank_0(place: Placement) -> str | None:
+    if place.options.transport == "nccl" and place.servers_beside_rank_0 > 0:
+        return f"NCCL cannot group two processes on one GPU, and GPU {place.gpus[0]} has rank 0 and a server"
+    return None
 
 
-def server_shares_gpu_of_rank_0(place: Placement) -> bool:
-    return place.servers_beside_rank_0 > 0
-
-
-def server_is_not_on_gpu_of_rank_0(place: Placement) -> bool:
+def server_is_not_on_gpu_of_rank_0(place: Placement) -> str | None:
     # A server named by address counts as elsewhere: the run does not know where it computes.
-    return not place.all_beside_rank_0
+    if place.options.transport != "ipc" or place.all_beside_rank_0:
+        return None
+    return f"it shares the memory of one GPU: all servers must be started by the run on that of rank 0, {place.gpus[0]}"
 
 
 # In order: the last two read the GPU of rank 0, which a policy on a CPU does not have.
 TRANSPORT_RULES = (
-    TransportRule(
-        "adapter_cannot_be_sent",
-        ("adapter",),
-        adapter_cannot_be_sent,
-        "a LoRA adapter alone is for vLLM servers that the run starts, or its cluster job; others take it merged",
-    ),
-    TransportRule(
-        "policy_is_on_cpu",
-        BETWEEN_GPUS,
-        policy_is_on_cpu,
-        "it moves weights between GPUs, and the policy is on a CPU",
-    ),
-    TransportRule("server_is_not_vllm", BETWEEN_GPUS, server_is_not_vllm, "it is vLLM's own"),
-    TransportRule(
-        "server_shares_gpu_of_rank_0",
-        ("nccl",),
-        server_shares_gpu_of_rank_0,
-        "NCCL cannot group two processes on one GPU, and GPU {place.gpus[0]} has rank 0 and a server",
-    ),
-    TransportRule(
-        "server_is_not_on_gpu_of_rank_0",
-        ("ipc",),
-        server_is_not_on_gpu_of_rank_0,
-        "it shares the memory of one GPU: all servers must be started by the run on that of rank 0, {place.gpus[0]}",
-    ),
+    adapter_cannot_be_sent,
+    policy_is_on_cpu,
+    server_is_not_vllm,
+    server_shares_gpu_of_rank_0,
+    server_is_not_on_gpu_of_rank_0,
 )
+"""Why the transport that a config names cannot work (:func:`kl_comedy.errors.first_refusal`)."""
 
 
 def transport_of(options: ServerOptions, *, lora: bool, gpus: Sequence[str]) -> str:
@@ -261,10 +242,9 @@ def transport_of(options: ServerOptions, *, lora: bool, gpus: Sequence[str]) -> 
     name = options.transport
     if name == "auto":
         return _automatic_transport(place)
-    for rule in TRANSPORT_RULES:
-        if name in rule.transports and rule.applies(place):
-            reason = rule.message.format(place=place)
-            raise bad_value("rollout.options.transport", name, "auto, folder, gloo", reason)
+    reason = first_refusal(TRANSPORT_RULES, place)
+    if reason is not None:
+        raise bad_value("rollout.options.transport", name, "auto, folder, gloo", reason)
     return name
 
 
