@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 REWARD = "metrics.eval/heldout/reward"
+WARM_START = "params.model.options.seed"
 DIGITS = 6
 """Digits after the point that are stored: more than any page shows, fewer than differ between machines."""
 
@@ -127,9 +128,8 @@ def _without_kl(contrast: Contrast, runs: pd.DataFrame, place: Mapping[str, Any]
 
 
 def _cell(setting: str, a: pd.DataFrame, b: pd.DataFrame, metric: str) -> Cell:
-    # Runs of one seed are averaged: they are not independent.
-    a_by_seed = dict(a.groupby(SEED)[metric].mean())
-    b_by_seed = dict(b.groupby(SEED)[metric].mean())
+    a_by_seed = _by_pair(a, metric)
+    b_by_seed = _by_pair(b, metric)
     paired = paired_difference(a_by_seed, b_by_seed)
     difference = paired.difference
     if difference.low is None or difference.high is None:
@@ -150,6 +150,13 @@ def _cell(setting: str, a: pd.DataFrame, b: pd.DataFrame, metric: str) -> Cell:
         b_collapsed=int(b["collapsed"].sum()),
         b_runs=len(b),
     )
+
+
+def _by_pair(runs: pd.DataFrame, metric: str) -> dict[Hashable, float]:
+    """The metric by seed and warm start. Several runs of both are averaged: they are not independent."""
+    if WARM_START not in runs:
+        return dict(runs.groupby(SEED)[metric].mean())
+    return dict(runs.groupby([SEED, runs[WARM_START].fillna("")])[metric].mean())
 
 
 def range_of(spread: Spread, runs: pd.DataFrame) -> Range:
