@@ -9,10 +9,10 @@ later": the sampler's log-probs and the policy version ride along from the momen
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,7 @@ class Capabilities:
     thread. ``needs_folder``: has ``work_in(folder)``, called once before the first ``generate``, and keeps
     logs or weights there. ``recorded``: training batches are read from a file, not sampled. ``gives_top_logps``: gives
     the log-probs of its likeliest tokens beside each drawn one, where ``Sampling.top_logps`` asks for them.
+    ``gives_kept``: says which tokens a truncation kept at each drawn one, where ``Sampling.records_kept`` asks for it.
     """
 
     in_trainer_ranks: bool = True
@@ -56,6 +57,7 @@ class Capabilities:
     needs_folder: bool = False
     recorded: bool = False
     gives_top_logps: bool = False
+    gives_kept: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +77,34 @@ class Prompt:
     problem: Problem
     text: str
     token_ids: tuple[int, ...]
+
+
+class KeptSets(NamedTuple):
+    """The tokens that truncated sampling kept, at each of ``N`` tokens that the policy drew.
+
+    The sets follow each other in ``ids_M``, of ``sizes_N`` ids each. A set is a few ids mostly, so that it is far
+    smaller than a bit for each token of the vocabulary.
+    """
+
+    sizes_N: Tensor
+    ids_M: Tensor
+
+    def fault(self, drawn_ids: Sequence[int]) -> str:
+        """Why these are not the sets from which ``drawn_ids`` were drawn; empty where they may be."""
+        sizes_N, ids_M = self
+        if len(sizes_N) != len(drawn_ids):
+            return f"{len(sizes_N)} kept sets for {len(drawn_ids)} tokens that the policy drew"
+        if int(sizes_N.sum()) != len(ids_M) or bool((sizes_N < 0).any()):
+            return f"the sizes of the kept sets add up to {int(sizes_N.sum())}, and there are {len(ids_M)} ids"
+        is_drawn_M = ids_M == sizes_N.new_tensor(drawn_ids).repeat_interleave(sizes_N)
+        # How often a set has its drawn token: the running count at its end less that at its start.
+        running = [0, *is_drawn_M.cumsum(0).tolist()]
+        ends = sizes_N.cumsum(0).tolist()
+        starts = [0, *ends[:-1]]
+        for position, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if running[end] == running[start]:
+                return f"the kept set of token {position} has {end - start} ids, and not {drawn_ids[position]}, its own"
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +135,11 @@ class Rollout:
     ``restarts`` are the rows after the first, ``(start, context)`` of each in order: from token ``start`` on the policy
     read ``context`` in the place of the prompt and the tokens before. Reward, weight, group, age and every sum over
     tokens belong to the rollout and not to a row; :attr:`rows` is for those who pass a model over it.
-    Raises :class:`ValueError` where ``trained`` has another length, the policy drew no token at all, or a row is empty.
+    ``kept`` are the sets of tokens from which truncated sampling drew, of the policy's tokens alone; ``logps`` are then
+    of the distributions that are renormalized over them. None where it drew from the whole vocabulary.
+
+    Raises :class:`ValueError` where ``trained`` has another length, the policy drew no token at all, a row is empty, or
+    a kept set does not have its token.
     """
 
     prompt: Prompt
@@ -122,8 +156,16 @@ class Rollout:
     # Ids and log-probs [T, K] of the sampler's likeliest tokens before each token, in order; None unless a term reads
     # them (KLTerm.score_centring). Left out of ==, which has no answer for tensors.
     sampler_top: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
+    kept: KeptSets | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
+        self._check_rows()
+        if self.kept is not None:
+            fault = self.kept.fault(self.drawn_ids)
+            if fault:
+                raise ValueError(f"truncated sampling: {fault}")
+
+    def _check_rows(self) -> None:
         tokens = len(self.completion_ids)
         starts = [0, *(start for start, _ in self.restarts), tokens]
         if self.restarts and any(end <= start for start, end in pairwise(starts)):
@@ -226,8 +268,9 @@ class Experience:
     both zero outside the mask. ``reward_B`` is the verified reward, ``advantage_BT`` what weights the
     score of token t, ``weight_B`` the sequence's share of the loss: the loss of any set of sequences
     is ``sum_b weight_B[b] * sum_t mask * loss_BT``, so micro-batches add up to the full batch. ``sampler_top``: ids and
-    log-probs ``[B, T, K]`` of the sampler's likeliest tokens, where a term reads them. ``rows``: what the model reads
-    where a rollout has several rows; None where each is its prompt and its tokens.
+    log-probs ``[B, T, K]`` of the sampler's likeliest tokens, where a term reads them. ``kept``: the sets that
+    truncated sampling kept, of the tokens of ``mask_BT`` in reading order. ``rows``: what the model reads where a
+    rollout has several rows; None where each is its prompt and its tokens.
     """
 
     prompt_ids_BP: Tensor
@@ -243,4 +286,5 @@ class Experience:
     policy_version_BT: Tensor
     group_B: Tensor
     sampler_top: tuple[Tensor, Tensor] | None = None
+    kept: KeptSets | None = None
     rows: ModelRows | None = None

@@ -4,6 +4,7 @@ A count of a token with probability p in n draws is binomial. Each count must li
 ``FALSE_ALARM / (2 x outcomes)``, so that a right sampler fails once in a billion settings; seeds are fixed besides.
 """
 
+import itertools
 import math
 from collections import Counter
 
@@ -110,6 +111,30 @@ def test_pairs_of_tokens_are_drawn_as_often_as_the_truncated_policy_says(sampler
         assert binom.sf(counts[pair] - 1, DRAWS, probability) > tail, (pair, counts[pair], DRAWS * probability)
     for row in rows[:50]:
         assert sum(row.logps) == pytest.approx(math.log(expected[row.completion_ids]), abs=1e-4)
+
+
+CUTS = [name for name, settings in CASES.items() if settings.keys() - {"temperature"}]
+RECORDERS = ("hf", "library")
+
+
+@pytest.mark.parametrize(("sampler", "name"), itertools.product(RECORDERS, CUTS), indirect=["sampler"])
+def test_the_sets_from_which_tokens_were_drawn_come_with_them(sampler, uneven, name):
+    """At each token the set that a truncation by hand keeps, and the log-prob of the token among these."""
+    settings = {"temperature": TEMPERATURE} | CASES[name]
+    rows = draw(sampler, [PROMPT] * 2, group_size=12, max_new_tokens=5, seed=3, records_kept=True, **settings)
+    assert len({len(row.completion_ids) for row in rows}) > 1, "completions that leave a batch early"
+    for row in rows:
+        kept_sets = row.kept.ids_M.split(row.kept.sizes_N.tolist())
+        for position, (token, logp) in enumerate(zip(row.completion_ids, row.logps, strict=True)):
+            before = [*PROMPT.token_ids, *row.completion_ids[:position]]
+            expected = truncated(logits_after(uneven.model, before), **settings)
+            assert sorted(kept_sets[position].tolist()) == sorted(expected)
+            assert logp == pytest.approx(math.log(expected[token]), abs=1e-4)
+
+
+@pytest.mark.parametrize("sampler", RECORDERS, indirect=True)
+def test_no_set_is_recorded_where_none_is_asked_for(sampler):
+    assert all(row.kept is None for row in draw(sampler, [PROMPT], group_size=3, max_new_tokens=2, top_k=3))
 
 
 def test_the_cases_tell_the_orders_of_truncation_apart(uneven):

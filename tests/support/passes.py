@@ -15,13 +15,15 @@ def token_pass(model, **arguments):
     return logprobs.token_pass(model, options, wanted, **arguments)
 
 
-def head_columns(hidden_NH, weights, ids_N, *, requested=(), reference=None, likeliest=None, **arguments):
+def head_columns(hidden_NH, weights, ids_N, *, requested=(), reference=None, likeliest=None, kept=None, **arguments):
     """:func:`kl_comedy.models.head.head_columns`; ``requested`` are names of :data:`QUANTITIES`."""
     arguments |= dict.fromkeys(requested, True)
     settings = head.HeadSettings(**_taken(arguments, head.HeadSettings))
     wanted = Wanted(**_taken(arguments, Wanted))
     assert not arguments, f"unknown: {arguments}"
-    return head.head_columns(hidden_NH, weights, ids_N, settings, wanted, reference=reference, likeliest=likeliest)
+    return head.head_columns(
+        hidden_NH, weights, ids_N, settings, wanted, reference=reference, likeliest=likeliest, kept=kept
+    )
 
 
 def _taken(arguments, record):

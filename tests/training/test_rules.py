@@ -11,6 +11,7 @@ from training_runs import TINY
 
 TEACHER = ["reference.teacher.source=pocket", "kl=opd/sampled"]
 SERVED = [*TEACHER, "reference.teacher.url=http://localhost:1"]
+TOP_P = "rollout.truncation={top_p: 0.9}"
 DPO = ["algorithm.dpo={beta: 0.5}", "kl=[]"]
 BROKEN = {
     "trained_weights_in_16_bit": ["model.dtype=bfloat16"],
@@ -42,6 +43,9 @@ BROKEN = {
         "algorithm.advantage=gae",
         "kl=[{estimator: k1, placement: reward, credit: own, baseline: before}]",
     ],
+    "truncation_without_kept_sets": ["rollout.backend=vllm", TOP_P],
+    "term_of_what_truncation_leaves_out": [TOP_P, "kl=[{estimator: exact_forward, placement: loss}]"],
+    "setting_that_does_not_know_kept_sets": [TOP_P, "train.record_rollouts=jsonl"],
     "setting_unused_by_dpo": [*DPO, "algorithm.reward_weight=2"],
     "ess_scaling_of_dpo": [*DPO, "optimizer.ess_scaling=sqrt"],
     "terms_beside_dpo": [*DPO, "kl=[{estimator: k1}]"],
@@ -65,6 +69,35 @@ def test_a_rule_is_broken_by_its_settings_and_refuses_the_run(name):
     with pytest.raises(UserError) as refused:
         check_training(load_config(TINY, BROKEN[name]))
     assert str(refused.value) == str(refusals[name])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["kl=[{estimator: top_k, placement: loss}]"], "kl.0.estimator"),
+        (["kl=[{estimator: k1, weight: policy}]"], "kl.0.weight"),
+        (["kl=[{estimator: k1, score_centring: 4}]"], "kl.0.score_centring"),
+        (["kl=[{estimator: k1, beta: {target: 0.1}}]"], "kl.0.beta"),
+        (DPO, "algorithm.dpo"),
+        (
+            ["algorithm.advantage=gae", "algorithm.value.bootstrap_truncated=true"],
+            "algorithm.value.bootstrap_truncated",
+        ),
+        (["kl=[{estimator: k1, reference: periodic}]", "reference.max_kl=0.1"], "reference.max_kl"),
+        (["audit.every=2"], "audit.every"),
+    ],
+)
+def test_what_would_be_wrong_with_truncated_sampling_is_refused_by_its_key(overrides, key):
+    assert broken_rule(settings(overrides)) is None
+    broken = broken_rule(settings([TOP_P, *overrides]))
+    assert broken is not None
+    assert str(broken[1]).startswith(f"{key}: ")
+    assert "rollout.truncation" in str(broken[1])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k_lambda", "exact"])
+def test_terms_that_are_proved_of_a_renormalized_policy_train_with_truncated_sampling(estimator):
+    assert broken_rule(settings([TOP_P, f"kl=[{{estimator: {estimator}, placement: loss}}]"])) is None
 
 
 @pytest.mark.parametrize("overrides", [[], TEACHER, SERVED, DPO, ["algorithm.advantage=gae"], ["model.lora={rank: 2}"]])

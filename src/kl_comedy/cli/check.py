@@ -247,16 +247,20 @@ def _samples(config: Config) -> str:
 def _kl_terms(config: Config) -> dict[str, str]:
     """What each KL term optimizes with samples as old as this config's, by its key in the config."""
     from kl_comedy.kl import resolve_terms, verdict
+    from kl_comedy.kl.claims import TRUNCATED_WORDS
 
     regime = "off_policy" if is_off_policy(config) else "on_policy"
+    truncated = config.rollout.truncation.is_on
     rows = {}
     for position, term in enumerate(resolve_terms(config.kl)):
-        meaning = f"{regime.replace('_', '-')} {verdict(term, regime)}"
+        meaning = f"{regime.replace('_', '-')} {verdict(term, regime, truncated=truncated)}"
         if term.reference == "sampler":
             meaning = "pulls towards the policy that sampled"
         if term.beta == 0:
             meaning = "does not act, is measured only"
         rows[f"kl.{position}"] = f"{term.label()}, beta {term.beta:g}: {meaning}"
+    if rows and truncated:
+        rows["truncation"] = TRUNCATED_WORDS
     return rows or {"kl": "none"}
 
 

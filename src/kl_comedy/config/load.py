@@ -37,11 +37,8 @@ MAX_FILES = 100
 REQUIRED = ("model", "data", "rewards", "kl", "optimizer.lr", "train.steps")
 """What a run is; an empty file, which would train by defaults, is refused."""
 
-_WHOLE = "training samples from the whole distribution; evaluations take eval.sampling"
 REASONS = {
-    "rollout.top_p": _WHOLE,
-    "rollout.top_k": _WHOLE,
-    "rollout.min_p": _WHOLE,
+    **{f"rollout.{name}": f"it is rollout.truncation.{name}" for name in ("top_p", "top_k", "min_p")},
     "model.lora.dropout": "with dropout the trained policy is not the one that samples",
 }
 """Why there is no such key, where users of other trainers look for it."""

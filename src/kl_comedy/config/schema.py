@@ -136,6 +136,20 @@ class DataConfig:
 
 
 @dataclass
+class TruncationConfig:
+    """Which tokens a sampler keeps of the next token's distribution; it draws from these, renormalized."""
+
+    top_p: float = option(1.0, "Keep the likeliest tokens whose mass reaches this; 1: off.", above=0, maximum=1)
+    top_k: int = option(0, "Keep this many of the likeliest tokens; 0: off.", minimum=0)
+    min_p: float = option(0.0, "Keep tokens with at least this share of the likeliest one; 0: off.", minimum=0)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a token may be left out."""
+        return self != TruncationConfig()
+
+
+@dataclass
 class RolloutConfig:
     """How completions are sampled. The sampler must sample from the policy that is differentiated."""
 
@@ -144,6 +158,9 @@ class RolloutConfig:
     group_size: int = option(8, "Completions per prompt.", minimum=1)
     max_new_tokens: int = option(64, "Longest completion, in tokens.", minimum=1)
     temperature: float = option(1.0, "Temperature for sampling and for all log-probs and KLs.", above=0)
+    truncation: TruncationConfig = option(
+        TruncationConfig, "The learner [renormalizes](rollouts.md#truncated-sampling) over what was kept."
+    )
     stop: list[str] = option(list, "Texts that end a completion.")
     batch_sequences: int = option(256, "Completions sampled at once; changes the samples of a seed.", minimum=1)
     options: dict[str, Any] = option(dict, "Options of the [backend](rollouts.md).")
@@ -369,15 +386,6 @@ class TrainConfig:
     record_rollouts: str = option("none", "[Record](replay.md) every batch.", choices=("none", "jsonl", "parquet"))
     deterministic: bool = option(True, "Ask torch for deterministic algorithms.")
     threads: int | None = option(None, "CPU threads of torch; `null`: its default.", minimum=1)
-
-
-@dataclass
-class TruncationConfig:
-    """How an evaluation truncates the distribution that it samples from; training samples from the whole one."""
-
-    top_p: float = option(1.0, "Keep the likeliest tokens whose mass reaches this; 1: off.", above=0, maximum=1)
-    top_k: int = option(0, "Keep this many of the likeliest tokens; 0: off.", minimum=0)
-    min_p: float = option(0.0, "Keep tokens with at least this share of the likeliest one; 0: off.", minimum=0)
 
 
 @dataclass

@@ -12,6 +12,12 @@ A term with another divergence has targets of its own (:func:`own_targets`): ``t
 for a Jensen-Shannon divergence, and with ``weight`` names that end in ``_weighted``, for the sum of the divergences
 times their weights, which are not differentiated. tests/exact enumerates every possible term, and fails both when a
 claim here does not hold and when a term hits a target that nothing here claims.
+
+Where the sampler truncates, pi is the policy renormalized over the tokens S that it kept, and S is held fixed. The
+reverse KL to the whole reference is finite; the forward one is infinite, and ``token_forward`` is then its part over S,
+which is the reference's mass on S times the forward KL from the reference renormalized over S. ``exp(-l)`` has mean
+ref(S) and not 1, so that ``k3`` estimates the reverse KL less ``1 - ref(S)`` (``value:shifted_reverse``): right where a
+constant of the prefix has no gradient, and wrong where earlier tokens are credited with it.
 """
 
 from __future__ import annotations
@@ -37,15 +43,17 @@ WEIGHTED = "_weighted"
 _AT_SEQUENCE = {"token_reverse": "sequence_reverse", "token_forward": "sequence_forward", "zero": "zero"}
 
 
-def claimed_target(term: KLTerm, regime: str) -> str | None:
+def claimed_target(term: KLTerm, regime: str, *, truncated: bool = False) -> str | None:
     """The target whose gradient the term's expected gradient equals in a regime, or None.
+
+    ``truncated``: the policy is renormalized over the tokens that a truncating sampler kept.
 
     ``mixed`` (several policy versions within a completion) obeys the off-policy claims: the sum of the recorded
     log-probs per token is that of the behaviour policy. A capped ratio and recorded log-probs (``anchor``) claim
     nothing off-policy, a term that pulls towards the sampler claims nothing at all.
     """
     # What holds for the reverse KL of a prefix holds for any divergence of a prefix, so one derivation serves all.
-    target = _claimed_as_reverse(term, on_policy=regime == "on_policy")
+    target = _claimed_as_reverse(term, on_policy=regime == "on_policy", truncated=truncated)
     # Zero is zero for every divergence, and needs no other name.
     if target is None or target == "zero":
         return target
@@ -75,6 +83,7 @@ class _Facts:
 
     ``exact``: the estimate is a sum over the vocabulary, so a differentiated one brings the whole gradient of its
     prefix. ``unbiased``, ``forward``: the value is an unbiased estimate of the reverse (forward) KL of the prefix.
+    ``shifted``: of the reverse KL of the prefix and a constant that the policy's weights do not change there.
     ``pathwise``: the target of the expected derivative of the estimate itself, without a score term; None where no
     target has it. ``scope``: which tokens' ratios the correction multiplies (``none``, ``token``, ``prefix``,
     ``sequence``). ``own_ratio``: whether a prefix's ratios include that of the token itself. ``detached_ratio``: the
@@ -82,8 +91,10 @@ class _Facts:
     """
 
     on_policy: bool
+    truncated: bool
     exact: bool
     unbiased: bool
+    shifted: bool
     forward: bool
     pathwise: str | None
     scope: str
@@ -91,9 +102,14 @@ class _Facts:
     detached_ratio: bool
     weights_costs: bool
 
+    @property
+    def has_gradient_of_a_step(self) -> bool:
+        """Whether the mean of the value has the gradient of the reverse KL, where one step stands alone."""
+        return self.unbiased or self.shifted
+
     @classmethod
-    def of(cls, term: KLTerm, *, on_policy: bool) -> _Facts:
-        claims = claims_of(term, on_policy=on_policy)
+    def of(cls, term: KLTerm, *, on_policy: bool, truncated: bool = False) -> _Facts:
+        claims = claims_of(term, on_policy=on_policy, truncated=truncated)
         pathwise = None
         for claim in claims:
             kind, _, target = claim.partition(":")
@@ -106,8 +122,10 @@ class _Facts:
         ratio = CORRECTIONS.get(term.correction).facts
         return cls(
             on_policy=on_policy,
+            truncated=truncated,
             exact=term.needs != "log_ratio",
             unbiased="value:reverse" in claims,
+            shifted="value:shifted_reverse" in claims,
             forward="value:forward" in claims,
             pathwise=pathwise,
             scope=str(ratio.get("scope")),
@@ -117,11 +135,11 @@ class _Facts:
         )
 
 
-def _claimed_as_reverse(term: KLTerm, *, on_policy: bool) -> str | None:
+def _claimed_as_reverse(term: KLTerm, *, on_policy: bool, truncated: bool) -> str | None:
     """:func:`claimed_target` as if the divergence were the reverse KL."""
     if _options_bias_it(term, on_policy=on_policy):
         return None
-    facts = _Facts.of(term, on_policy=on_policy)
+    facts = _Facts.of(term, on_policy=on_policy, truncated=truncated)
     if term.placement == "reward":
         return _in_reward(term, facts)
     if term.window is not None:
@@ -147,9 +165,12 @@ def _options_bias_it(term: KLTerm, *, on_policy: bool) -> bool:
     return term.cap is not None or term.window is not None or term.anchor == "behaviour"
 
 
-def claims_of(term: KLTerm, *, on_policy: bool) -> tuple[str, ...]:
+def claims_of(term: KLTerm, *, on_policy: bool, truncated: bool = False) -> tuple[str, ...]:
     """The claims of the term's estimator that hold with its options in a regime, a mixture's as of the reverse KL."""
     entry = ESTIMATORS.get(term.estimator)
+    if truncated:
+        claims: tuple[str, ...] = entry.facts.get("claims_truncated", ())
+        return claims
     options = term.estimator_options
     regime = "off_policy"
     if on_policy:
@@ -168,7 +189,7 @@ def _windowed_in_loss(term: KLTerm, facts: _Facts) -> str | None:
     Differentiated, a window of ratios is future credit that is cut after ``window`` tokens: one token keeps none.
     """
     has_own_token_alone = term.correction == "prefix" and term.window == 1
-    if has_own_token_alone and facts.unbiased and term.gradient == "natural":
+    if has_own_token_alone and facts.has_gradient_of_a_step and term.gradient == "natural":
         return "token_reverse"
     return None
 
@@ -178,9 +199,12 @@ def _sequence_in_loss(term: KLTerm, facts: _Facts) -> str | None:
     if term.correction == "none":
         if not facts.on_policy or facts.pathwise is None:
             return None
+        # The kept completions of the reference have a mass, which is no product of its masses on the kept tokens.
+        if facts.truncated and facts.pathwise == "token_forward":
+            return None
         return _AT_SEQUENCE.get(facts.pathwise)
     # The sequence ratio is differentiated: its score term turns an unbiased value into an unbiased gradient.
-    if facts.unbiased and term.gradient == "natural":
+    if facts.has_gradient_of_a_step and term.gradient == "natural":
         return "sequence_reverse"
     return None
 
@@ -217,7 +241,7 @@ def _times_its_token_ratio(term: KLTerm, facts: _Facts) -> str | None:
         return facts.pathwise
     if term.gradient != "natural":
         return None
-    if facts.unbiased:
+    if facts.has_gradient_of_a_step:
         return "token_reverse"
     if facts.forward:
         return "token_forward"
@@ -717,15 +741,25 @@ def words_without_target(term: KLTerm, regime: str) -> str:
     return f"{TARGET_WORDS[target.removesuffix(WEIGHTED)]} while no bound acts, biased beyond"
 
 
-def verdict(term: KLTerm, regime: str) -> str:
+TRUNCATED_WORDS = (
+    "the policy is renormalized over the tokens that the sampler kept, whose sets are held fixed: its KL to the whole "
+    "reference is the KL to the reference renormalized over them, less the log of the reference's mass on them, and is "
+    "not 0 where the two are one. What no sampler kept is in no KL, and nothing pushes it"
+)
+"""What a KL is where the sampler truncates, in two sentences."""
+
+
+def verdict(term: KLTerm, regime: str, *, truncated: bool = False) -> str:
     """One sentence for a user: the claimed target in a regime, or that there is none; a plugin may claim too little.
 
     >>> verdict(KLTerm("k1", placement="loss"), "on_policy")
     'zero: zero expected gradient: no regularization, only noise that grows with beta and length'
     """
-    target = claimed_target(term, regime)
+    target = claimed_target(term, regime, truncated=truncated)
     if target is not None:
         return f"{target}: {target_meaning(target)}"
+    if truncated:
+        return "no divergence that is proved of a truncated sampler"
     without_target = words_without_target(term, regime)
     if without_target != NO_TARGET or _is_built_in(term):
         # The exact tests fail where a built-in part hits a target that it does not claim, so no claim is no target.
@@ -733,14 +767,14 @@ def verdict(term: KLTerm, regime: str) -> str:
     return "not claimed: kl-comedy certify computes what it optimizes"
 
 
-def term_warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
+def term_warnings(term: KLTerm, *, off_policy: bool, truncated: bool = False) -> list[str]:
     """Warnings for a user who trains with this term; empty where it regularizes as its value suggests."""
     if term.reference == "sampler" or term.beta == 0:
         return []
     regime = "on_policy"
     if off_policy:
         regime = "off_policy"
-    target = claimed_target(term, regime)
+    target = claimed_target(term, regime, truncated=truncated)
     if target is not None:
         # A forward KL per token is expected of a term that says forward, and a surprise in one that says reverse (k3).
         expected = ("sequence_reverse", "token_reverse", *own_targets(term))
@@ -748,7 +782,7 @@ def term_warnings(term: KLTerm, *, off_policy: bool) -> list[str]:
             return []
         if target.startswith("token_forward") and term.direction == "forward":
             return []
-    return [f"{term.label()}: {regime.replace('_', '-')} {verdict(term, regime)}"]
+    return [f"{term.label()}: {regime.replace('_', '-')} {verdict(term, regime, truncated=truncated)}"]
 
 
 def all_terms(estimators: Iterable[str] | None = None, corrections: Iterable[str] | None = None) -> list[KLTerm]:

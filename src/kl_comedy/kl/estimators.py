@@ -96,6 +96,7 @@ def estimate(entry: Entry[Any], argument: Tensor | TopK, **options: Any) -> Tens
     "k1",
     source="Schulman 2020; 2512.21852 'naive'; 2506.09477 'vanilla'",
     claims=("value:reverse", "pathwise:zero"),
+    claims_truncated=("value:reverse", "pathwise:zero"),
     needs="log_ratio",
 )
 def k1(log_ratio: Tensor) -> Tensor:
@@ -112,6 +113,7 @@ def k1(log_ratio: Tensor) -> Tensor:
     "k2",
     source="Schulman 2020; 2506.09477 'squared'; 2510.01555",
     claims=("pathwise:token_reverse", "nonnegative"),
+    claims_truncated=("pathwise:token_reverse",),
     needs="log_ratio",
 )
 def k2(log_ratio: Tensor) -> Tensor:
@@ -130,6 +132,7 @@ def k2(log_ratio: Tensor) -> Tensor:
     "k3",
     source="Schulman 2020; DeepSeekMath 2402.03300 (GRPO); 2506.09477 'var-reduced'",
     claims=("value:reverse", "pathwise:token_forward", "nonnegative"),
+    claims_truncated=("value:shifted_reverse", "pathwise:token_forward"),
     needs="log_ratio",
 )
 def k3(log_ratio: Tensor) -> Tensor:
@@ -160,6 +163,7 @@ def absolute(log_ratio: Tensor) -> Tensor:
     "k_lambda",
     source="control-variate family between k1 (lam=0) and k3 (lam=1); Schulman 2020",
     claims=("value:reverse",),
+    claims_truncated=("value:shifted_reverse",),
     needs="log_ratio",
 )
 def k_lambda(log_ratio: Tensor, lam: float = 0.5) -> Tensor:
@@ -178,6 +182,7 @@ def k_lambda(log_ratio: Tensor, lam: float = 0.5) -> Tensor:
     "exact",
     source="2506.09477 Sec. 4; Amini et al., Rao-Blackwellized KL estimation",
     claims=("value:reverse", "pathwise:token_reverse", "nonnegative"),
+    claims_truncated=("value:reverse", "pathwise:token_reverse"),
     needs="exact_reverse",
 )
 def exact(exact_kl: Tensor) -> Tensor:

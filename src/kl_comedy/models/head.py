@@ -11,6 +11,9 @@ probabilities, built in place. Autograd would hold several tensors ``[n, V]`` fo
     d KL(q || p) / d logits   = p - q
     d JS_b(p, q) / d logits   = (1 - b) p (log p - log m - KL(p || m)),  m = b q + (1 - b) p
 
+Where a sampler truncated (``kept``), p is the policy renormalized over the tokens that it kept: 0 at all others, where
+its log-prob is -inf. The formulas hold as they are, because the set is held fixed. q is the whole reference.
+
 Legend: ``N`` positions, ``n`` rows of one chunk, ``H`` hidden width, ``V`` vocabulary, ``K`` top tokens. The matrix
 product runs in the dtype of the weights, as it does in a sampler, or on factors rounded to ``factor_dtype`` with sums
 in float32 (``model.head_dtype``); temperature, softmax and sums in float32 or wider, whatever autocast is in force.
@@ -31,6 +34,7 @@ from kl_comedy.kl.estimators import above_mixture, certainty, jensen_shannon
 from kl_comedy.models.introspection import Head
 from kl_comedy.models.onednn_linear import product
 from kl_comedy.models.types import Wanted
+from kl_comedy.records import KeptSets
 
 TOP_COLUMNS = ("logp", "ref_logp", "ids")
 """What a list of top tokens has: log-probs of the policy, of the reference, and the ids; ``[N, K]`` each."""
@@ -64,6 +68,7 @@ def head_columns(
     reference: ReferenceHead | None = None,
     likeliest: tuple[Tensor, Tensor] | None = None,
     sampler_top: tuple[Tensor, Tensor] | None = None,
+    kept: KeptSets | None = None,
 ) -> dict[str, Tensor]:
     """Columns ``[N]``: ``logp`` of ``ids_N`` and the quantities that are ``wanted``.
 
@@ -71,12 +76,18 @@ def head_columns(
     The ``top`` request number n has the columns ``[N, K]`` ``top<n>_logp`` of the policy, ``top<n>_ref_logp`` of the
     reference, and ``top<n>_ids``; K is at most the vocabulary. ``likeliest``: ids and log-probs ``[N, K]`` of the
     reference's likeliest tokens, where nothing else is known of it. ``sampler_top``: the same of the sampler.
+    ``kept``: the tokens over which the policy is renormalized at each position; None for the whole vocabulary.
     Log-probs and KLs are differentiable in ``hidden_NH`` and ``head``; a column without a gradient costs nothing in the
     backward pass. A chunk is whole rows, so every sum over the vocabulary is one reduction whatever the chunk size.
     Raises :class:`ValueError` for a missing ``reference``.
     """
+    vocabulary = head[0].shape[0]
     if likeliest is not None:
-        _check_likeliest(likeliest, wanted, vocabulary=head[0].shape[0])
+        _check_likeliest(likeliest, wanted, vocabulary=vocabulary)
+    if kept is None and (wanted.log_kept or wanted.reference_log_kept):
+        raise ValueError("the mass of kept sets was asked for without the sets")
+    if kept is not None and len(kept.sizes_N) != len(ids_N):
+        raise ValueError(f"{len(kept.sizes_N)} kept sets for {len(ids_N)} positions")
     # Where the reference's likeliest tokens are given, lists of top tokens need nothing else of it.
     compares = wanted.compares_vocabularies or (wanted.compares_top and likeliest is None)
     if compares and reference is None:
@@ -91,10 +102,12 @@ def head_columns(
         ids_N=ids_N,
         settings=settings,
         wanted=wanted,
-        chunk_rows=max(1, settings.chunk_elements // head[0].shape[0]),
+        chunk_rows=max(1, settings.chunk_elements // vocabulary),
+        vocabulary=vocabulary,
         reference=reference,
         likeliest=likeliest,
         sampler_top=sampler_top,
+        kept=kept,
         never_V=never_drawn(head[1]),
         reference_never_V=reference_never_V,
     )
@@ -136,9 +149,11 @@ class _Plan:
     settings: HeadSettings
     wanted: Wanted
     chunk_rows: int
+    vocabulary: int
     reference: ReferenceHead | None
     likeliest: tuple[Tensor, Tensor] | None
     sampler_top: tuple[Tensor, Tensor] | None
+    kept: KeptSets | None
     never_V: Tensor | None
     """Tokens that the policy never draws, because their bias is -inf (a padded vocabulary); None without any."""
     reference_never_V: Tensor | None
@@ -163,12 +178,49 @@ class _Plan:
     def log_softmax(self, hidden_nH: Tensor, factor_VH: Tensor, bias_V: Tensor | None) -> Tensor:
         return log_softmax(hidden_nH, factor_VH, bias_V, self.settings.temperature, self.settings.factor_dtype)
 
+    def policy(self, hidden_NH: Tensor, factor_VH: Tensor, bias_V: Tensor | None, part: slice) -> _Policy:
+        """The policy's distributions at the rows ``part``."""
+        logp_nV = self.log_softmax(hidden_NH[part], factor_VH, bias_V)
+        left_out_nV = self._left_out(part)
+        if left_out_nV is None:
+            return _Policy(logp_nV=logp_nV, never=self.never_V, log_kept_n=None)
+        logp_nV = logp_nV.masked_fill_(left_out_nV, -torch.inf)
+        log_kept_n = logp_nV.logsumexp(1)
+        if self.never_V is not None:
+            left_out_nV |= self.never_V
+        return _Policy(logp_nV=logp_nV.sub_(log_kept_n[:, None]), never=left_out_nV, log_kept_n=log_kept_n)
+
     def reference_logp(self, part: slice) -> Any:
         """The reference's log-probs ``[n, V]``; None without a reference."""
         if self.reference is None:
             return None
         hidden_NH, head = self.reference
         return self.log_softmax(hidden_NH[part], *head)
+
+    def _left_out(self, part: slice) -> Tensor | None:
+        """The tokens that truncated sampling left out, ``[n, V]``; None where it did not truncate."""
+        if self.kept is None:
+            return None
+        sizes_n = self.kept.sizes_N[part]
+        before = int(self.kept.sizes_N[: part.start].sum())
+        ids_m = self.kept.ids_M[before : before + int(sizes_n.sum())]
+        rows_m = torch.arange(len(sizes_n), device=ids_m.device).repeat_interleave(sizes_n)
+        left_out_nV = torch.ones(len(sizes_n), self.vocabulary, dtype=torch.bool, device=ids_m.device)
+        left_out_nV[rows_m, ids_m] = False
+        return left_out_nV
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Policy:
+    """The policy's distributions of one chunk of rows.
+
+    ``never``: the tokens of probability 0, ``[V]`` or ``[n, V]``; None without any. ``log_kept_n``: the log of the mass
+    that the whole distribution has on the kept tokens; None where none is left out.
+    """
+
+    logp_nV: Tensor
+    never: Tensor | None
+    log_kept_n: Tensor | None
 
 
 def factor(weight_VH: Tensor, settings: HeadSettings) -> Tensor:
@@ -188,18 +240,18 @@ def never_drawn(bias_V: Tensor | None) -> Tensor | None:
     return never_V
 
 
-def _zero_where(terms_nV: Tensor, never_V: Tensor | None) -> Tensor:
+def _zero_where(terms_nV: Tensor, never: Tensor | None) -> Tensor:
     """``terms_nV`` with zeros for tokens of probability 0, where 0 * -inf and -inf + inf are NaN."""
-    if never_V is None:
+    if never is None:
         return terms_nV
-    return terms_nV.masked_fill_(never_V, 0.0)
+    return terms_nV.masked_fill_(never, 0.0)
 
 
-def _finite_where(logp_nV: Any, never_V: Tensor | None) -> Any:
+def _finite_where(logp_nV: Any, never: Tensor | None) -> Any:
     """``logp_nV`` with a finite log-prob whose exponential is 0 for tokens of probability 0."""
-    if never_V is None:
+    if never is None:
         return logp_nV
-    return logp_nV.masked_fill(never_V, FINITE_NEVER)
+    return logp_nV.masked_fill(never, FINITE_NEVER)
 
 
 class _HeadColumns(torch.autograd.Function):
@@ -208,16 +260,16 @@ class _HeadColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, plan: _Plan) -> Any:
         pieces: list[list[Tensor]] = []
-        logp_nV = logq_nV = None
+        policy = logq_nV = None
         factor_VH = factor(weight_VH, plan.settings)
         for part in plan.chunks():
-            logp_nV = plan.log_softmax(hidden_NH[part], factor_VH, bias_V)
+            policy = plan.policy(hidden_NH, factor_VH, bias_V, part)
             logq_nV = plan.reference_logp(part)
             pieces.append(
                 [
-                    *_columns(logp_nV, logq_nV, part, plan),
-                    *_mixture_columns(logp_nV, logq_nV, plan),
-                    *_top_columns(logp_nV, logq_nV, part, plan),
+                    *_columns(policy, logq_nV, part, plan),
+                    *_mixture_columns(policy, logq_nV, plan),
+                    *_top_columns(policy.logp_nV, logq_nV, part, plan),
                 ]
             )
         # Joined at the end: all columns together are small beside the logits of one chunk.
@@ -236,14 +288,17 @@ class _HeadColumns(torch.autograd.Function):
         if plan.wanted.kl:
             kl_N = columns[plan.columns.index("kl")]
         # With several chunks they are computed again: to keep them all would be [N, V] after all.
-        kept_logp_nV = kept_logq_nV = None
-        if plan.is_one_chunk:
-            kept_logp_nV = logp_nV
+        stored_logp_nV = stored_logq_nV = stored_never = None
+        if plan.is_one_chunk and policy is not None:
+            stored_logp_nV = policy.logp_nV
+            stored_never = policy.never
             if plan.wanted.kl or plan.wanted.forward_kl or plan.wanted.mixtures:
-                kept_logq_nV = logq_nV
+                stored_logq_nV = logq_nV
         ctx.plan = plan
         top_ids = top_columns[2::3]
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, kl_N, kept_logp_nV, kept_logq_nV, *top_ids)
+        ctx.save_for_backward(
+            hidden_NH, weight_VH, bias_V, kl_N, stored_logp_nV, stored_logq_nV, stored_never, *top_ids
+        )
         return tuple(columns)
 
     @staticmethod
@@ -255,7 +310,7 @@ class _HeadColumns(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        hidden_NH, weight_VH, bias_V, kl_N, logp_nV, logq_nV, *top_ids = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, kl_N, logp_nV, logq_nV, never, *top_ids = ctx.saved_tensors
         plan: _Plan = ctx.plan
         column_gradients = {}
         for name, gradient_N in zip(plan.columns, gradients, strict=False):
@@ -269,7 +324,7 @@ class _HeadColumns(torch.autograd.Function):
             return None, None, None, None
         # The log-prob of the sampled token has a gradient by p alone.
         reads_reference = any(name != "logp" for name in column_gradients)
-        chunk_was_kept = logp_nV is not None
+        chunk_was_stored = logp_nV is not None
 
         sums = _GradientSums(
             hidden_NH,
@@ -279,15 +334,17 @@ class _HeadColumns(torch.autograd.Function):
             needed=ctx.needs_input_grad,
         )
         for part in plan.chunks():
-            if not chunk_was_kept:
-                logp_nV = plan.log_softmax(hidden_NH[part], sums.factor_VH, bias_V)
+            if not chunk_was_stored:
+                policy = plan.policy(hidden_NH, sums.factor_VH, bias_V, part)
+                logp_nV = policy.logp_nV
+                never = policy.never
                 logq_nV = None
                 if reads_reference:
                     logq_nV = plan.reference_logp(part)
             kl_n = None
             if kl_N is not None:
                 kl_n = kl_N[part]
-            chunk = _Chunk(logp_nV=logp_nV, logq_nV=logq_nV, kl_n=kl_n, ids_n=plan.ids_N[part])
+            chunk = _Chunk(logp_nV=logp_nV, never=never, logq_nV=logq_nV, kl_n=kl_n, ids_n=plan.ids_N[part])
             grad_nV = _logits_gradient(
                 chunk,
                 plan,
@@ -363,6 +420,7 @@ class _Chunk:
     """The distributions of one chunk of rows. ``logq_nV`` and ``kl_n`` are needed where a KL has a gradient."""
 
     logp_nV: Tensor
+    never: Tensor | None
     logq_nV: Any
     kl_n: Any
     ids_n: Tensor
@@ -405,7 +463,7 @@ def _logits_gradient(
         grad_nV *= p_factor_n[:, None]
     else:
         grad_nV *= (logp_nV - logq_nV).mul_(kl_grad_n[:, None]).add_(p_factor_n[:, None])
-        grad_nV = _zero_where(grad_nV, plan.never_V)
+        grad_nV = _zero_where(grad_nV, chunk.never)
 
     # - g q of KL(q || p).
     if forward_grad_n is not None:
@@ -450,7 +508,7 @@ def _p_above_mixture(chunk: _Chunk, plan: _Plan, reference_share: float) -> Tens
     """``p (log p - log m - KL(p || m))`` ``[n, V]`` for the mixture m that has ``reference_share`` of q."""
     p_nV = chunk.logp_nV.exp()
     # 0 times -inf would be NaN where a token has probability 0.
-    finite_logp_nV = _finite_where(chunk.logp_nV, plan.never_V)
+    finite_logp_nV = _finite_where(chunk.logp_nV, chunk.never)
     finite_logq_nV = _finite_where(chunk.logq_nV, plan.reference_never_V)
     above_nV = above_mixture(finite_logp_nV, finite_logq_nV, reference_share)
     # KL(p || m) is the mean under p of log p - log m.
@@ -458,14 +516,15 @@ def _p_above_mixture(chunk: _Chunk, plan: _Plan, reference_share: float) -> Tens
     return p_nV.mul_(above_nV)
 
 
-def _columns(logp_nV: Tensor, logq_nV: Any, part: slice, plan: _Plan) -> list[Tensor]:
+def _columns(policy: _Policy, logq_nV: Any, part: slice, plan: _Plan) -> list[Tensor]:
     """Columns ``[n]`` of one chunk. A KL is zero bit by bit where both distributions are the same."""
     wanted = plan.wanted
+    logp_nV = policy.logp_nV
     columns = [logp_nV.gather(1, plan.ids_N[part, None])[:, 0]]
     if wanted.kl:
         # sum of p (log p - log q)
         terms_nV = logp_nV.exp().mul_(logp_nV - logq_nV)
-        columns.append(_zero_where(terms_nV, plan.never_V).sum(1))
+        columns.append(_zero_where(terms_nV, policy.never).sum(1))
     if wanted.forward_kl:
         # sum of q (log q - log p); + 0.0 because minus a sum of zeros is -0.0
         terms_nV = logq_nV.exp().mul_(logp_nV - logq_nV)
@@ -473,22 +532,26 @@ def _columns(logp_nV: Tensor, logq_nV: Any, part: slice, plan: _Plan) -> list[Te
     if wanted.entropy:
         # - sum of p log p
         terms_nV = logp_nV.exp().mul_(logp_nV)
-        columns.append(-_zero_where(terms_nV, plan.never_V).sum(1))
+        columns.append(-_zero_where(terms_nV, policy.never).sum(1))
     if wanted.total_variation:
         # sum of |p - q| / 2
         columns.append(0.5 * logp_nV.exp().sub_(logq_nV.exp()).abs_().sum(1))
     if wanted.certainty:
-        columns.append(certainty(_finite_where(logp_nV, plan.never_V)))
+        columns.append(certainty(_finite_where(logp_nV, policy.never)))
     if wanted.reference_certainty:
         columns.append(certainty(_finite_where(logq_nV, plan.reference_never_V)))
+    if wanted.log_kept and policy.log_kept_n is not None:
+        columns.append(policy.log_kept_n)
+    if wanted.reference_log_kept:
+        columns.append(logq_nV.masked_fill(policy.never, -torch.inf).logsumexp(1))
     return columns
 
 
-def _mixture_columns(logp_nV: Tensor, logq_nV: Any, plan: _Plan) -> list[Tensor]:
+def _mixture_columns(policy: _Policy, logq_nV: Any, plan: _Plan) -> list[Tensor]:
     """The Jensen-Shannon divergences ``[n]`` of one chunk, one for each share of the reference."""
     if not plan.wanted.mixtures:
         return []
-    finite_logp_nV = _finite_where(logp_nV, plan.never_V)
+    finite_logp_nV = _finite_where(policy.logp_nV, policy.never)
     finite_logq_nV = _finite_where(logq_nV, plan.reference_never_V)
     return [jensen_shannon(finite_logp_nV, finite_logq_nV, share) for share in plan.wanted.mixtures]
 

@@ -25,7 +25,7 @@ from kl_comedy.models.head import HeadSettings, ReferenceHead, column_names, hea
 from kl_comedy.models.introspection import decoder_body, head_dtype, head_weights, run_inside_fsdp_forward
 from kl_comedy.models.types import PassOptions, ReferencePass, TokenPass, Wanted
 from kl_comedy.models.weights import full_tensor
-from kl_comedy.records import ModelRows
+from kl_comedy.records import KeptSets, ModelRows
 
 LOGP_ALONE = Wanted()
 """What a pass computes where nothing but log-probs is needed."""
@@ -44,6 +44,7 @@ def token_pass(
     rows: ModelRows | None = None,
     reference: ReferencePass | None = None,
     sampler_top: tuple[Tensor, Tensor] | None = None,
+    kept: KeptSets | None = None,
 ) -> TokenPass:
     """Pass ``model`` over prompts and completions; see :class:`TokenPass` for the result.
 
@@ -52,8 +53,9 @@ def token_pass(
     What is ``wanted`` against a reference needs its ``reference`` pass over the same batch, at the same temperature and
     with the same ``share_prompt``. With equal weights every divergence is then exactly 0.0, because both sides run the
     same operations. ``sampler_top``: ids and log-probs ``[B, T, K]`` of the sampler's likeliest tokens, for requests of
-    them; its log-probs are then in the place of the reference's. Raises :class:`ValueError` on shapes, padding sides or
-    a reference that does not fit.
+    them; its log-probs are then in the place of the reference's. ``kept``: the tokens over which the policy is
+    renormalized, for each of ``mask_BT`` in reading order. Raises :class:`ValueError` on shapes, padding sides, or a
+    reference or kept sets that do not fit.
     """
     if real_BT is None:
         real_BT = mask_BT
@@ -100,6 +102,7 @@ def token_pass(
             reference=reference_head,
             likeliest=likeliest,
             sampler_top=sampler_top_NK,
+            kept=kept,
         )
         # A gradient that nobody reads would keep the graph of the whole body alive.
         if not wanted.hidden_gradient:
@@ -136,6 +139,8 @@ def _token_pass_of(
         total_variation_BT=columns_BT.get("total_variation"),
         certainty_BT=columns_BT.get("certainty"),
         reference_certainty_BT=columns_BT.get("reference_certainty"),
+        log_kept_BT=columns_BT.get("log_kept"),
+        reference_log_kept_BT=columns_BT.get("reference_log_kept"),
         hidden_NH=hidden_NH,
         mixture=mixture,
         top=top,

@@ -63,6 +63,8 @@ class Wanted:
     total_variation: bool = False
     certainty: bool = False
     reference_certainty: bool = False
+    log_kept: bool = False
+    reference_log_kept: bool = False
     mixtures: tuple[float, ...] = ()
     """Shares of the reference in the mixture, one Jensen-Shannon divergence each."""
     top: tuple[TopRequest, ...] = ()
@@ -75,13 +77,29 @@ class Wanted:
     def quantities(self) -> list[str]:
         """The names of the requested quantities, in the order of their columns."""
         # The order of the head's columns: forward, backward and their names all go by it.
-        names = ("kl", "forward_kl", "entropy", "total_variation", "certainty", "reference_certainty")
+        names = (
+            "kl",
+            "forward_kl",
+            "entropy",
+            "total_variation",
+            "certainty",
+            "reference_certainty",
+            "log_kept",
+            "reference_log_kept",
+        )
         return [name for name in names if getattr(self, name)]
 
     @property
     def compares_vocabularies(self) -> bool:
         """Whether something needs the reference's probability of every token."""
-        return self.kl or self.forward_kl or self.total_variation or self.reference_certainty or bool(self.mixtures)
+        return (
+            self.kl
+            or self.forward_kl
+            or self.total_variation
+            or self.reference_certainty
+            or self.reference_log_kept
+            or bool(self.mixtures)
+        )
 
     @property
     def compares_top(self) -> bool:
@@ -115,6 +133,10 @@ class TokenPass:
     ``entropy_BT`` entropy of the next-token distribution; detached: it is a metric here.
     ``total_variation_BT`` total variation ``sum |pi - ref| / 2`` of the next-token distributions, in [0, 1]; detached.
     ``certainty_BT``, ``reference_certainty_BT``: ``1 - H / log V`` of the next-token distribution; detached.
+    ``log_kept_BT``, ``reference_log_kept_BT``: the log of the mass (nats) that the whole next-token distribution has on
+    the tokens that truncated sampling kept; detached. Every other quantity is then of the policy renormalized over
+    these, against the whole reference: ``KL(pi || ref)`` is at least ``-reference_log_kept``, ``KL(ref || pi)``
+    infinite.
     ``hidden_NH`` hidden state before each masked token, row by row; detached unless its gradient was asked for.
     ``top`` by request (``k``, and whose likeliest tokens): the :class:`TopTokens` of each prefix.
     """
@@ -127,5 +149,7 @@ class TokenPass:
     hidden_NH: Tensor | None
     certainty_BT: Tensor | None = None
     reference_certainty_BT: Tensor | None = None
+    log_kept_BT: Tensor | None = None
+    reference_log_kept_BT: Tensor | None = None
     mixture: Mapping[float, Tensor] = field(default_factory=dict)
     top: Mapping[TopRequest, TopTokens] = field(default_factory=dict)

@@ -27,7 +27,8 @@ class Sampling:
 
     Temperature 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. A completion ends after the token that
     completes one of the ``stop`` strings. ``top_logps``: of how many of its likeliest tokens each rollout has the
-    log-probs, at each token. Raises :class:`UserError` for a value out of range.
+    log-probs, at each token. ``records_kept``: whether each rollout has the sets of tokens that the truncation kept.
+    Raises :class:`UserError` for a value out of range.
     """
 
     temperature: float
@@ -37,6 +38,7 @@ class Sampling:
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     top_logps: int = 0
+    records_kept: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -56,14 +58,19 @@ class Sampling:
 
 
 def sampling_from(config: RolloutConfig, *, top_logps: int = 0) -> Sampling:
-    """How training samples: from the whole distribution, or the policy that is differentiated would be another one.
+    """How training samples. What ``rollout.truncation`` keeps is recorded, because the learner renormalizes over it.
 
     ``top_logps``: as in :class:`Sampling`. Raises :class:`UserError` for a value out of range.
     """
+    truncation = config.truncation
     try:
         return Sampling(
             temperature=config.temperature,
             max_new_tokens=config.max_new_tokens,
+            top_p=truncation.top_p,
+            top_k=truncation.top_k,
+            min_p=truncation.min_p,
+            records_kept=truncation.is_on,
             stop=tuple(config.stop),
             top_logps=top_logps,
         )

@@ -249,6 +249,8 @@ class Completion:
     stop_reason: str = "length"
     top: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Ids and log-probs ``[K]`` of the likeliest tokens before each token, where the sampling asks for them."""
+    kept: list[Tensor] = field(default_factory=list)
+    """Ids of the tokens that the truncation kept at each token, where the sampling records them."""
 
 
 class Draws:
@@ -266,6 +268,7 @@ class Draws:
         self.device = uniform_BT.device
         self._greedy = sampling.temperature == 0
         self._top_logps = sampling.top_logps
+        self._records_kept = sampling.records_kept
         self._warpers = warpers(sampling)
         self._uniform_BT = uniform_BT
         self._stops = stops
@@ -288,12 +291,17 @@ class Draws:
             top = logp_BV.topk(min(self._top_logps, logp_BV.shape[1]), dim=1)
             top_logp_BK = top.values.cpu()
             top_ids_BK = top.indices.int().cpu()
+        kept = None
+        if self._records_kept:
+            kept = _kept(scores_BV)
         for position, (row, token, logp) in enumerate(zip(rows, chosen_B.tolist(), logps, strict=True)):
             if self.ended[row]:
                 continue
             completion = self.completions[row]
             if self._top_logps:
                 completion.top.append((top_ids_BK[position], top_logp_BK[position]))
+            if kept is not None:
+                completion.kept.append(kept[position])
             completion.ids.append(token)
             completion.logps.append(logp)
             completion.versions.append(version)
@@ -304,6 +312,13 @@ class Draws:
                 completion.stop_reason = "stop"
             self.ended[row] = completion.stop_reason != "length"
         return chosen_B
+
+
+def _kept(scores_BV: Tensor) -> tuple[Tensor, ...]:
+    """The ids that each row may draw: those that no truncation gave the score -inf."""
+    kept_BV = ~torch.isneginf(scores_BV)
+    ids_M = kept_BV.nonzero()[:, 1].int().cpu()
+    return ids_M.split(kept_BV.sum(-1).tolist())
 
 
 def decode(

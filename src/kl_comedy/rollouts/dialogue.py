@@ -25,7 +25,7 @@ from torch import Tensor
 from kl_comedy.config.schema import EnvironmentConfig
 from kl_comedy.errors import RunFailed
 from kl_comedy.models import LoadedModel
-from kl_comedy.records import FOREIGN_VERSION, Problem, Prompt, Rollout, Step
+from kl_comedy.records import FOREIGN_VERSION, KeptSets, Problem, Prompt, Rollout, Step
 from kl_comedy.registry import ENVIRONMENTS
 from kl_comedy.rewards.environments import Answers
 from kl_comedy.rewards.pool import Failure, Turn
@@ -204,6 +204,7 @@ class _Open:
         self._versions: list[int] = []
         self._trained: list[bool] = []
         self._tops: list[tuple[Tensor, Tensor]] = []
+        self._kept: list[KeptSets] = []
         # A dialogue in which no step gives a part has 0 of it.
         self._parts = dict.fromkeys(parts, 0.0)
         self.add_turn(first_turn)
@@ -218,6 +219,8 @@ class _Open:
         self._trained += [True] * len(rollout.completion_ids)
         if rollout.sampler_top is not None:
             self._tops.append(rollout.sampler_top)
+        if rollout.kept is not None:
+            self._kept.append(rollout.kept)
 
     def take(self, step: Step) -> None:
         """Take state and parts of an answer."""
@@ -257,6 +260,9 @@ class _Open:
         sampler_top = None
         if self._tops:
             sampler_top = (torch.cat([ids for ids, _ in self._tops]), torch.cat([logps for _, logps in self._tops]))
+        kept = None
+        if self._kept:
+            kept = KeptSets(*(torch.cat(parts) for parts in zip(*self._kept, strict=True)))
         return Rollout(
             prompt=self.prompt,
             group_id=self._group_id,
@@ -269,6 +275,7 @@ class _Open:
             restarts=tuple(self._restarts),
             parts=dict(self._parts),
             sampler_top=sampler_top,
+            kept=kept,
         )
 
 

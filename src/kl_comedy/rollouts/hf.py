@@ -25,7 +25,7 @@ from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.attention import use_layout_attention
 from kl_comedy.phases import phase
-from kl_comedy.records import Capabilities, Prompt, Rollout
+from kl_comedy.records import Capabilities, KeptSets, Prompt, Rollout
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.base import RolloutBackend, Sampling
 from kl_comedy.rollouts.decoding import Completion, Draws, StopStrings, decode, generate, generation_config
@@ -48,7 +48,7 @@ class HFOptions:
     "hf",
     source="transformers models, own loop",
     summary="In-process sampling from the policy itself.",
-    capabilities=Capabilities(draws_parts=True, updates_between_tokens=True, gives_top_logps=True),
+    capabilities=Capabilities(draws_parts=True, updates_between_tokens=True, gives_top_logps=True, gives_kept=True),
     options=HFOptions,
 )
 def build_hf(config: RolloutConfig, *, loaded: LoadedModel) -> RolloutBackend:
@@ -196,6 +196,10 @@ class Converter:
         if completion.top:
             ids_TK, logp_TK = (torch.stack(rows_TK) for rows_TK in zip(*completion.top, strict=True))
             sampler_top = (ids_TK, logp_TK)
+        kept = None
+        if completion.kept:
+            sizes_N = torch.tensor([len(ids_K) for ids_K in completion.kept], dtype=torch.int32)
+            kept = KeptSets(sizes_N, torch.cat(completion.kept))
         return Rollout(
             prompt=prompt,
             group_id=group,
@@ -205,6 +209,7 @@ class Converter:
             stop_reason=completion.stop_reason,
             text=self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
             sampler_top=sampler_top,
+            kept=kept,
         )
 
 

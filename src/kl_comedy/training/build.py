@@ -166,7 +166,7 @@ def warn_about(run: Run) -> None:
     off_policy = is_off_policy(run.config)
     warnings: list[str] = []
     for term in run.terms.values():
-        warnings += term_warnings(term, off_policy=off_policy)
+        warnings += term_warnings(term, off_policy=off_policy, truncated=run.config.rollout.truncation.is_on)
     if run.terms and all(term.beta == 0 for term in run.terms.values()):
         warnings = ["no KL of this run acts: every beta is 0, so that it is measured only"]
     elif idle_terms(run.terms.values(), off_policy=off_policy):

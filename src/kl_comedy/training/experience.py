@@ -21,7 +21,7 @@ from kl_comedy.config import Config
 from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.data import PromptOrder
 from kl_comedy.phases import phase
-from kl_comedy.records import Prompt, Reward, Rollout, Scored
+from kl_comedy.records import KeptSets, Prompt, Reward, Rollout, Scored
 from kl_comedy.rewards import Scorer
 from kl_comedy.rollouts import ReplayRollouts, sampling_from
 from kl_comedy.training.distributed import Ranks
@@ -86,6 +86,8 @@ class TrainingPrompts:
                 ],
                 "environment": dict(row.rollout.parts),
                 "sampler_top": row.rollout.sampler_top,
+                # A plain tuple: a checkpoint is read without classes of ours.
+                "kept": None if row.rollout.kept is None else tuple(row.rollout.kept),
                 "value": row.reward.value,
                 "status": row.reward.status,
                 "parts": dict(row.reward.parts),
@@ -109,6 +111,7 @@ class TrainingPrompts:
                 restarts=tuple((start, tuple(context.tolist())) for start, context in state["restarts"]),
                 parts=state["environment"],
                 sampler_top=state["sampler_top"],
+                kept=None if state["kept"] is None else KeptSets(*state["kept"]),
             )
             reward = Reward(value=state["value"], status=state["status"], parts=state["parts"])
             rows.append(Scored(rollout=rollout, reward=reward))

@@ -418,6 +418,7 @@ def _micro_batch(
         weight_B=weight_B,
         group_B=update.group_B[packed.positions],
         sampler_top=packed.sampler_top,
+        kept=packed.kept,
     )
     return MicroBatch(
         experience=experience,

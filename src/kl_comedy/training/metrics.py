@@ -150,6 +150,7 @@ def accumulate_micro_batch(
     tokens = float(mask_BT.sum())
     log_ratio_BT = torch.where(mask_BT, logp_BT - experience.ref_logp_BT, 0.0)
     accumulate_divergence(metrics, mask_BT, policy, log_ratio_BT)
+    accumulate_kept(metrics, policy, mask_BT)
     accumulate_behaviour(metrics, experience, logp_BT, version)
     accumulate_policy(metrics, result.policy, mask_BT)
     log_probs = {"logp_BT": logp_BT, "behaviour_logp_BT": experience.behaviour_logp_BT, "mask_BT": mask_BT}
@@ -244,6 +245,19 @@ def accumulate_divergence(
             metrics.add(f"kl_error/{name}_sequence", error_BT.sum(), rows)
             metrics.add(f"kl_error/{name}_token_rms", error_BT.square().sum(), tokens, reduction="root_mean_square")
             metrics.add(f"kl_error/{name}_sequence_rms", error_B.square().sum(), rows, reduction="root_mean_square")
+
+
+def accumulate_kept(metrics: MetricAccumulator, policy: TokenPass, mask_BT: Tensor) -> None:
+    """The mass that truncated sampling kept, under the policy, and what it alone adds to the KL to the reference.
+
+    With S the kept tokens, ``KL(pi_S || ref) = KL(pi_S || ref_S) - log ref(S)``. A learner that did not renormalize
+    would have the kept mass as the mean of its ratios on fresh samples.
+    """
+    tokens = float(mask_BT.sum())
+    if policy.log_kept_BT is not None:
+        metrics.add("policy/kept_mass", policy.log_kept_BT[mask_BT].double().exp().sum(), tokens)
+    if policy.reference_log_kept_BT is not None:
+        metrics.add("kl/truncation_token", -policy.reference_log_kept_BT[mask_BT].double().sum(), tokens)
 
 
 def accumulate_behaviour(metrics: MetricAccumulator, experience: Experience, logp_BT: Tensor, version: int) -> None:
@@ -499,7 +513,8 @@ def completion_metrics(
     """A function from completions to their means of KL, total variation and entropy; None where ``eval.kl`` is off.
 
     Without a reference, entropy only. All ranks call it. Both distributions are taken at ``rollout.temperature``, as in
-    training. k1, k2 and k3 are about the policy that sampled the tokens: only where evaluation samples at it too.
+    training, of the whole vocabulary. k1, k2 and k3 are about the policy that sampled the tokens: only where evaluation
+    samples at it too, and does not truncate.
     """
     if not config.eval.kl:
         return None
@@ -507,7 +522,7 @@ def completion_metrics(
     options = pass_options(config, loaded)
     has_reference = reference is not None
     wanted = Wanted(entropy=True, kl=has_reference, forward_kl=has_reference, total_variation=has_reference)
-    samples_this_policy = config.eval.temperature == config.rollout.temperature
+    samples_this_policy = config.eval.temperature == config.rollout.temperature and not config.eval.sampling.is_on
 
     @torch.no_grad()
     def measure(rows: Sequence[Scored]) -> dict[str, float]:

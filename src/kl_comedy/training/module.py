@@ -412,6 +412,8 @@ class PolicyModule(lightning.LightningModule):
     def _check_kl_at_start(self) -> None:
         """Raise :class:`RunFailed` where the initial reference is not the policy before its first update."""
         kl_at_start = self.last_metrics.get("kl/exact_reverse_token", 0.0)
+        # What is left of the KL where the whole distributions are equal.
+        kl_at_start -= self.last_metrics.get("kl/truncation_token", 0.0)
         in_16_bit = self.config.train.precision == "bf16" or self.config.model.dtype != "float32"
         tolerance = KL_AT_START_TOLERANCE_16_BIT if in_16_bit else KL_AT_START_TOLERANCE
         if abs(kl_at_start) > tolerance:
@@ -487,9 +489,13 @@ class PolicyModule(lightning.LightningModule):
     ) -> TokenPass:
         """The policy pass, with the exact KLs that ``terms`` (or the metrics) need."""
         needs = {name for term in terms for name in term.reads}
+        is_truncated = inputs.get("kept") is not None
         wanted = Wanted(
             kl=measure or "exact_reverse" in needs,
-            forward_kl=measure or "exact_forward" in needs,
+            # Infinite where the policy leaves out tokens that the reference draws.
+            forward_kl=(measure and not is_truncated) or "exact_forward" in needs,
+            log_kept=is_truncated,
+            reference_log_kept=measure and is_truncated,
             certainty=any(term.weight == "policy" for term in terms),
             reference_certainty=any(term.weight == "reference" for term in terms),
             mixtures=tuple(sorted({term.mixture for term in terms if term.mixture is not None})),

@@ -43,7 +43,7 @@ def record_old_policy(
     bootstrap = value_head is not None and algorithm.value.bootstrap_truncated
     recorded: dict[int, OldPolicyRow] = {}
     for packed in packer.micro_batches(rows):
-        inputs = model_inputs(packed)
+        inputs = {**model_inputs(packed), "kept": packed.kept}
         if bootstrap:
             rows_per_rollout = [len(rows[position].rollout.rows) for position in packed.positions]
             inputs = _with_a_token_more(packed, rows_per_rollout, packer.pad_id)

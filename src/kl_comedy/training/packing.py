@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from kl_comedy.config import Config
 from kl_comedy.models import LoadedModel, PassOptions
 from kl_comedy.models.introspection import head_chunk, microbatch_tokens
-from kl_comedy.records import Experience, ModelRows, Rollout, Scored
+from kl_comedy.records import Experience, KeptSets, ModelRows, Rollout, Scored
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 
 
@@ -44,6 +44,9 @@ class Packed:
     policy_version_BT: Tensor
     sampler_top: tuple[Tensor, Tensor] | None = None
     """Ids and log-probs ``[B, T, K]`` of the sampler's likeliest tokens; None where no term reads them."""
+    kept: KeptSets | None = None
+    """The sets that truncated sampling kept, of the tokens of ``mask_BT`` in reading order; None where it did not
+    truncate."""
     rows: ModelRows | None = None
     """What the model reads where a rollout has several rows, all of which are here; None where none has."""
 
@@ -55,8 +58,8 @@ def model_inputs(batch: Packed | Experience) -> dict[str, Any]:
 
 
 def policy_inputs(batch: Packed | Experience) -> dict[str, Any]:
-    """The arguments of a policy's pass: those of a reference's, and the sampler's likeliest tokens."""
-    return {**model_inputs(batch), "sampler_top": batch.sampler_top}
+    """The arguments of a policy's pass: those of a reference's, and what the sampler says of its distributions."""
+    return {**model_inputs(batch), "sampler_top": batch.sampler_top, "kept": batch.kept}
 
 
 def pass_options(config: Config, loaded: LoadedModel) -> PassOptions:
@@ -123,6 +126,7 @@ class Packer:
             behaviour_logp_BT=self._padded_right([rollout.logps for rollout in rollouts], width_T, 0.0).float(),
             policy_version_BT=self._padded_right([rollout.versions for rollout in rollouts], width_T, 0),
             sampler_top=self._sampler_top(rollouts),
+            kept=self._kept(rollouts),
             rows=self._model_rows(rollouts),
         )
 
@@ -159,6 +163,15 @@ class Packer:
         ids_BTK = pad_sequence(ids, batch_first=True)
         logp_BTK = pad_sequence(logps, batch_first=True)
         return ids_BTK.to(self.device), logp_BTK.to(self.device)
+
+    def _kept(self, rollouts: Sequence[Rollout]) -> KeptSets | None:
+        kept = [rollout.kept for rollout in rollouts if rollout.kept is not None]
+        if not kept:
+            return None
+        if len(kept) < len(rollouts):
+            raise ValueError(f"{len(kept)} of {len(rollouts)} rollouts have the sets that truncated sampling kept")
+        sizes_N, ids_M = (torch.cat(parts).to(self.device).long() for parts in zip(*kept, strict=True))
+        return KeptSets(sizes_N, ids_M)
 
     def _padded_left(self, rows: Sequence[Sequence[Any]], width: int, fill: Any) -> Tensor:
         return torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows], device=self.device)

@@ -10,13 +10,15 @@ Contradictions inside one KL term are in :mod:`kl_comedy.kl.term_rules`; those o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from kl_comedy.config import AlgorithmConfig, Config
 from kl_comedy.config.schema import SHARDED, TeacherConfig, ValueConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import KLTerm
+from kl_comedy.kl.beta import BetaTarget
 from kl_comedy.kl.term import REFERENCES
+from kl_comedy.registry import ESTIMATORS
 from kl_comedy.rollouts.sampler import capabilities_of, sampler_name
 from kl_comedy.training.loss import uses_critic
 
@@ -224,6 +226,68 @@ def own_credit_before_gae(settings: TrainingSettings) -> UserError | None:
     return None
 
 
+# --- truncated sampling ---------------------------------------------------------------------------------------------
+
+
+def truncation_without_kept_sets(settings: TrainingSettings) -> UserError | None:
+    truncation = settings.config.rollout.truncation
+    name = sampler_name(settings.config)
+    if not truncation.is_on or capabilities_of(name).gives_kept:
+        return None
+    reason = f"{name} does not say which tokens it kept, and without these the policy cannot be renormalized"
+    return bad_value("rollout.truncation", asdict(truncation), f"off with the sampler {name}", reason)
+
+
+def term_of_what_truncation_leaves_out(settings: TrainingSettings) -> UserError | None:
+    if not settings.config.rollout.truncation.is_on:
+        return None
+    for position, term in enumerate(settings.terms):
+        key = f"kl.{position}"
+        reason = f"with rollout.truncation {term.label()} would read tokens that the policy never draws"
+        # Allowed is what an estimator claims of a renormalized policy and a whole reference. A forward KL is infinite
+        # there, and a list of top tokens has some that the policy never draws.
+        allowed = [entry.name for entry in ESTIMATORS if "claims_truncated" in entry.facts]
+        if term.estimator not in allowed:
+            return bad_value(f"{key}.estimator", term.estimator, allowed, reason)
+        if term.weight != "none":
+            return bad_value(f"{key}.weight", term.weight, "none", reason)
+        if term.score_centring is not None:
+            return bad_value(f"{key}.score_centring", term.score_centring, "null", reason)
+        if isinstance(term.beta, BetaTarget):
+            reason = "with rollout.truncation the KL has a part that no beta takes away (kl/truncation_token)"
+            return bad_value(f"{key}.beta", asdict(term.beta), "a number or a schedule", reason)
+    return None
+
+
+def setting_that_does_not_know_kept_sets(settings: TrainingSettings) -> UserError | None:
+    config = settings.config
+    if not config.rollout.truncation.is_on:
+        return None
+    settings_at_fault: tuple[tuple[str, object, object, str, str], ...] = (
+        (
+            "algorithm.dpo",
+            config.algorithm.dpo and asdict(config.algorithm.dpo),
+            None,
+            "null",
+            "its implicit reward is of the whole policy",
+        ),
+        (
+            "algorithm.value.bootstrap_truncated",
+            config.algorithm.value.bootstrap_truncated,
+            False,
+            "false",
+            "the token after the last one has no kept set",
+        ),
+        ("reference.max_kl", config.reference.max_kl, None, "null", "the KL to a whole reference is never 0"),
+        ("audit.every", config.audit.every, 0, "0", "its targets are of the whole policy"),
+        ("train.record_rollouts", config.train.record_rollouts, "none", "none", "a recording has no kept sets"),
+    )
+    for key, value, default, allowed, reason in settings_at_fault:
+        if value != default:
+            return bad_value(key, value, f"{allowed} with rollout.truncation", reason)
+    return None
+
+
 # --- DPO ------------------------------------------------------------------------------------------------------------
 
 
@@ -271,6 +335,9 @@ RULES: tuple[Callable[[TrainingSettings], UserError | None], ...] = (
     own_baseline_without_group,
     score_centring_without_top_logps,
     own_credit_before_gae,
+    truncation_without_kept_sets,
+    term_of_what_truncation_leaves_out,
+    setting_that_does_not_know_kept_sets,
     setting_unused_by_dpo,
     ess_scaling_of_dpo,
     terms_beside_dpo,

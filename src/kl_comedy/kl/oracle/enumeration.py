@@ -354,6 +354,9 @@ class InstanceSettings:
     temperature: float = 1.0
     top_p: float = 1.0
     """Temperature and nucleus of the sampler's distribution; policy and reference have neither."""
+    renormalized: bool = False
+    """Whether the policy is renormalized over the tokens that the sampler's nucleus kept, as a learner does that knows
+    them. The reference is whole."""
     records: str = "drawn"
     """The log-probs that the sampler records: ``drawn``, of the distribution it draws from, or ``raw``, of the one
     before
@@ -393,6 +396,8 @@ class Instance:
     """The policy at the batch's first use; None where that is the policy itself."""
     environment: Environment | None = None
     """Who writes a part of the tokens; None where the policy writes all."""
+    kept_NV: Tensor | None = None
+    """The tokens over which the policy is renormalized, constant in its parameters; None for all."""
 
     @classmethod
     def random(cls, tree: Tree, settings: InstanceSettings) -> Instance:
@@ -430,6 +435,9 @@ class Instance:
             is_late_N1 = (tree.depth_N >= (tree.length + 1) // 2)[:, None]
             sampler_NV = torch.where(is_late_N1, later_NV, stale_NV)
         drawn_NV = nucleus(prefix_log_probs(sampler_NV / settings.temperature), settings.top_p)
+        kept_NV = None
+        if settings.renormalized:
+            kept_NV = drawn_NV > IMPOSSIBLE / 2
         recorded_NV = drawn_NV
         if settings.records == "raw":
             recorded_NV = prefix_log_probs(sampler_NV)
@@ -441,13 +449,25 @@ class Instance:
             sampler_logp_NV=drawn_NV,
             recorded_logp_NV=recorded_NV,
             reward_N2=torch.rand(n, 2, generator=generator, dtype=torch.float64).round(),
+            kept_NV=kept_NV,
         )
 
     def policy_logp(self, theta_D: Tensor | None = None) -> Tensor:
         """The policy's next-token log-probs ``[N, V]``, at other parameters where given; differentiable."""
         if theta_D is None:
             theta_D = self.theta_D
-        return prefix_log_probs(_logits(self.features_NVD, theta_D, self.tree.prefixes, self.tree.vocabulary))
+        logits_NV = _logits(self.features_NVD, theta_D, self.tree.prefixes, self.tree.vocabulary)
+        if self.kept_NV is not None:
+            logits_NV = torch.where(self.kept_NV, logits_NV, IMPOSSIBLE)
+        return prefix_log_probs(logits_NV)
+
+    @property
+    def ref_kept_NV(self) -> Tensor:
+        """The reference's probabilities, 0 at tokens that the policy never draws: what a forward KL sums over."""
+        ref_NV = self.ref_logp_NV.exp()
+        if self.kept_NV is None:
+            return ref_NV
+        return torch.where(self.kept_NV, ref_NV, 0.0)
 
     def at_a_later_update(self, share: float) -> Instance:
         """The same batch some updates later; at its first use the policy was ``share`` of the way from the sampler."""
@@ -479,11 +499,14 @@ class Instance:
     # Cached: every loss on every chunk reads them, and the instance is frozen.
     @cached_property
     def kl_N(self) -> tuple[Tensor, Tensor]:
-        """Exact ``KL(pi || ref)`` and ``KL(ref || pi)`` of the next token at each prefix (nats)."""
+        """Exact ``KL(pi || ref)`` and ``KL(ref || pi)`` of the next token at each prefix (nats).
+
+        The latter over the kept tokens alone, where there are any: of all it is infinite.
+        """
         logp_NV = self.policy_logp()
         log_ratio_NV = logp_NV - self.ref_logp_NV
         reverse_N = (logp_NV.exp() * log_ratio_NV).sum(-1)
-        forward_N = -(self.ref_logp_NV.exp() * log_ratio_NV).sum(-1)
+        forward_N = -(self.ref_kept_NV * log_ratio_NV).sum(-1)
         return reverse_N, forward_N
 
     def rows(self, completions: Completions, group_size: int = 1) -> Rows:

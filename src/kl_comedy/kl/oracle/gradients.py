@@ -251,7 +251,7 @@ class ScoreTables:
         log_ratio_NV = logp_NV - instance.ref_logp_NV
         self.reverse_ND = torch.einsum("nv,nvd->nd", self.p_NV * log_ratio_NV, self.score_NVD)
         # d KL(ref || pi) = -sum_v ref_v d log p_v
-        self.forward_ND = -torch.einsum("nv,nvd->nd", instance.ref_logp_NV.exp(), self.score_NVD)
+        self.forward_ND = -torch.einsum("nv,nvd->nd", instance.ref_kept_NV, self.score_NVD)
 
     def gradient_at(self, completions: Completions) -> Gradient:
         """The chain rule at the prefixes of some completions."""
@@ -282,7 +282,10 @@ class TabularScores:
         reverse_N, _ = instance.kl_N
         # By the logit of v, d KL(pi || ref) = p_v (l_v - KL) and d KL(ref || pi) = p_v - ref_v.
         self.reverse_NV = self.p_NV * (logp_NV - instance.ref_logp_NV - reverse_N[:, None])
-        self.forward_NV = self.p_NV - instance.ref_logp_NV.exp()
+        self.forward_NV = self.p_NV - instance.ref_kept_NV
+        if instance.kept_NV is not None:
+            # The reference's mass on the kept tokens is below 1.
+            self.forward_NV = instance.ref_kept_NV.sum(-1, keepdim=True) * self.p_NV - instance.ref_kept_NV
 
     def gradient_at(self, completions: Completions) -> Gradient:
         """The chain rule at the prefixes of some completions."""
@@ -416,7 +419,7 @@ def target_gradient(instance: Instance, target: str, term: KLTerm | None = None)
     else:
         # KL(ref || pi) over completions weights a prefix by the visits of the reference.
         visiting_NV = instance.ref_logp_NV
-        kl_N = -(instance.ref_logp_NV.exp() * log_ratio_NV).sum(-1)
+        kl_N = -(instance.ref_kept_NV * log_ratio_NV).sum(-1)
     if target.startswith("token"):
         visiting_NV = instance.sampler_logp_NV
 
