@@ -318,7 +318,7 @@ def _kept(scores_BV: Tensor) -> tuple[Tensor, ...]:
     """The ids that each row may draw: those that no truncation gave the score -inf."""
     kept_BV = ~torch.isneginf(scores_BV)
     ids_M = kept_BV.nonzero()[:, 1].int().cpu()
-    return ids_M.split(kept_BV.sum(-1).tolist())
+    return torch.split(ids_M, kept_BV.sum(-1).tolist())
 
 
 def decode(
