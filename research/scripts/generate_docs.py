@@ -16,7 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from doc_tables import advice, kl_terms, matrix, peers, plans, policy_terms, rollout_rows, suites, terminal
+from doc_tables import (
+    advice,
+    kl_terms,
+    matrix,
+    peers,
+    plans,
+    policy_terms,
+    rollout_rows,
+    suites,
+    terminal,
+    turn_baselines,
+)
 from doc_tables.common import ROOT, built_in, code_span, format_default, options_of, table
 
 from kl_comedy.config.schema import Config
@@ -330,7 +341,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
         "verdicts": verdicts,
         "names": names,
     },
-    "dialogues.md": rollout_rows.PARTS,
+    "dialogues.md": {**rollout_rows.PARTS, **turn_baselines.PARTS},
     "evaluation.md": suites.PARTS,
     "matrix.md": matrix.PARTS,
     "planning.md": plans.PARTS,

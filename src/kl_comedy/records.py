@@ -130,7 +130,8 @@ class Rollout:
 
     ``trained[t]`` is False at a token that an environment wrote (a tool's reply): the policy attends to it, and nothing
     else reads it. Its log-prob is 0 and its version :data:`FOREIGN_VERSION`. Empty: the policy drew every token.
-    ``parts`` are those of the reward that the environment gave, summed over the turns.
+    ``turn_ends``: how many of the rollout's tokens stand up to the end of each of the policy's turns; empty: one turn.
+    ``turn_parts``: what the environment paid for each turn, by the name of the part of the reward.
 
     ``restarts`` are the rows after the first, ``(start, context)`` of each in order: from token ``start`` on the policy
     read ``context`` in the place of the prompt and the tokens before. Reward, weight, group, age and every sum over
@@ -138,8 +139,8 @@ class Rollout:
     ``kept`` are the sets of tokens from which truncated sampling drew, of the policy's tokens alone; ``logps`` are then
     of the distributions that are renormalized over them. None where it drew from the whole vocabulary.
 
-    Raises :class:`ValueError` where ``trained`` has another length, the policy drew no token at all, a row is empty, or
-    a kept set does not have its token.
+    Raises :class:`ValueError` where ``trained`` has another length, the policy drew no token at all, a row is empty, a
+    turn does not end with a token of the policy, or a kept set does not have its token.
     """
 
     prompt: Prompt
@@ -152,7 +153,8 @@ class Rollout:
     text: str
     trained: tuple[bool, ...] = ()
     restarts: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    parts: Mapping[str, float] = field(default_factory=dict)
+    turn_ends: tuple[int, ...] = ()
+    turn_parts: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     # Ids and log-probs [T, K] of the sampler's likeliest tokens before each token, in order; None unless a term reads
     # them (KLTerm.score_centring). Left out of ==, which has no answer for tensors.
     sampler_top: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
@@ -172,12 +174,18 @@ class Rollout:
             raise ValueError(f"a rollout of {tokens} tokens has rows that begin at {starts[:-1]}: one has no token")
         if not all(context for _, context in self.restarts):
             raise ValueError("a rollout has a row without context: nothing says what its first token follows")
-        if not self.trained:
-            return
-        if len(self.trained) != tokens:
+        if self.trained and len(self.trained) != tokens:
             raise ValueError(f"a rollout has {len(self.trained)} entries of trained for its {tokens} tokens")
-        if not any(self.trained):
+        if self.trained and not any(self.trained):
             raise ValueError(f"a rollout has {tokens} tokens, all of the environment: the policy drew none of them")
+        fault = turns_fault(self.turn_ends, self.turn_parts, self.trained_mask)
+        if fault:
+            raise ValueError(f"a rollout has {fault}")
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts of the reward that the environment gave, summed over the turns."""
+        return {name: sum(values) for name, values in self.turn_parts.items()}
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -204,6 +212,20 @@ class Rollout:
     def drawn_versions(self) -> tuple[int, ...]:
         """The version of the weights, for each token that the policy drew."""
         return tuple(compress(self.versions, self.trained_mask))
+
+
+def turns_fault(ends: Sequence[int], parts: Mapping[str, Sequence[float]], trained_mask: Sequence[bool]) -> str:
+    """What is wrong with the turns of a rollout; empty where nothing is."""
+    if any(len(values) != len(ends) for values in parts.values()):
+        return f"parts of the reward that are not one for each of its {len(ends)} turns"
+    if not ends:
+        return ""
+    # A reward stands at the last token of its turn, which the environment's tokens are not.
+    last_trained = max(position for position, is_drawn in enumerate(trained_mask, 1) if is_drawn)
+    is_ascending = all(before < end for before, end in pairwise([0, *ends]))
+    if not is_ascending or ends[-1] != last_trained or not all(trained_mask[end - 1] for end in ends):
+        return f"turns that end at {list(ends)}: not each with a token of the policy, the last with its last token"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

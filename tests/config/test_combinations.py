@@ -28,6 +28,7 @@ BROKEN = {
     "warmup_beyond_the_run": ["optimizer.warmup_steps=100000"],
     "more_turns_than_tokens": [DIALOGUE, "rollout.max_new_tokens=1"],
     "turn_longer_than_the_dialogue": [DIALOGUE, "environment.turn_tokens=5", "rollout.max_new_tokens=4"],
+    "turns_compared_over_the_batch": [DIALOGUE, "environment.credit=turn", "algorithm.advantage=batch_mean"],
     "no_reward": ["rewards=[]"],
     "evaluation_without_problems": ["train.eval_every=1"],
     "lag_of_recorded_rollouts": [*REPLAY, "lag.mode=replayed"],

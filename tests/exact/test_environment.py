@@ -235,9 +235,18 @@ def test_the_gradient_of_a_reward_of_dialogues(regime):
     instance = dialogue(regime)
     slow = Slow(instance)
     total = 0.0
-    for tokens, _ in slow.dialogues:
+    paid_in = 0
+    for tokens, tools in slow.dialogues:
         is_cut = int(0 not in tokens)
-        total = total - slow.probability(slow.logp_NV, tokens) * instance.reward_N2[slow.number[tokens[:-1]], is_cut]
+        reward = float(instance.reward_N2[slow.number[tokens[:-1]], is_cut])
+        for t in range(1, len(tokens)):
+            # A turn is paid for where the tool begins to write.
+            if tools[t] and not tools[t - 1]:
+                paid = float(instance.environment.paid_N[slow.number[tokens[:t]]])
+                paid_in += paid != 0
+                reward += paid
+        total = total - slow.probability(slow.logp_NV, tokens) * reward
+    assert paid_in > 0
     torch.testing.assert_close(reward_gradient(instance), slow.gradient(total), atol=1e-12, rtol=1e-10)
     (certificate,) = certify_policy("t", PolicyTerm(corrections={"sequence": {}}), regimes=[regime])
     assert certificate.exact

@@ -111,7 +111,8 @@ def rollout(text, parts):
         stop_reason="eos",
         text=text,
         trained=(True,),
-        parts=parts,
+        turn_ends=(1,),
+        turn_parts={name: (value,) for name, value in parts.items()},
     )
 
 

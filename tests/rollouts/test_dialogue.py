@@ -114,6 +114,7 @@ def test_a_dialogue_is_its_turns_and_observations_token_by_token():
     assert first.logps == (-1.0, -1.01, -1.02, -1.03, -1.04, 0.0, 0.0, -2.0, -2.01)
     assert first.versions == (1,) * 5 + (FOREIGN_VERSION,) * 2 + (2,) * 2
     assert (first.text, first.stop_reason, first.parts) == ("3+4==7", "eos", {"calls": 1.0})
+    assert (first.turn_ends, first.turn_parts) == ((5, 9), {"calls": (1.0, 0.0)}), "each turn is paid apart"
     assert first.prompt.token_ids == ids_of("1+2=")
     assert second.trained == (True, True), "a dialogue says so of each token, however short it is"
     assert (second.completion_ids, second.parts) == (ids_of("5$"), {"calls": 0.0})

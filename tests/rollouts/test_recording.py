@@ -23,6 +23,9 @@ def draw_row(draw, number):
     trained = tuple(draw(st.just([]) | flags))
     starts = draw(st.sets(st.integers(1, 4))) & set(range(len(ids)))
     contexts = st.lists(st.integers(0, 10**6), min_size=1, max_size=3).map(tuple)
+    drawn = [end for end, own in enumerate(trained or (True,) * len(ids), 1) if own]
+    turn_ends = (*sorted(draw(st.sets(st.sampled_from(drawn))) - {drawn[-1]}), drawn[-1])
+    paid = st.lists(st.floats(-5, 5), min_size=len(turn_ends), max_size=len(turn_ends)).map(tuple)
     rollout = Rollout(
         prompt=Prompt(problem=Problem(id=f"p{number}", text="", answer=""), text="", token_ids=(1, number)),
         group_id=number,
@@ -33,7 +36,8 @@ def draw_row(draw, number):
         text=draw(st.text(max_size=8)),
         trained=trained,
         restarts=tuple((start, draw(contexts)) for start in sorted(starts)),
-        parts=draw(st.dictionaries(st.text(max_size=5), st.floats(-5, 5), max_size=2)),
+        turn_ends=turn_ends,
+        turn_parts=draw(st.dictionaries(st.text(max_size=5), paid, max_size=2)),
     )
     reward = Reward(
         value=draw(st.floats(-5, 5)),
@@ -181,6 +185,16 @@ BROKEN = {
     "a row that is no list": (lambda row: row.update(restarts=[1, 2]), "row 2: restarts is not for each row after"),
     "a row behind the end": (lambda row: row.update(restarts=[[2, 7]]), r"row 2: restarts begins rows at \[2\]"),
     "rows in another order": (lambda row: row.update(restarts=[[1, 7], [1, 8]]), r"begins rows at \[1, 1\]; expected"),
+    "a dialogue without turns": (lambda row: row.update(trained=[False, True]), "row 2: turn_ends is missing"),
+    "a turn that ends with a tool's token": (
+        lambda row: row.update(trained=[False, True], turn_ends=[1, 2]),
+        r"row 2: turns that end at \[1, 2\]: not each with a token of the policy",
+    ),
+    "tokens behind the last turn": (lambda row: row.update(turn_ends=[1]), r"row 2: turns that end at \[1\]"),
+    "a part of one turn of two": (
+        lambda row: row.update(turn_ends=[1, 2], turn_parts={"solved": [1.0]}),
+        "row 2: parts of the reward that are not one for each of its 2 turns",
+    ),
     "an unknown status": (lambda row: row.update(status="fine"), "row 2: status is not"),
     "a missing batch": (lambda row: row.update(batch=3), "batch 3 comes after batch 0; a recording holds every batch"),
 }

@@ -70,7 +70,7 @@ def editable(recorded, tmp_path):
     for part in sorted((recorded.path / "rollouts").iterdir()):
         rows.extend(pyarrow.parquet.read_table(part).to_pylist())
     for row in rows:
-        for name in ("parts", "environment"):
+        for name in ("parts", "turn_parts"):
             row[name] = dict(row[name])  # Arrow gives a mapping as pairs
     file = tmp_path / "edited.jsonl"
 

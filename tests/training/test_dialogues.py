@@ -19,7 +19,7 @@ from training_runs import TINY, go, killed_then_resumed, metrics_of, sample_tabl
 
 assert hostile_environments and memory_engines, "register parts"
 ROOT = Path(__file__).parents[2]
-TWO = [*DIALOGUES, "train.steps=2", "train.eval_every=2", "train.samples_every=1"]
+TWO = [*DIALOGUES, "environment.credit=turn", "train.steps=2", "train.eval_every=2", "train.samples_every=1"]
 
 
 @pytest.fixture(scope="module")

@@ -180,7 +180,7 @@ def enumerated(instances: int = INSTANCES) -> dict[str, dict[tuple[str, str], li
     return distances
 
 
-def _cell(distances: list[float]) -> str:
+def cell(distances: list[float]) -> str:
     if max(distances) < EXACT:
         return "0"
     return f"{statistics.median(distances):.0%} ({max(distances):.0%})"
@@ -193,7 +193,7 @@ def conventions() -> str:
     by_name = enumerated()
     rows = []
     for convention in CONVENTIONS:
-        cells = [_cell(by_name[convention.name][column]) for column in columns]
+        cells = [cell(by_name[convention.name][column]) for column in columns]
         rows.append([convention.name, *cells, convention.used])
     return table(head, rows)
 

@@ -325,6 +325,7 @@ def _context_of(config: Config) -> AlgorithmContext:
         # terms.
         reduction="sequence_sum",
         drop_truncated=algorithm.mask_truncated,
+        credit=config.environment.credit if config.environment is not None else "dialogue",
     )
 
 

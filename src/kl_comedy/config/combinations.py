@@ -13,7 +13,7 @@ from collections.abc import Callable
 from kl_comedy.config.schema import SHARDED, Config, LagConfig
 from kl_comedy.errors import UserError, bad_value, first_refusal
 from kl_comedy.io import MAX_NAME
-from kl_comedy.registry import KINDS
+from kl_comedy.registry import ADVANTAGES, KINDS
 
 
 def check_combinations(config: Config) -> None:
@@ -212,6 +212,18 @@ def turn_longer_than_the_dialogue(config: Config) -> UserError | None:
     return bad_value("environment.turn_tokens", environment.turn_tokens, allowed, "which counts the whole dialogue")
 
 
+def turns_compared_over_the_batch(config: Config) -> UserError | None:
+    environment = config.environment
+    if environment is None or environment.credit != "turn":
+        return None
+    advantage = config.algorithm.advantage
+    # Such a mean, or deviation, is over all turns: a turn's own later ones are in it.
+    if not ADVANTAGES.get(advantage, key="algorithm.advantage").facts.get("batch"):
+        return None
+    allowed = "dialogue, or an advantage that compares turns of one prompt (rloo, dr_grpo, grpo), none or gae"
+    return bad_value("environment.credit", environment.credit, allowed, f"{advantage} normalizes over the batch")
+
+
 def no_reward(config: Config) -> UserError | None:
     if config.rewards or (config.environment and config.environment.weights):
         return None
@@ -245,6 +257,7 @@ RULES: tuple[Callable[[Config], UserError | None], ...] = (
     warmup_beyond_the_run,
     more_turns_than_tokens,
     turn_longer_than_the_dialogue,
+    turns_compared_over_the_batch,
     no_reward,
     evaluation_without_problems,
 )

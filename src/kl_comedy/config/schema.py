@@ -190,6 +190,12 @@ class EnvironmentConfig:
     name: str = option("", "An [environment](#names).", registry="environments")
     options: dict[str, Any] = option(dict, "Its options.")
     weights: dict[str, float] = option(dict, "Factor of each of its parts in the sum of rewards.")
+    credit: str = option(
+        "dialogue",
+        "A token's return: the whole reward, or less what [earlier turns](dialogues.md#turns) earned; groups then "
+        "compare turns.",
+        choices=("dialogue", "turn"),
+    )
     turns: int = option(4, "Most turns of the policy; a dialogue that is not over then counts as truncated.", minimum=1)
     turn_tokens: int | None = option(
         None, "Longest turn of the policy, in tokens; `null`: `rollout.max_new_tokens / turns`.", minimum=1
@@ -208,7 +214,7 @@ class EnvironmentConfig:
 class ValueConfig:
     """The value head of ``advantage: gae``: linear on the last hidden state."""
 
-    gamma: float = option(1.0, "Discount per token.", minimum=0, maximum=1)
+    gamma: float = option(1.0, "Discount per step.", minimum=0, maximum=1)
     lam: float = option(0.95, "1: return to go less value; 0: one-step TD.", minimum=0, maximum=1)
     coefficient: float = option(0.5, "Factor of the value loss `(V - lambda return)^2 / 2`.", above=0)
     lr: float | None = option(None, "Learning rate of the head, scheduled; `null`: `optimizer.lr`.", above=0)
@@ -216,6 +222,11 @@ class ValueConfig:
     trunk: bool = option(False, "The value loss also trains the policy's body, not the head only.")
     bootstrap_truncated: bool = option(False, "Bootstrap truncated completions with the value after the last token.")
     normalize: bool = option(False, "Advantages with mean 0 and deviation 1 per update; scales beta too.")
+    discount: str = option(
+        "token",
+        "The step of `gamma` and `lam`: a token of the policy, or a [turn](dialogues.md#turns).",
+        choices=("token", "turn"),
+    )
 
 
 @dataclass

@@ -6,7 +6,7 @@ left. Baselines are taken column by column, over the completions of the same pro
 no KL cost the columns are equal, and each function is the textbook one.
 
 Facts an entry declares: ``group`` (it compares the completions of a prompt), ``batch`` (it compares those of the
-batch), ``critic`` (it needs a value head).
+batch), ``critic`` (it needs a value head). One that compares completions compares turns too: :func:`by_turn`.
 
 Legend: ``B`` sequences, ``T`` completion tokens.
 """
@@ -105,6 +105,51 @@ def reinforce_pp_baseline(returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor) 
     return whiten(returns_BT - _group_mean(returns_BT, group_B), mask_BT)
 
 
+def by_turn(advantage: Advantage, returns_BT: Tensor, mask_BT: Tensor, group_B: Tensor, turn_BT: Tensor) -> Tensor:
+    """``advantage`` of turns in the place of completions: turn k with those of its group that have the number k too.
+
+    ``turn_BT`` is the number of each token's turn. A turn that no other completion has reached has no baseline: its
+    advantage is its return. Column by column within a turn; beyond its end a turn has the return of its last token.
+    Returns ``[B, T]``, zero outside the mask.
+
+    Which turn a token is in was decided before it, and what others return does not depend on it. So leave-one-out
+    (:func:`rloo`) is unbiased. A mean that contains the turn itself scales its gradient by ``1 - 1/n``, for the n
+    completions that have reached it: not by one number, so that the direction is another (:func:`dr_grpo`).
+
+    >>> returns_BT = torch.tensor([[1.0, 1.0, 3.0], [0.0, 0.0, 0.0]])
+    >>> turn_BT = torch.tensor([[0, 0, 1], [0, 0, 0]])
+    >>> by_turn(rloo, returns_BT, torch.ones(2, 3, dtype=torch.bool), torch.tensor([0, 0]), turn_BT)
+    tensor([[ 1.,  1.,  3.],
+            [-1., -1., -1.]])
+    """
+    mask_BT = mask_BT.bool()
+    # A row of its own for each turn that has a token: first by the number of completion and turn, then without gaps.
+    turns = int(turn_BT.max()) + 1
+    completion_B = torch.arange(len(returns_BT), device=returns_BT.device)
+    _, row_M, size_R = torch.unique(
+        (completion_B[:, None] * turns + turn_BT)[mask_BT], return_inverse=True, return_counts=True
+    )
+    first_R = size_R.cumsum(0) - size_R
+    # The masked tokens are in the order of completions and tokens, and so are the rows.
+    column_M = torch.arange(len(row_M), device=returns_BT.device) - first_R[row_M]
+    columns = torch.arange(int(size_R.max()), device=returns_BT.device)
+    inside_RS = columns < size_R[:, None]
+    last_R = first_R + size_R - 1
+    returns_RS = returns_BT[mask_BT][torch.minimum(first_R[:, None] + columns, last_R[:, None])]
+    # Turns are compared where both prompt and number are the same.
+    turn_group_R = (group_B[:, None] * turns + turn_BT)[mask_BT][first_R]
+    _, group_R, group_sizes = torch.unique(turn_group_R, return_inverse=True, return_counts=True)
+    is_compared_R = group_sizes[group_R] > 1
+    advantage_RS = returns_RS.clone()
+    if bool(is_compared_R.any()):
+        advantage_RS[is_compared_R] = advantage(
+            returns_RS[is_compared_R], inside_RS[is_compared_R], group_R[is_compared_R]
+        )
+    advantage_BT = torch.zeros_like(returns_BT)
+    advantage_BT[mask_BT] = advantage_RS[row_M, column_M]
+    return advantage_BT
+
+
 def token_rewards(returns_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """The reward of each token, ``[B, T]``, zero outside the mask: ``G_t - G_{t+1}``, and ``G_t`` at the last token.
 
@@ -147,14 +192,16 @@ def gae(
     last_value_B: Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 0.95,
+    turn_BT: Tensor | None = None,
 ) -> Tensor:
     """``A_t = sum_l (gamma lam)^l delta_{t+l}`` with ``delta_t = r_t + gamma V_{t+1} - V_t``: credit for each token.
 
     ``values_BT[b, t]`` is the value of the prefix before token t, ``last_value_B`` the value after the last token (0
     where the completion has ended). Steps are tokens inside the mask: a tool's reply between two of them adds no factor
-    of ``gamma`` or ``lam``. With ``gamma = lam = 1`` the advantage is the return to go less the value, hence unbiased
-    whatever the values are; a smaller ``lam`` trades variance for their bias. Returns ``[B, T]``, zero outside the
-    mask. Raises :class:`UserError` without values.
+    of ``gamma`` or ``lam``. With ``turn_BT``, the number of each token's turn, steps are turns: the factors stand at
+    the last token of a turn, and are 1 elsewhere. With ``gamma = lam = 1`` the advantage is the return to go less the
+    value, hence unbiased whatever the values are; a smaller ``lam`` trades variance for their bias. Returns ``[B, T]``,
+    zero outside the mask. Raises :class:`UserError` without values.
     """
     if values_BT is None:
         raise UserError("algorithm.advantage: gae needs the values of a value head, which only training has")
@@ -167,8 +214,15 @@ def gae(
     next_column_BT = _next_column(mask_BT)
     is_last_BT = next_column_BT == mask_BT.shape[1]
     next_value_BT = torch.where(is_last_BT, last_value_B[:, None], _next(values_BT, next_column_BT))
+    gamma_BT = torch.full_like(values_BT, gamma)
+    lam_BT = torch.full_like(values_BT, lam)
+    if turn_BT is not None:
+        # After the last token there is a step as well: to the value of a completion that was cut.
+        is_step_BT = is_last_BT | (_next(turn_BT, next_column_BT) != turn_BT)
+        gamma_BT = torch.where(is_step_BT, gamma_BT, 1.0)
+        lam_BT = torch.where(is_step_BT, lam_BT, 1.0)
     # delta_t = r_t + gamma V_{t+1} - V_t
-    delta_BT = token_rewards(returns_BT, mask_BT) + gamma * next_value_BT - values_BT
+    delta_BT = token_rewards(returns_BT, mask_BT) + gamma_BT * next_value_BT - values_BT
     delta_BT = torch.where(mask_BT, delta_BT, 0.0)
     # A_t = delta_t + gamma lam A_{t+1}, from the last token to the first.
     advantage_BT = torch.zeros_like(delta_BT)
@@ -176,7 +230,8 @@ def gae(
     # A loop and not a running sum over powers of gamma lam, whose inverses overflow on long rows.
     for t in reversed(range(delta_BT.shape[1])):
         is_inside_B = mask_BT[:, t]
-        running_B = torch.where(is_inside_B, delta_BT[:, t] + gamma * lam * running_B, running_B)
+        decayed_B = gamma_BT[:, t] * lam_BT[:, t] * running_B
+        running_B = torch.where(is_inside_B, delta_BT[:, t] + decayed_B, running_B)
         advantage_BT[:, t] = torch.where(is_inside_B, running_B, 0.0)
     return advantage_BT
 

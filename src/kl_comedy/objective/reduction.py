@@ -14,14 +14,21 @@ from torch import Tensor
 from kl_comedy.errors import bad_value
 
 
-def returns_with_costs(reward_B: Tensor, cost_BT: Tensor | None, length: int) -> Tensor:
+def returns_with_costs(
+    reward_B: Tensor, cost_BT: Tensor | None, length: int, *, paid_BT: Tensor | None = None
+) -> Tensor:
     """``R - cost`` for each token, ``[B, T]``: ``cost_BT`` is beta times the credited KL cost in nats.
 
     Beyond the end of a completion the cost is what the credit gives there: zero for a cost to go, the total for a cost
-    of the whole completion.
+    of the whole completion. ``paid_BT``: what of the reward was paid at a token, and no later token has earned.
+
+    >>> returns_with_costs(torch.tensor([3.0]), None, 3, paid_BT=torch.tensor([[0.0, 1.0, 0.0]]))
+    tensor([[3., 3., 2.]])
     """
     # One reward for the whole completion, whichever token it is credited to.
     returns_BT = reward_B[:, None].expand(-1, length)
+    if paid_BT is not None:
+        returns_BT = returns_BT - (paid_BT.cumsum(-1) - paid_BT)
     if cost_BT is None:
         return returns_BT
     return returns_BT - cost_BT

@@ -205,8 +205,8 @@ class _Open:
         self._trained: list[bool] = []
         self._tops: list[tuple[Tensor, Tensor]] = []
         self._kept: list[KeptSets] = []
-        # A dialogue in which no step gives a part has 0 of it.
-        self._parts = dict.fromkeys(parts, 0.0)
+        self._turn_ends: list[int] = []
+        self._turn_parts: dict[str, list[float]] = {name: [] for name in parts}
         self.add_turn(first_turn)
 
     def add_turn(self, rollout: Rollout) -> None:
@@ -217,16 +217,20 @@ class _Open:
         self._logps += rollout.logps
         self._versions += rollout.versions
         self._trained += [True] * len(rollout.completion_ids)
+        self._turn_ends.append(len(self.ids))
+        # A turn that earns no part of a name, or is not answered, has 0 of it.
+        for values in self._turn_parts.values():
+            values.append(0.0)
         if rollout.sampler_top is not None:
             self._tops.append(rollout.sampler_top)
         if rollout.kept is not None:
             self._kept.append(rollout.kept)
 
     def take(self, step: Step) -> None:
-        """Take state and parts of an answer."""
+        """Take state and parts of an answer to the last turn."""
         self.state = step.state
         for name, value in step.parts.items():
-            self._parts[name] += value
+            self._turn_parts[name][-1] = value
 
     def observe(self, ids: Sequence[int]) -> None:
         """Append tokens of the environment."""
@@ -273,7 +277,8 @@ class _Open:
             text=tokenizer.decode(drawn_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
             trained=tuple(self._trained),
             restarts=tuple(self._restarts),
-            parts=dict(self._parts),
+            turn_ends=tuple(self._turn_ends),
+            turn_parts={name: tuple(values) for name, values in self._turn_parts.items()},
             sampler_top=sampler_top,
             kept=kept,
         )

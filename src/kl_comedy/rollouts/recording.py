@@ -40,6 +40,7 @@ from kl_comedy.records import (
     Reward,
     Rollout,
     Scored,
+    turns_fault,
 )
 from kl_comedy.registry import ROLLOUTS
 from kl_comedy.rollouts.hf import HFRollouts
@@ -70,6 +71,16 @@ def _is_temperature(value: Any) -> bool:
 
 def _is_flags(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is bool for item in value)
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(is_count(item) for item in value)
+
+
+def _is_lists_by_name(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return all(isinstance(items, list) and all(is_number(item) for item in items) for items in value.values())
 
 
 def _is_restarts(value: Any) -> bool:
@@ -124,13 +135,22 @@ COLUMNS: Mapping[str, Field] = {
         required=False,
         kind="lists",
     ),
-    "environment": Field(
-        "the parts of the reward that an environment gave", is_numbers_by_name, required=False, kind="parts"
+    "turn_ends": Field(
+        "the number of tokens up to the end of each of the policy's turns; empty or missing where there is one turn",
+        _is_counts,
+        required=False,
+        kind="ints",
+    ),
+    "turn_parts": Field(
+        "the parts of the reward that an environment gave, one number for each turn",
+        _is_lists_by_name,
+        required=False,
+        kind="lists_by_name",
     ),
 }
 """Columns of a recording by name. Their order is that of the stored Parquet files."""
-MAPS = tuple(name for name, column in COLUMNS.items() if column.kind == "parts")
-"""Columns that map names to numbers."""
+MAPS = tuple(name for name, column in COLUMNS.items() if column.kind in ("parts", "lists_by_name"))
+"""Columns that map names to numbers, or to lists of them."""
 
 
 def to_row(batch: int, scored: Scored, *, temperature: float) -> dict[str, Any]:
@@ -152,7 +172,8 @@ def to_row(batch: int, scored: Scored, *, temperature: float) -> dict[str, Any]:
         "temperature": temperature,
         "trained": list(rollout.trained),
         "restarts": [[start, *context] for start, context in rollout.restarts],
-        "environment": dict(rollout.parts),
+        "turn_ends": list(rollout.turn_ends),
+        "turn_parts": {name: list(values) for name, values in rollout.turn_parts.items()},
     }
 
 
@@ -171,7 +192,8 @@ def from_row(row: Mapping[str, Any], prompt: Prompt) -> Scored:
         text=row["text"],
         trained=_trained(row),
         restarts=_restarts(row),
-        parts=dict(row.get("environment") or {}),
+        turn_ends=tuple(row.get("turn_ends") or ()),
+        turn_parts={name: tuple(values) for name, values in (row.get("turn_parts") or {}).items()},
     )
     reward = Reward(value=row["reward"], status=row["status"], parts=dict(row["parts"]))
     return Scored(rollout=rollout, reward=reward)
@@ -235,6 +257,7 @@ def _parquet_bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
         "floats": pa.list_(pa.float64()),
         "text": pa.string(),
         "parts": pa.map_(pa.string(), pa.float64()),
+        "lists_by_name": pa.map_(pa.string(), pa.list_(pa.float64())),
     }
     schema = pa.schema([(name, types[column.kind]) for name, column in COLUMNS.items()])
     # Arrow takes a map as its list of pairs.
@@ -262,6 +285,11 @@ def check_row(row: Mapping[str, Any], place: str) -> None:
         raise UserError(f"{place}: trained has {len(trained)} entries for the {tokens} tokens of completion_ids")
     if trained and not any(trained):
         raise UserError(f"{place}: trained is false for every token: the policy drew none of them")
+    if not all(trained) and not row.get("turn_ends"):
+        raise UserError(f"{place}: turn_ends is missing: trained has a false, and nothing says where a turn ends")
+    fault = turns_fault(row.get("turn_ends") or (), row.get("turn_parts") or {}, trained or (True,) * tokens)
+    if fault:
+        raise UserError(f"{place}: {fault}")
     starts = [start for start, _ in _restarts(row)]
     if starts != sorted(set(starts)) or not all(0 < start < tokens for start in starts):
         raise UserError(

@@ -84,7 +84,8 @@ class TrainingPrompts:
                 "restarts": [
                     (start, torch.tensor(context, dtype=torch.long)) for start, context in row.rollout.restarts
                 ],
-                "environment": dict(row.rollout.parts),
+                "turn_ends": row.rollout.turn_ends,
+                "turn_parts": dict(row.rollout.turn_parts),
                 "sampler_top": row.rollout.sampler_top,
                 # A plain tuple: a checkpoint is read without classes of ours.
                 "kept": None if row.rollout.kept is None else tuple(row.rollout.kept),
@@ -109,7 +110,8 @@ class TrainingPrompts:
                 text=state["text"],
                 trained=tuple(state["trained"].tolist()),
                 restarts=tuple((start, tuple(context.tolist())) for start, context in state["restarts"]),
-                parts=state["environment"],
+                turn_ends=tuple(state["turn_ends"]),
+                turn_parts={name: tuple(values) for name, values in state["turn_parts"].items()},
                 sampler_top=state["sampler_top"],
                 kept=None if state["kept"] is None else KeptSets(*state["kept"]),
             )

@@ -27,7 +27,7 @@ from kl_comedy.config import AlgorithmConfig
 from kl_comedy.kl import KLTerm, TermParts, batch_baseline, kl_parts, kl_surrogate, kl_value, own_baseline
 from kl_comedy.kl.surrogate import NotFinite
 from kl_comedy.objective import PolicyTerm, policy_term, returns_with_costs, sequence_weights
-from kl_comedy.objective.advantages import whiten
+from kl_comedy.objective.advantages import by_turn, whiten
 from kl_comedy.objective.policy_term import PolicyLossParts
 from kl_comedy.objective.preferences import preferences
 from kl_comedy.records import Experience, Scored
@@ -68,11 +68,16 @@ def uses_critic(algorithm: AlgorithmConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """The settings of :func:`prepare`, constant over a run. ``terms``: by name, see :func:`named_terms`."""
+    """The settings of :func:`prepare`, constant over a run. ``terms``: by name, see :func:`named_terms`.
+
+    ``turn_weights``: the weights of the environment's parts, where each counts from the turn that earned it; None where
+    all of the reward is that of the whole dialogue.
+    """
 
     terms: Mapping[str, KLTerm]
     algorithm: AlgorithmConfig
     packer: Packer
+    turn_weights: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +89,31 @@ class UpdateTensors:
     reward_B: Tensor
     """In float64: baselines subtract numbers of similar size."""
     group_B: Tensor
+    turn_BT: Tensor
+    """The number of each token's turn: what the environment writes is of the turn after it."""
+    paid_BT: Tensor | None
+    """What the environment paid for a turn, at its last token; None where the reward is that of the whole dialogue."""
 
     @classmethod
-    def of(cls, rows: Sequence[Scored], device: torch.device) -> UpdateTensors:
+    def of(
+        cls, rows: Sequence[Scored], device: torch.device, turn_weights: Mapping[str, float] | None = None
+    ) -> UpdateTensors:
         masks = [torch.tensor(row.rollout.trained_mask, dtype=torch.bool) for row in rows]
+        mask_BT = pad_sequence(masks, batch_first=True)
+        is_end_BT = torch.zeros_like(mask_BT, dtype=torch.long)
+        paid_BT = torch.zeros_like(mask_BT, dtype=torch.float64)
+        for index, row in enumerate(rows):
+            last_tokens = [end - 1 for end in row.rollout.turn_ends]
+            is_end_BT[index, last_tokens] = 1
+            for name, values in row.rollout.turn_parts.items():
+                weight = (turn_weights or {}).get(name, 0.0)
+                paid_BT[index, last_tokens] += weight * torch.tensor(values, dtype=torch.float64)
         return cls(
-            mask_BT=pad_sequence(masks, batch_first=True).to(device),
+            mask_BT=mask_BT.to(device),
             reward_B=torch.tensor([row.reward.value for row in rows], dtype=torch.float64, device=device),
             group_B=torch.tensor([row.rollout.group_id for row in rows], device=device),
+            turn_BT=(is_end_BT.cumsum(-1) - is_end_BT).to(device),
+            paid_BT=None if turn_weights is None else paid_BT.to(device),
         )
 
     @property
@@ -175,7 +197,7 @@ def prepare(
     ``policy_pass(inputs, reference, terms)`` returns log-probs and the exact KLs that the terms need. It is called
     only for terms with ``baseline: before``, ``own`` or ``batch``, and for DPO.
     """
-    update = UpdateTensors.of(rows, plan.packer.device)
+    update = UpdateTensors.of(rows, plan.packer.device, plan.turn_weights)
     # The costs are constants of the loss; a graph of the whole update would also not fit in memory.
     with torch.no_grad():
         packs = [_with_references(packed, references) for packed in plan.packer.micro_batches(rows)]
@@ -285,7 +307,11 @@ def update_returns(
     total_cost_BT = None
     if weighted_costs:
         total_cost_BT = torch.stack(weighted_costs).sum(0)
-    return returns_with_costs(plan.algorithm.reward_weight * update.reward_B, total_cost_BT, update.length)
+    reward_weight = plan.algorithm.reward_weight
+    paid_BT = None
+    if update.paid_BT is not None:
+        paid_BT = reward_weight * update.paid_BT
+    return returns_with_costs(reward_weight * update.reward_B, total_cost_BT, update.length, paid_BT=paid_BT)
 
 
 def _is_learned(row: Scored, algorithm: AlgorithmConfig) -> bool:
@@ -309,10 +335,14 @@ def advantage_signal(
     weight_B = sequence_weights(
         algorithm.reduction, update.mask_BT, constant=algorithm.reduction_constant, keep_B=keep_B
     )
-    estimator = ADVANTAGES.get(algorithm.advantage).fn
+    entry = ADVANTAGES.get(algorithm.advantage)
+    estimator = entry.fn
     if not uses_critic(algorithm):
-        advantage_BT = estimator(returns_BT, update.mask_BT, update.group_B).float()
-        return LearningSignal(advantage_BT=advantage_BT, weight_B=weight_B)
+        if update.paid_BT is not None and entry.facts["group"]:
+            advantage_BT = by_turn(estimator, returns_BT, update.mask_BT, update.group_B, update.turn_BT)
+        else:
+            advantage_BT = estimator(returns_BT, update.mask_BT, update.group_B)
+        return LearningSignal(advantage_BT=advantage_BT.float(), weight_B=weight_B)
 
     settings = algorithm.value
     device = update.mask_BT.device
@@ -326,6 +356,7 @@ def advantage_signal(
         last_value_B=torch.tensor([row["last"] for row in old_policy], device=device),
         gamma=settings.gamma,
         lam=settings.lam,
+        turn_BT=update.turn_BT if settings.discount == "turn" else None,
     ).float()
     # The critic learns the lambda return itself, so the target is taken before the advantages are whitened.
     value_target_BT = advantage_BT + old_value_BT

@@ -27,7 +27,7 @@ from kl_comedy.models.introspection import head_weights
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import Reference, check_tokens
 from kl_comedy.objective.policy_term import PolicyLossParts
-from kl_comedy.records import FOREIGN_VERSION, GOLD, Experience, Rollout, Scored
+from kl_comedy.records import FOREIGN_VERSION, GOLD, Experience, Scored
 from kl_comedy.rewards.base import failed, is_failed_part
 from kl_comedy.tracking.tokens import STORED_ROWS, STORED_TOKENS, USES, TokenNumbers
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
@@ -387,7 +387,7 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     # Dialogues say of each token whether the policy drew it.
     if all(row.rollout.trained for row in rows):
         of_dialogues = {
-            "train/turns": sum(_turns(row.rollout) for row in rows) / count,
+            "train/turns": sum(len(row.rollout.turn_ends) for row in rows) / count,
             "train/rows": sum(len(row.rollout.rows) for row in rows) / count,
             "train/environment_tokens": sum(row.rollout.trained.count(False) for row in rows) / count,
             "train/environment_failed": sum(row.rollout.stop_reason == "failed" for row in rows) / count,
@@ -406,16 +406,6 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
         **{name: sum(values) / len(values) for name, values in means.items()},
         **of_dialogues,
     }
-
-
-def _turns(rollout: Rollout) -> int:
-    """How many turns of the policy a dialogue has: what the environment wrote, or a new row, ends one."""
-    turns = 0
-    for row in rollout.rows:
-        trained = rollout.trained[row.start : row.end]
-        before = (False, *trained[:-1])
-        turns += sum(now and not was for now, was in zip(trained, before, strict=True))
-    return turns
 
 
 def time_metrics(rows: Sequence[Scored], of_batch: Mapping[str, float], learn_s: float) -> dict[str, float]:

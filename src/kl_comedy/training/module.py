@@ -177,7 +177,13 @@ class PolicyModule(lightning.LightningModule):
         self.references = models.references
         self._pass_options = pass_options(self.config, self.loaded)
         packer = Packer.of(self.config, self.loaded, ranks)
-        self.plan = Preparation(terms=self.terms, algorithm=self.config.algorithm, packer=packer)
+        environment = self.config.environment
+        turn_weights = None
+        if environment is not None and environment.credit == "turn":
+            turn_weights = environment.weights
+        self.plan = Preparation(
+            terms=self.terms, algorithm=self.config.algorithm, packer=packer, turn_weights=turn_weights
+        )
 
     def configure_model(self) -> None:
         """Lightning's FSDP2 strategy asks for this hook; :meth:`load` sharded the policy while it was loaded."""

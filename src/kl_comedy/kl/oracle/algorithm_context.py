@@ -16,6 +16,7 @@ from torch import Tensor
 
 import kl_comedy.objective  # noqa: F401  (registers the built-ins)
 from kl_comedy.errors import UserError
+from kl_comedy.kl.oracle.certificate import dialogue_on
 from kl_comedy.kl.oracle.enumeration import Instance, InstanceSettings, Loss, Rows, Tree
 from kl_comedy.kl.oracle.gradients import (
     Moments,
@@ -27,6 +28,7 @@ from kl_comedy.kl.oracle.gradients import (
 )
 from kl_comedy.kl.surrogate import kl_parts
 from kl_comedy.kl.term import KLTerm
+from kl_comedy.objective.advantages import by_turn
 from kl_comedy.objective.policy_term import PolicyTerm, policy_term
 from kl_comedy.objective.reduction import returns_with_costs, sequence_weights
 from kl_comedy.registry import ADVANTAGES
@@ -48,6 +50,8 @@ class AlgorithmContext:
     drop_truncated: bool = False
     """Whether truncated completions have no loss."""
     reward_scale: float = 1.0
+    credit: str = "dialogue"
+    """With ``turn`` a token's return is less what an environment paid for earlier turns, and groups compare turns."""
 
 
 def training_loss(terms: Sequence[KLTerm], context: AlgorithmContext, *, scale: float = 1.0) -> Loss:
@@ -71,7 +75,11 @@ def training_loss(terms: Sequence[KLTerm], context: AlgorithmContext, *, scale: 
                 losses_BT.append(beta * parts.pathwise_BT)
             else:
                 losses_BT.append(beta * term_surrogate(term, rows))
-        returns_BT = returns_with_costs(context.reward_scale * rows.reward_B, cost_BT, rows.mask_BT.shape[1])
+        paid_BT = None
+        if context.credit == "turn" and rows.paid_BT is not None:
+            paid_BT = context.reward_scale * rows.paid_BT
+        length = rows.mask_BT.shape[1]
+        returns_BT = returns_with_costs(context.reward_scale * rows.reward_B, cost_BT, length, paid_BT=paid_BT)
         # Detached as in training: an advantage weights the score and is not differentiated.
         advantage_BT = _advantage(context, returns_BT, rows).detach()
         total_BT = policy_loss(spec, rows, advantage_BT)
@@ -151,6 +159,8 @@ def group_effect(instance: Instance, terms: Sequence[KLTerm], context: Algorithm
 def _advantage(context: AlgorithmContext, returns_BT: Tensor, rows: Rows) -> Tensor:
     """Advantages; one that normalizes over the batch sees each group as a batch of its own."""
     entry = ADVANTAGES.get(context.advantage)
+    if context.credit == "turn" and entry.facts["group"]:
+        return by_turn(entry.fn, returns_BT, rows.mask_BT, rows.group_B, turn_numbers(rows.mask_BT))
     # A group's mean is the same among other groups; the batch's is not, and here each group is a batch of its own.
     if not entry.facts.get("batch"):
         return torch.as_tensor(entry.fn(returns_BT, rows.mask_BT, rows.group_B))
@@ -160,6 +170,13 @@ def _advantage(context: AlgorithmContext, returns_BT: Tensor, rows: Rows) -> Ten
     )
     advantages = [entry.fn(returns_GT, mask_GT, group_G) for returns_GT, mask_GT, group_G in groups]
     return torch.cat(advantages)
+
+
+def turn_numbers(mask_BT: Tensor) -> Tensor:
+    """The number of each token's turn, ``[B, T]``: what an environment writes is of the turn after it."""
+    next_BT = torch.nn.functional.pad(mask_BT, (0, 1))[:, 1:]
+    is_end_BT = (mask_BT & ~next_BT).long()
+    return is_end_BT.cumsum(-1) - is_end_BT
 
 
 def _reduced(loss_BT: Tensor, rows: Rows, context: AlgorithmContext) -> Tensor:
@@ -224,7 +241,10 @@ def effects(
         figures = []
         sizes = []
         for seed in SEEDS:
-            instance = Instance.random(TREE, InstanceSettings(regime=regime, seed=seed, parameters=SHARED))
+            settings = InstanceSettings(regime=regime, seed=seed, parameters=SHARED)
+            instance = Instance.random(TREE, settings)
+            if context.credit == "turn":
+                instance = dialogue_on(TREE, settings)
             target_D = target_gradient(instance, "sequence_reverse")
             moments, size = group_effect(instance, terms, context)
             figures.append(moments.figures(target_D))

@@ -29,8 +29,8 @@ class Rows:
     At the tokens of an environment, which the mask leaves out, they are what policy, reference and sampler say of these
     tokens, as a trainer that scores a whole dialogue has it: a loss that reads them there has another gradient.
 
-    ``logp_BT``, the two exact KLs and ``next_logp_BTV`` ask for gradient; everything else is constant. The last four
-    are for terms that read other tokens than the sampled one.
+    ``logp_BT``, the two exact KLs and ``next_logp_BTV`` ask for gradient; everything else is constant. Those
+    of next tokens are for terms that read other tokens than the sampled one.
     """
 
     logp_BT: Tensor
@@ -44,6 +44,7 @@ class Rows:
     forward_kl_BT: Tensor
     """``KL(ref || pi)`` of the next token at each prefix (nats)."""
     reward_B: Tensor
+    """The whole reward of a completion."""
     group_B: Tensor
     """Whose prompt a completion answers; equal numbers are adjacent."""
     truncated_B: Tensor
@@ -54,6 +55,8 @@ class Rows:
     ref_next_logp_BTV: Tensor | None = None
     token_BT: Tensor | None = None
     sampler_next_logp_BTV: Tensor | None = None
+    paid_BT: Tensor | None = None
+    """What of the reward an environment paid for a turn, at the turn's last token; None where there is none."""
 
     def sampler_top(self, k: int) -> TopTokens:
         """The sampler's ``k`` likeliest tokens: all for :data:`ALL_TOKENS`, else bounded as in :meth:`top`."""
@@ -301,10 +304,11 @@ def log_probs(tree: Tree | Completions, logp_NV: Tensor) -> Tensor:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Environment:
     """Who writes in a dialogue. At the prefixes of ``writes_N`` (bool) the next token is drawn from ``logp_NV`` (nats),
-    whatever the policy is; it is in no mask."""
+    whatever the policy is; it is in no mask. Where it begins to write it has paid ``paid_N`` for the turn before."""
 
     writes_N: Tensor
     logp_NV: Tensor
+    paid_N: Tensor
 
     @classmethod
     def random(cls, tree: Tree, seed: int) -> Environment:
@@ -313,6 +317,7 @@ class Environment:
         Its log-probs depend on the whole dialogue. It does not end a completion, and may be cut in its reply.
         """
         writes_N = torch.zeros(tree.prefixes, dtype=torch.bool)
+        begins_N = torch.zeros(tree.prefixes, dtype=torch.bool)
         lowest_token = tree.vocabulary - tree.branching
         for depth in range(1, tree.length):
             position = torch.arange(tree.width(depth))
@@ -320,11 +325,13 @@ class Environment:
             tool_wrote_it = writes_N[tree.first(depth - 1) + position // tree.branching]
             replies = torch.where(tool_wrote_it, last_token == tree.vocabulary - 1, last_token == 1)
             writes_N[tree.first(depth) : tree.first(depth + 1)] = replies
+            begins_N[tree.first(depth) : tree.first(depth + 1)] = replies & ~tool_wrote_it
         generator = torch.Generator().manual_seed(seed)
         logits_NV = 1.5 * torch.randn(tree.prefixes, tree.vocabulary, generator=generator, dtype=torch.float64)
         if tree.ends:
             logits_NV[:, 0] = IMPOSSIBLE
-        return cls(writes_N=writes_N, logp_NV=prefix_log_probs(logits_NV))
+        paid_N = torch.rand(tree.prefixes, generator=generator, dtype=torch.float64).round()
+        return cls(writes_N=writes_N, logp_NV=prefix_log_probs(logits_NV), paid_N=torch.where(begins_N, paid_N, 0.0))
 
 
 REGIMES = ("on_policy", "off_policy", "mixed")
@@ -391,7 +398,8 @@ class Instance:
     recorded_logp_NV: Tensor
     """What the sampler records for it."""
     reward_N2: Tensor
-    """The reward of a completion by its last prefix: ended there, or truncated there."""
+    """The reward of a completion by its last prefix: ended there, or truncated there. What an environment pays for its
+    turns is in addition."""
     proximal_logp_NV: Tensor | None = None
     """The policy at the batch's first use; None where that is the policy itself."""
     environment: Environment | None = None
@@ -522,6 +530,13 @@ class Instance:
             proximal_logp_BT = log_probs(completions, self.proximal_logp_NV)
         # A reward depends on the last prefix and on how the completion ended there.
         last_prefix_B = prefix_BT.gather(1, inside_BT.sum(-1, keepdim=True) - 1)[:, 0]
+        reward_B = self.reward_N2[last_prefix_B, completions.truncated_B.long()]
+        paid_BT = None
+        if self.environment is not None:
+            # At the token before the prefix at which the environment begins to write.
+            paid_there_BT = torch.where(inside_BT, self.environment.paid_N[prefix_BT], 0.0)
+            paid_BT = torch.nn.functional.pad(paid_there_BT[:, 1:], (0, 1))
+            reward_B = reward_B + paid_BT.sum(-1)
         return Rows(
             logp_BT=log_probs(completions, self.policy_logp()).requires_grad_(True),
             ref_logp_BT=log_probs(completions, self.ref_logp_NV),
@@ -529,7 +544,7 @@ class Instance:
             mask_BT=mask_BT,
             reverse_kl_BT=torch.where(inside_BT, reverse_N[prefix_BT], 0.0).requires_grad_(True),
             forward_kl_BT=torch.where(inside_BT, forward_N[prefix_BT], 0.0).requires_grad_(True),
-            reward_B=self.reward_N2[last_prefix_B, completions.truncated_B.long()],
+            reward_B=reward_B,
             group_B=torch.arange(len(mask_BT)) // group_size,
             truncated_B=completions.truncated_B,
             proximal_logp_BT=proximal_logp_BT,
@@ -537,6 +552,7 @@ class Instance:
             ref_next_logp_BTV=self.ref_logp_NV[prefix_BT],
             token_BT=completions.token_BT,
             sampler_next_logp_BTV=self.recorded_logp_NV[prefix_BT],
+            paid_BT=paid_BT,
         )
 
     def probability(self, completions: Completions) -> Tensor:

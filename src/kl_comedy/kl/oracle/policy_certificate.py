@@ -159,17 +159,20 @@ def expected_reward(instance: Instance, logp_NV: Tensor) -> Tensor:
     logp_NV = instance.in_dialogue(logp_NV)
     # By prefixes: a completion's reward is weighted by the probability of reaching its last one.
     reach_N = tree.reach(logp_NV)
+    paid: Tensor | float = 0.0
+    if instance.environment is not None:
+        paid = reach_N @ instance.environment.paid_N
     is_last_N = tree.depth_N == tree.length - 1
     ended_reward_N = instance.reward_N2[:, 0]
     truncated_reward_N = instance.reward_N2[:, 1]
     if not tree.ends:
         # Every completion has full length, and the reward of its last prefix whatever its last token is.
-        return (reach_N * ended_reward_N)[is_last_N].sum()
+        return (reach_N * ended_reward_N)[is_last_N].sum() + paid
     ends_N = logp_NV[:, 0].exp()
     is_cut_N = logp_NV[:, 1:].exp().sum(-1)
     ended = (reach_N * ends_N) @ ended_reward_N
     truncated = (reach_N * is_cut_N * truncated_reward_N)[is_last_N].sum()
-    return ended + truncated
+    return ended + truncated + paid
 
 
 def reward_loss(term: PolicyTerm, instance: Instance, *, baseline: float | None = None) -> Loss:
