@@ -282,6 +282,11 @@ def test_flags_that_do_nothing_are_named(text, reason):
         ("nemo-rl:", "no gradient at all"),
         ("trl:beta=0.1,sync_ref_model=true", "every 512 steps the reference becomes 0.6"),
         ("verl:use_kl_in_reward=true,loss_mode=dro", "loss_mode=dro weights the cost"),
+        ("skyrl:use_kl_in_reward=true,use_kl_loss=false,advantage_estimator=reinforce++", "set to 0 at a reply"),
+        ("skyrl:use_kl_in_reward=true,use_kl_loss=false,advantage_estimator=gae", "values at a tool's tokens"),
+        ("slime:kl_coef=0.1,advantage_estimator=ppo", "the KL of a tool's tokens is a cost too"),
+        ("slime:kl_coef=0.1,advantage_estimator=ppo", "values at a tool's tokens"),
+        ("roll:add_token_level_kl=true", "values at a tool's tokens"),
     ],
 )
 def test_notes_name_the_pitfalls(text, pitfall):

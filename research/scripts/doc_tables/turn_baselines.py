@@ -79,19 +79,29 @@ def _at_turns(mask_BT: Tensor, *, first: bool) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Convention:
-    """What is subtracted from the return of a turn, and who does so, by code that was read (docs/register.md)."""
+    """What is subtracted from the return of a turn, and who does so (lines: results/register/README.md)."""
 
     name: str
     advantage: Baseline
     used: str = ""
 
 
+def _value_at_each(rows: Rows, returns_BT: Tensor, values_BT: Tensor) -> Tensor:
+    return returns_BT - values_BT
+
+
+def _nothing(rows: Rows, returns_BT: Tensor, values_BT: Tensor) -> Tensor:
+    return returns_BT
+
+
 CONVENTIONS = (
-    Convention(name="nothing", advantage=lambda rows, returns_BT, values_BT: returns_BT),
+    Convention(name="nothing", advantage=_nothing, used="here: `none`"),
     Convention(name="the mean of the group's others at the same turn", advantage=of_turns("rloo"), used="here: `rloo`"),
-    Convention(name="the value before the turn's first token", advantage=value_at(first=True)),
     Convention(
-        name="the value before each token", advantage=lambda rows, returns_BT, values_BT: returns_BT - values_BT
+        name="the value before the turn's first token", advantage=value_at(first=True), used="VAGEN: `no_concat_gae`"
+    ),
+    Convention(
+        name="the value before each token", advantage=_value_at_each, used="here: `gae` with gamma and lambda 1"
     ),
     Convention(
         name="the mean of the group at the same turn, its own return in it",
@@ -103,7 +113,11 @@ CONVENTIONS = (
         name="the mean of the others at the same turn; 0 where there is none", advantage=of_turns("rloo", alone=0.0)
     ),
     Convention(name="the mean over all turns of the group", advantage=pooled),
-    Convention(name="the value before the turn's last token, for the whole turn", advantage=value_at(first=False)),
+    Convention(
+        name="the value before the turn's last token, for the whole turn",
+        advantage=value_at(first=False),
+        used="VAGEN: `no_concat_gae_last`",
+    ),
 )
 
 
