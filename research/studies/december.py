@@ -526,14 +526,14 @@ def draw_frontier(tuned: Block, judged: Block, path: Path) -> None:
                 marker = look.get("marker", "o")
                 label = name if lag == 0 else None
                 axes.plot(best["kl"].mean(), best["gold"].mean(), marker, ms=9, color=look["color"], label=label)
-            axes.set(xscale="symlog", xlabel="exact KL, nats per completion", title=f"lag {lag}")
+            axes.set(xscale="symlog", xlabel="exact KL, nats per completion, log axis", title=f"lag {lag}")
         panels[0].set_ylabel("held-out gold reward")
-        legend_below(drawing, "small: tuning runs; large: mean of the judged ones")
+        legend_below(drawing, "small: tuning runs (2 seeds); large: mean of the judged ones (4 seeds, 5 warm starts)")
 
 
 def draw_centring(centring: Block, path: Path) -> None:
     """Gold reward of every run at the end, by what is taken off the exact cost; a panel a lag, a bar the mean."""
-    with pages.figure(path, 1, 3, 2.6, sharey=True) as (_, (panels,)):
+    with pages.figure(path, 1, 3, 2.6, sharey=True) as (drawing, (panels,)):
         for axes, lag in zip(panels, (4, 10, 20), strict=True):
             for place, form in enumerate(CENTRED):
                 gold = centring.of(form, lag=lag)["gold"]
@@ -544,3 +544,4 @@ def draw_centring(centring: Block, path: Path) -> None:
             axes.set(title=f"samples {lag} updates old")
             axes.set_xticks(range(len(CENTRED)), list(CENTRED.values()), rotation=60, ha="right")
         panels[0].set_ylabel("held-out reward")
+        legend_below(drawing, "marks: runs of 3 seeds, 5 warm starts; bars: means")

@@ -123,7 +123,7 @@ def test_the_command_prints_json_with_memory():
         (["rollout.options={servers: 2}"], r"rollout\.options\.servers: no such key"),
         (["rollout.backend=hf_server", "rollout.options={transport: nccl}"], r"options\.transport: got 'nccl'"),
         (["rollout.backend=vllm", "train.strategy=fsdp"], "each draws a part of a batch, and this backend draws it"),
-        (["rollout.top_p=0.9"], r"rollout\.top_p: no such key \(given 0\.9\): training samples from the whole"),
+        (["rollout.top_p=0.9"], r"rollout\.top_p: no such key \(given 0\.9\): it is rollout.truncation.top_p"),
         (["algorithm.value={lam: 0.5}"], r"algorithm\.value: rloo has no value function"),
         (["train.strategy=ddp", "train.devices=3"], r"rollout\.prompts_per_batch: got 4; allowed: a multiple of 3"),
         (["rollout.backend=own", "lag.mode=async"], "an engine beside them has to draw"),

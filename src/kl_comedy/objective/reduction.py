@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kl_comedy.cuda import running_sum
 from kl_comedy.errors import bad_value
 
 
@@ -28,7 +29,7 @@ def returns_with_costs(
     # One reward for the whole completion, whichever token it is credited to.
     returns_BT = reward_B[:, None].expand(-1, length)
     if paid_BT is not None:
-        returns_BT = returns_BT - (paid_BT.cumsum(-1) - paid_BT)
+        returns_BT = returns_BT - (running_sum(paid_BT) - paid_BT)
     if cost_BT is None:
         return returns_BT
     return returns_BT - cost_BT

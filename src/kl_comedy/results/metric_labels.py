@@ -68,6 +68,8 @@ LABELS: dict[str, tuple[str, str]] = {
     "policy/ratio_p<q>": ("ratio π/μ, percentile <q>", ""),
     "policy/equal_weights_share": ("tokens drawn with the current weights", SHARE),
     "policy/mismatch": ("|log π/μ| at equal weights", PER_TOKEN),
+    "policy/kept_mass": ("policy's probability of the kept tokens", "mean over tokens"),
+    "kl/truncation_token": ("-log of the reference's mass on the kept tokens", "nats/token"),
     "policy/mismatch_max": ("largest |log π/μ| at equal weights", "nats"),
     "policy/ess": ("effective sample size", SHARE_OF_COMPLETIONS),
     "policy/behaviour_gap_max": ("largest |log π/μ|", "nats"),
