@@ -209,6 +209,11 @@ class EnvironmentConfig:
         choices=("refuse", "split"),
     )
 
+    @property
+    def turn_weights(self) -> dict[str, float] | None:
+        """``weights``, where parts count from the turn that earned them; None where they are of the whole dialogue."""
+        return self.weights if self.credit == "turn" else None
+
 
 @dataclass
 class ValueConfig:

@@ -100,26 +100,41 @@ class UpdateTensors:
     ) -> UpdateTensors:
         masks = [torch.tensor(row.rollout.trained_mask, dtype=torch.bool) for row in rows]
         mask_BT = pad_sequence(masks, batch_first=True)
-        is_end_BT = torch.zeros_like(mask_BT, dtype=torch.long)
-        paid_BT = torch.zeros_like(mask_BT, dtype=torch.float64)
-        for index, row in enumerate(rows):
-            last_tokens = [end - 1 for end in row.rollout.turn_ends]
-            is_end_BT[index, last_tokens] = 1
-            for name, values in row.rollout.turn_parts.items():
-                weight = (turn_weights or {}).get(name, 0.0)
-                paid_BT[index, last_tokens] += weight * torch.tensor(values, dtype=torch.float64)
+        width = mask_BT.shape[1]
+        paid_BT = None
+        if turn_weights is not None:
+            paid_BT = paid_for_turns(rows, width, turn_weights).to(device)
         return cls(
             mask_BT=mask_BT.to(device),
             reward_B=torch.tensor([row.reward.value for row in rows], dtype=torch.float64, device=device),
             group_B=torch.tensor([row.rollout.group_id for row in rows], device=device),
-            turn_BT=(is_end_BT.cumsum(-1) - is_end_BT).to(device),
-            paid_BT=None if turn_weights is None else paid_BT.to(device),
+            turn_BT=turn_numbers(rows, width).to(device),
+            paid_BT=paid_BT,
         )
 
     @property
     def length(self) -> int:
         """Tokens of the longest completion."""
         return self.mask_BT.shape[1]
+
+
+def turn_numbers(rows: Sequence[Scored], width: int) -> Tensor:
+    """The number of each token's turn, from 0, ``[B, width]``: what the environment writes is of the turn after it."""
+    ends_before_BT = torch.zeros(len(rows), width + 1, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ends_before_BT[index, list(row.rollout.turn_ends)] = 1
+    return ends_before_BT[:, :width].cumsum(-1)
+
+
+def paid_for_turns(rows: Sequence[Scored], width: int, weights: Mapping[str, float]) -> Tensor:
+    """The weighted parts that the environment gave for each turn, at the turn's last token, ``[B, width]``, float64."""
+    paid_BT = torch.zeros(len(rows), width, dtype=torch.float64)
+    for index, row in enumerate(rows):
+        last_tokens = [end - 1 for end in row.rollout.turn_ends]
+        for name, values in row.rollout.turn_parts.items():
+            # A part without a weight is a metric.
+            paid_BT[index, last_tokens] += weights.get(name, 0.0) * torch.tensor(values, dtype=torch.float64)
+    return paid_BT
 
 
 @dataclass(frozen=True, kw_only=True)

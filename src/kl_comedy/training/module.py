@@ -177,10 +177,9 @@ class PolicyModule(lightning.LightningModule):
         self.references = models.references
         self._pass_options = pass_options(self.config, self.loaded)
         packer = Packer.of(self.config, self.loaded, ranks)
-        environment = self.config.environment
         turn_weights = None
-        if environment is not None and environment.credit == "turn":
-            turn_weights = environment.weights
+        if self.config.environment is not None:
+            turn_weights = self.config.environment.turn_weights
         self.plan = Preparation(
             terms=self.terms, algorithm=self.config.algorithm, packer=packer, turn_weights=turn_weights
         )
