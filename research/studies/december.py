@@ -539,9 +539,9 @@ def draw_centring(centring: Block, path: Path) -> None:
                 gold = centring.of(form, lag=lag)["gold"]
                 # Side by side, so that runs of one reward can be told apart.
                 shift = [place + 0.4 * ((index + 0.5) / len(gold) - 0.5) for index in range(len(gold))]
-                axes.plot(shift, gold, "o", ms=3, color="0.5")
-                axes.plot([place - 0.3, place + 0.3], [gold.mean()] * 2, lw=2, color="black")
+                axes.plot(shift, gold, "o", ms=3, color="0.5", label="a run (3 seeds, 5 warm starts)")
+                axes.plot([place - 0.3, place + 0.3], [gold.mean()] * 2, lw=2, color="black", label="mean")
             axes.set(title=f"samples {lag} updates old")
             axes.set_xticks(range(len(CENTRED)), list(CENTRED.values()), rotation=60, ha="right")
         panels[0].set_ylabel("held-out reward")
-        legend_below(drawing, "marks: runs of 3 seeds, 5 warm starts; bars: means")
+        legend_below(drawing)
