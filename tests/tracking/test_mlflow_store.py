@@ -484,6 +484,22 @@ def test_dead_runs_of_this_host_are_marked_and_others_left_alone(start, uri):
     assert client.get_run(alive).info.status == "RUNNING"
 
 
+def test_a_run_that_ends_while_dead_ones_are_looked_for_keeps_its_end(start, uri, monkeypatch):
+    """It was RUNNING in the search; when its process is looked at, it has ended itself and is gone."""
+    client = connect(uri)
+    start("any")
+    experiment = client.get_experiment_by_name("trial").experiment_id
+    run = client.create_run(experiment, tags=provenance.process_tags()).info.run_id
+
+    def ends_before_the_look(tags):
+        client.set_terminated(run, status="FINISHED")
+        return True
+
+    monkeypatch.setattr(provenance, "is_dead", ends_before_the_look)
+    assert run not in mark_dead_runs(client, "trial")
+    assert client.get_run(run).info.status == "FINISHED"
+
+
 def test_processes_that_start_together_on_a_fresh_store_all_arrive(start, tmp_path):
     uri = f"sqlite:///{tmp_path}/new/folder/mlflow.db"
 

@@ -136,11 +136,15 @@ def mark_dead_runs(client: Any, experiment: str | None = None) -> list[str]:
     # A quote would end the text in MLflow's filter.
     host = socket.gethostname().replace("'", "")
     where = f"attributes.status = 'RUNNING' AND tags.`{HOST}` = '{host}'"
-    dead = [run for run in search_runs(client, ids, where) if is_dead(run.data.tags)]
-    for run in dead:
-        client.set_tag(run.info.run_id, "failure.reason", f"process died (pid {run.data.tags[PID]})")
-        client.set_terminated(run.info.run_id, status="FAILED")
-    return [run.info.run_id for run in dead]
+    marked = []
+    for run in search_runs(client, ids, where):
+        # A run may end itself between the search and the look at its process: a process that is gone writes no more,
+        # so that its status is asked for after that look.
+        if is_dead(run.data.tags) and client.get_run(run.info.run_id).info.status == "RUNNING":
+            client.set_tag(run.info.run_id, "failure.reason", f"process died (pid {run.data.tags[PID]})")
+            client.set_terminated(run.info.run_id, status="FAILED")
+            marked.append(run.info.run_id)
+    return marked
 
 
 def search_runs(client: Any, experiment_ids: list[str], where: str = "") -> list[Any]:
