@@ -92,15 +92,6 @@ def test_the_exact_kls_to_the_sampler_are_those_to_the_weights_that_drew_the_tok
     assert logged[4, "reference/sampler/exact_reverse_token"] > 1e-5
 
 
-def test_a_beta_aims_at_the_exact_kl_to_the_sampler(tmp_path):
-    aims = "kl=[{estimator: exact, placement: loss, reference: sampler, beta: {target: 0.01}}]"
-    logged = metrics_of(go(tmp_path, *SHORT, *LAG_2, aims).run)
-    term = check_training(load_config(TINY, [aims]))[0]
-    for step in (1, 2, 3):
-        measured = logged[step, "reference/sampler/exact_reverse_sequence"]
-        assert logged[step + 1, "beta/0"] == pytest.approx(term.beta.next(logged[step, "beta/0"], measured))
-
-
 def test_the_old_policy_is_a_copy_before_the_first_update_of_each_batch(tmp_path):
     """So it is the periodic copy whose period is the updates that a batch makes."""
     settings = [*SHORT, "train.steps=4", "algorithm.updates_per_batch=2"]
@@ -199,6 +190,19 @@ def test_a_version_that_is_not_there_is_named(named, message):
     version_BT = torch.tensor([named]).expand_as(inputs["ids_BT"])
     with pytest.raises(UserError, match=message):
         past_of(2, updates=3).forward_pass(**inputs, policy_version_BT=version_BT)
+
+
+def test_a_checkpoint_has_the_versions_and_their_numbers():
+    saved = past_of(2, updates=3)
+    resumed = past_of(2, updates=0)
+    resumed.load_state_dict(copy.deepcopy(saved.state_dict()))
+    inputs = every_completion(2)
+    logps = {}
+    for version in (2, 3):
+        version_BT = torch.full_like(inputs["ids_BT"], version)
+        logps[version] = resumed.forward_pass(**inputs, policy_version_BT=version_BT).logp_BT
+        assert torch.equal(logps[version], saved.forward_pass(**inputs, policy_version_BT=version_BT).logp_BT)
+    assert not torch.equal(logps[2], logps[3])
 
 
 @pytest.mark.parametrize(
