@@ -49,6 +49,8 @@ class Capabilities:
     logs or weights there. ``recorded``: training batches are read from a file, not sampled. ``gives_top_logps``: gives
     the log-probs of its likeliest tokens beside each drawn one, where ``Sampling.top_logps`` asks for them.
     ``gives_kept``: says which tokens a truncation kept at each drawn one, where ``Sampling.records_kept`` asks for it.
+    ``draws_with_policy``: draws with the learner's own module, so that a pass of the weights of a version has the
+    distributions from which that version drew.
     """
 
     in_trainer_ranks: bool = True
@@ -58,6 +60,7 @@ class Capabilities:
     recorded: bool = False
     gives_top_logps: bool = False
     gives_kept: bool = False
+    draws_with_policy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -344,7 +344,6 @@ REFUSED = {
     ("not_yaml.yaml",): "not_yaml.yaml: not YAML",
     ("--term", "{estimator: k33}"): "--term.estimator: got 'k33'; did you mean 'k3'? allowed:",
     ("--term", "[k1"): "not a YAML mapping",
-    ("--term", "{estimator: exact, reference: sampler}"): "needs the sampler's full distribution",
     ("--term", "{estimator: exact, anchor: behaviour}"): "needs the full distribution",
     ("--term", "{estimator: k1, placement: loss, credit: own}"): "impossible KL term",
     ("--estimator", "k33"): "estimators: got 'k33'",

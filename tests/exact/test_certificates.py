@@ -110,6 +110,28 @@ def test_a_trust_region_is_called_one_and_has_no_yardstick():
     assert certificate.variance_ratio is None
 
 
+TO_SAMPLER = {
+    "exact in loss": (KLTerm("exact", placement="loss", reference="sampler"), "token_reverse"),
+    "exact_forward in loss": (KLTerm("exact_forward", placement="loss", reference="sampler"), "token_forward"),
+    "exact in reward": (KLTerm("exact", correction="prefix_previous", reference="sampler"), "sequence_reverse"),
+    "k1 with its exact baseline": (
+        KLTerm("k1", correction="prefix", baseline="exact", reference="sampler"),
+        "sequence_reverse",
+    ),
+}
+
+
+@pytest.mark.parametrize("regime", ["off_policy", "mixed"])
+@pytest.mark.parametrize(("term", "target"), TO_SAMPLER.values(), ids=TO_SAMPLER)
+def test_an_exact_trust_region_has_the_gradient_of_the_kl_to_the_sampler(term, target, regime):
+    """Of what it has to the initial policy, where that is the sampler; the gradient is by tables of prefixes."""
+    where = Instance.random(TREE, InstanceSettings(regime=regime, seed=4, parameters=5, staleness=0.7))
+    to_sampler_D = target_gradient(replace(where, ref_logp_NV=where.recorded_logp_NV), target)
+    actual_D = expected_gradient(where, [term]).gradient_D
+    assert float((actual_D - to_sampler_D).norm()) < 1e-10 * float(to_sampler_D.norm())
+    assert f"pulls towards the sampler ({target})" in certificate_of([term], regime).verdict
+
+
 def test_figures_do_not_depend_on_beta():
     beta_1 = certificate_of([KLTerm("k3", placement="loss", beta=1.0)])
     beta_10 = certificate_of([KLTerm("k3", placement="loss", beta=10.0)])

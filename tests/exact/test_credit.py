@@ -62,9 +62,8 @@ def test_discounted_credit_lies_between_own_and_to_go():
         ({"estimator": "k1", "discount": 0.5, "placement": "loss"}, "use credit: to_go"),
         ({"estimator": "k1", "discount": 0.0}, "discount: got 0.0; allowed: above 0"),
         ({"estimator": "exact", "baseline": "exact"}, "has no noise"),
-        ({"estimator": "k1", "baseline": "exact", "reference": "sampler"}, "rollouts do not carry"),
     ],
-    ids=["discount of own costs", "discount in loss", "discount of 0", "exact baseline of exact", "reference sampler"],
+    ids=["discount of own costs", "discount in loss", "discount of 0", "exact baseline of exact"],
 )
 def test_a_credit_or_a_baseline_without_a_meaning_is_refused(fields, reason):
     with pytest.raises(UserError, match=reason):

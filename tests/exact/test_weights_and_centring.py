@@ -114,7 +114,6 @@ def test_centring_takes_noise_away_where_the_log_ratios_share_a_mean():
     [
         ({"estimator": "k1", "weight_power": 2.0}, "weight_power is the exponent of weight"),
         ({"estimator": "k2", "level": "sequence", "placement": "loss", "weight": "policy"}, "weight is of a token"),
-        ({"estimator": "k1", "reference": "sampler", "weight": "policy"}, "reference: sampler has none"),
         ({"estimator": "k1", "baseline": "batch"}, "use credit: own"),
         ({"estimator": "exact", "credit": "own", "baseline": "batch"}, "a sampled estimator"),
         ({"estimator": "k1", "weight": "both"}, "weight"),
@@ -122,7 +121,6 @@ def test_centring_takes_noise_away_where_the_log_ratios_share_a_mean():
     ids=[
         "exponent without weight",
         "weight of a completion",
-        "sampler as reference",
         "centred to go",
         "centred exact",
         "unknown weight",

@@ -12,6 +12,7 @@ from training_runs import TINY
 TEACHER = ["reference.teacher.source=pocket", "kl=opd/sampled"]
 SERVED = [*TEACHER, "reference.teacher.url=http://localhost:1"]
 TOP_P = "rollout.truncation={top_p: 0.9}"
+EXACT_TO_SAMPLER = "kl=[{estimator: exact, placement: loss, reference: sampler}]"
 DPO = ["algorithm.dpo={beta: 0.5}", "kl=[]"]
 BROKEN = {
     "trained_weights_in_16_bit": ["model.dtype=bfloat16"],
@@ -30,6 +31,10 @@ BROKEN = {
         "train.strategy=fsdp",
         "train.devices=2",
     ],
+    "old_policy_that_is_the_policy": ["kl.0.reference=old"],
+    "past_policy_of_another_engine": ["rollout.backend=hf_server", EXACT_TO_SAMPLER],
+    "past_policy_of_truncated_samples": [TOP_P, EXACT_TO_SAMPLER],
+    "past_policies_in_shards": ["train.strategy=fsdp", "train.devices=2", EXACT_TO_SAMPLER],
     "own_baseline_without_group": [
         "rollout.group_size=1",
         "algorithm.advantage=batch_mean",

@@ -46,6 +46,14 @@ SETUPS = {
         "algorithm.value.clip=0.2",
         "algorithm.value.bootstrap_truncated=true",
     ],
+    "past_policies": [
+        "lag.mode=replayed",
+        "lag.steps=2",
+        "algorithm.updates_per_batch=2",
+        "kl=[{estimator: exact, placement: loss, reference: sampler, beta: 0.1}, "
+        "{estimator: exact_forward, reference: sampler, beta: 0.05}, "
+        "{estimator: exact, placement: loss, reference: old, beta: 0.1}]",
+    ],
     "on_policy": [],
     "replayed_in_parts": ["lag.mode=replayed", "lag.steps=4", "algorithm.updates_per_batch=2"],
 }
@@ -75,6 +83,7 @@ def test_ctrl_c_prints_the_resume_command(tmp_path):
     "setup",
     [
         "all_state",
+        "past_policies",
         pytest.param("on_policy", marks=pytest.mark.slow),
         pytest.param("replayed_in_parts", marks=pytest.mark.slow),
     ],

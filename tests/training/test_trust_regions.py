@@ -116,6 +116,9 @@ def test_the_measured_kl_is_that_to_the_terms_own_reference():
     expected = {"initial": 1.0, "teacher": 4.0, "ema": 5.0, "sampler": 1.5}
     # The sampler's has no metric per sequence: 0.5 per token times 3 tokens.
     assert {name: measured_kl(values, name, "sequence") for name in expected} == expected
+    # With past policies it is measured.
+    values["reference/sampler/exact_reverse_sequence"] = 7.0
+    assert measured_kl(values, "sampler", "sequence") == 7.0
 
 
 PERIODIC = "kl.0.reference=periodic"

@@ -143,10 +143,11 @@ def has_meaning(term):
     if term["estimator"] == "abs" and term.get("reference") == "sampler":
         return False
     try:
-        kl_term.KLTerm(**term)
+        drawn = kl_term.KLTerm(**term)
     except UserError:
         return False
-    return True
+    # Of the sampler's distributions; past_policies() gives terms that read them.
+    return drawn.reference != "sampler" or drawn.reads <= {"log_ratio", "sampler_top"}
 
 
 def drawn_algorithm(rng):
@@ -289,6 +290,28 @@ def centre_scores(rng, mapping):
             term |= value
 
 
+def past_policies(rng, mapping):
+    """Measure some terms against the weights that drew their tokens, or those before the first update of the batch."""
+    # The mixed versions of a completion are no past policy; and each pass of the policy rounds a gradient of its own.
+    if mapping["rollout"].get("backend") == "twin_mixed" or "head_dtype" in mapping["model"]:
+        return
+    algorithm = mapping["algorithm"]
+    references = ["sampler"]
+    if algorithm["updates_per_batch"] * algorithm["epochs_per_batch"] > 1:
+        references.append("old")
+    for term in mapping["kl"]:
+        reference = rng.choice(references)
+        is_initial = term.get("reference", "initial") == "initial"
+        # On fresh samples the log-ratio is 0 but for rounding, whose sign would be the whole gradient of abs.
+        if not is_initial or term["estimator"] == "abs" or not chance(rng, 0.3):
+            continue
+        try:
+            kl_term.KLTerm(**(term | {"reference": reference}))
+        except UserError:
+            continue
+        term["reference"] = reference
+
+
 def make_dpo(mapping):
     """The same run with pairs in the place of policy loss and terms."""
     keys = ("updates_per_batch", "epochs_per_batch", "mask_truncated")
@@ -316,6 +339,7 @@ def drawn(rng):
     drawn_terms(rng, mapping)
     # Numbers of its own: the draws of a seed stay those that are known to cover everything.
     centre_scores(random.Random(f"score centring/{mapping['seed']}"), mapping)
+    past_policies(random.Random(f"past policies/{mapping['seed']}"), mapping)
     if chance(rng, 0.05):
         make_dpo(mapping)
     kill_at = None
@@ -438,6 +462,8 @@ def covered_by_term(term):
         reads = "a sampled" if needs == "log_ratio" else "an exact"
         names |= {f"{term[key]} in {term['placement']}" for key in ("estimator", "correction")}
         names |= {f"{reads} estimator with {key} {term[key]}" for key in ("credit", "baseline") if key in term}
+        if kl_term.KLTerm(**term).reads_past_policy:
+            names.add(f"past policy in {term['placement']}")
         if "cap" in term and term.get("baseline") == "own":
             names.add("own baseline with a cap")
     if "form" in term.get("options", {}):
@@ -489,7 +515,9 @@ def needed():
     names |= {"score_centring exact", "score_centring of some tokens"}
     names |= {"own baseline with a cap", "resumed with old log-probs", "resumed with old values"}
     names |= {f"resumed with beta {kind}" for kind in ("schedule", "target")}
-    names |= {"resumed with reference ema", "resumed with reference periodic", "resumed with lag replayed"}
+    names |= {f"resumed with reference {name}" for name in ("ema", "periodic", "old", "sampler")}
+    names |= {f"past policy in {placement}" for placement in kl_term.PLACEMENTS}
+    names |= {"resumed with lag replayed"}
     names |= {"resumed with an adapter"}
     critic = ("gamma", "lam", "coefficient", "lr", "clip", "trunk", "bootstrap_truncated", "normalize")
     names |= {f"critic {name}" for name in critic}

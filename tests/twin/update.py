@@ -271,7 +271,7 @@ def start_twin(config, terms, engine_start):
     if config.reference.teacher is not None:
         teacher = Weights.of(stored_weights(config.reference.teacher.source), 1.0)
     moving = {}
-    for name in ("ema", "periodic"):
+    for name in ("ema", "periodic", "old"):
         if any(term.reference == name for term in terms):
             moving[name] = dict(trained)
     adam = {}
@@ -391,6 +391,7 @@ def completion_of(twin, step, policy, row):
     old_trained, old_value = twin.past[first_of_batch]
     with torch.no_grad():
         references = {name: twin.distributions(twin.reference(name), row)[0] for name in names}
+        references["sampler"] = sampler_of(twin, row)
         old_logs, old_hidden = twin.distributions(twin.policy(old_trained), row)
         old_values = []
         if old_value:
@@ -401,14 +402,16 @@ def completion_of(twin, step, policy, row):
         mu=list(row["logps"]),
         policy=logs,
         references=references,
-        sampler=sampler_of(twin, row) if any(term.score_centring for term in twin.terms) else [],
+        sampler=references["sampler"],
     )
     old_logp = [number(old_logs[t][token]) for t, token in enumerate(row["ids"])]
     return Completion(row, terms, hidden, old_logp, old_values)
 
 
 def sampler_of(twin, row):
-    """The log-probs over the vocabulary of the weights that drew each token."""
+    """The log-probs over the vocabulary of the weights that drew each token; none where no term reads them."""
+    if not any(term.score_centring or term.reads_past_policy for term in twin.terms):
+        return []
     with torch.no_grad():
         return [
             twin.distributions(twin.policy(twin.past[version][0]), row)[0][t]
@@ -592,7 +595,7 @@ def optimize(twin, step, completions, gradient, quantities):
 def measured_kl(twin, step, completions, name, per):
     """KL to the reference ``name`` in nats per ``token`` or ``completion``: exact where measured, else k1.
 
-    To the sampler: ``rho l - rho + 1`` of its tokens, per completion times the mean length.
+    To the sampler it is ``rho l - rho + 1`` of its tokens where it is not exact.
     """
     settings = twin.config.train
     tokens = sum(one.length for one in completions)
@@ -606,7 +609,7 @@ def measured_kl(twin, step, completions, name, per):
     for one in completions:
         for t, token in enumerate(one.row["ids"]):
             logp = number(one.terms.logp[t])
-            if name == "sampler":
+            if name == "sampler" and not is_exact:
                 delta = logp - one.terms.mu[t]
                 total += math.exp(delta) * delta - math.exp(delta) + 1
             elif is_exact:
@@ -616,6 +619,17 @@ def measured_kl(twin, step, completions, name, per):
     if per == "token":
         return total / tokens
     return total / len(completions)
+
+
+def put_into_its_slot(twin, version, trained, quantities):
+    """The past policy of a version, in the place of the one that no sample names any more."""
+    slots = twin.config.lag.steps + twin.updates_of_a_batch
+    of_version = [version % slots]
+    if version == 0:
+        of_version = range(slots)
+    for slot in of_version:
+        for name, weight in trained.items():
+            quantities[f"reference sampler: {slot}.{name}"] = weight.clone()
 
 
 def follow(twin, step, completions, quantities):
@@ -632,6 +646,11 @@ def follow(twin, step, completions, quantities):
             is_far = measured_kl(twin, step, completions, "periodic", "token") > options.max_kl
         if is_due or is_far:
             twin.moving["periodic"] = dict(twin.trained)
+    if "old" in twin.moving and (step + 1) % twin.updates_of_a_batch == 0:
+        twin.moving["old"] = dict(twin.trained)
+    if any(term.reads_past_policy for term in twin.terms):
+        for version, (trained, _) in enumerate([*twin.past, (twin.trained, twin.value)]):
+            put_into_its_slot(twin, version, trained, quantities)
     for reference, weights in twin.moving.items():
         for name, weight in weights.items():
             quantities[f"reference {reference}: {name}"] = weight.clone()

@@ -37,7 +37,7 @@ from kl_comedy.training.module import PolicyModule
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from kl_comedy.models.reference import Reference
+    from kl_comedy.models.reference import PastPolicies, Reference
     from kl_comedy.models.types import ReferencePass, TokenPass
 
 Value = TypeVar("Value")
@@ -289,9 +289,9 @@ def _term_arguments(term: KLTerm, micro: MicroBatch, passes: Mapping[str, TokenP
             f"audit: {term.label()} is measured against the {term.reference} reference, which this config does "
             "not keep; give the config a term that names it"
         )
-    # The sampler is known by its log-probs only. Its terms are sampled ones, which the initial reference's pass serves.
+    # Without past policies terms against the sampler are sampled ones, which the initial reference's pass serves.
     pass_name = term.reference
-    if term.reference == "sampler":
+    if pass_name not in passes and term.reference == "sampler":
         pass_name = "initial"
     exact = passes[pass_name]
     arguments: dict[str, Any] = _log_probs(micro, term, passes["initial"].logp_BT)
@@ -306,7 +306,9 @@ def _term_arguments(term: KLTerm, micro: MicroBatch, passes: Mapping[str, TokenP
 
 
 def _has_reference(micro: MicroBatch, term: KLTerm) -> bool:
-    return term.reference == "sampler" or term.reference in micro.references
+    # What other terms against the sampler read of it comes with the rollouts.
+    comes_with_rollouts = term.reference == "sampler" and not term.reads_past_policy
+    return comes_with_rollouts or term.reference in micro.references
 
 
 def _log_probs(micro: MicroBatch, term: KLTerm, logp_BT: Tensor) -> dict[str, Tensor]:
@@ -347,7 +349,7 @@ class _Replay(Generic[Value]):
 class _ReplayedReference:
     """A reference that passes each micro-batch once."""
 
-    def __init__(self, reference: Reference) -> None:
+    def __init__(self, reference: Reference | PastPolicies) -> None:
         self._reference = reference
         self.replay: _Replay[ReferencePass] = _Replay()
 

@@ -30,6 +30,13 @@ def updates_from_a_batch(config: Config) -> int:
     return config.algorithm.updates_per_batch * config.algorithm.epochs_per_batch
 
 
+def versions_of_samples(config: Config) -> int:
+    """How many versions of the weights the samples of an update may be of: its own, and those before it."""
+    # A batch is learned from at that age for the first time, and from update to update it is one older.
+    age_at_first_update = max(config.lag.steps, config.lag.max_steps)
+    return age_at_first_update + updates_from_a_batch(config)
+
+
 def is_off_policy(config: Config) -> bool:
     """Whether any update uses samples of other weights than its own."""
     has_lag = config.lag.steps > 0 or config.lag.max_steps > 0

@@ -330,6 +330,10 @@ class ReferenceConfig:
         None, "`reference: periodic` is copied too after an update with more KL to it, in nats per token.", above=0
     )
 
+    past_gib: float = option(
+        16.0, "Largest memory of the [past policies](references.md#past-policies) that a run keeps.", above=0
+    )
+
     teacher: TeacherConfig | None = option(None, "The model of `reference: teacher` ([distillation](distillation.md)).")
 
 

@@ -129,7 +129,7 @@ def reads_other_tokens(asked: TermInHost) -> str | None:
 
 
 def moves_its_reference(asked: TermInHost) -> str | None:
-    if asked.term.reference in ("ema", "periodic"):
+    if asked.term.reference in ("ema", "periodic", "old"):
         return f"{asked.host} keeps its own reference; use reference: initial for it, or reference: sampler"
     return None
 

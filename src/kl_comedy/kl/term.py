@@ -29,7 +29,7 @@ PLACEMENTS = ("reward", "loss")
 CREDITS = ("total", "to_go", "own")
 GRADIENTS = ("natural", "k2")
 ANCHORS = ("current", "behaviour")
-REFERENCES = ("initial", "ema", "periodic", "sampler", "teacher")
+REFERENCES = ("initial", "ema", "periodic", "old", "sampler", "teacher")
 BASELINES = ("before", "after", "own", "exact", "batch")
 WEIGHTS = ("none", "reference", "policy")
 CAP_MODES = ("truncate", "mask", "each", "clip")
@@ -120,7 +120,8 @@ class KLTerm:
     anchor: str = option("current", "Log-probs of the estimate: current, or recorded at rollout.", choices=ANCHORS)
     reference: str = option(
         "initial",
-        "The initial policy, a moving average, a periodic copy, the sampler, or [`reference.teacher`](#reference).",
+        "[What the divergence is measured against](references.md): the initial policy, a moving average, a periodic "
+        "copy, the learner before a batch's first update, the sampler, or [`reference.teacher`](#reference).",
         choices=REFERENCES,
     )
     beta: Beta = option(
@@ -209,6 +210,16 @@ class KLTerm:
         if self.score_centring is not None:
             read.add("sampler_top")
         return read
+
+    @property
+    def reads_past_policy(self) -> bool:
+        """Whether it reads probabilities under the sampler that rollouts do not record: those of tokens not drawn."""
+        if self.reference != "sampler":
+            return False
+        read = self.reads - {"log_ratio", "sampler_top"}
+        if self.weight == "policy":
+            read.discard("certainty")
+        return bool(read)
 
     @property
     def needs_update(self) -> bool:

@@ -111,12 +111,6 @@ def exact_baseline_of_an_exact_cost(term: KLTerm) -> str | None:
     return None
 
 
-def exact_baseline_without_distribution(term: KLTerm) -> str | None:
-    if term.baseline == "exact" and term.reference == "sampler":
-        return "baseline: exact needs the sampler's full distribution, which rollouts do not carry"
-    return None
-
-
 def batch_baseline_of_another_cost(term: KLTerm) -> str | None:
     is_of_one_token = is_sampled(term) and term.credit == "own"
     if term.baseline == "batch" and not is_of_one_token:
@@ -173,24 +167,12 @@ def weight_of_a_sequence(term: KLTerm) -> str | None:
     return None
 
 
-def weight_without_distribution(term: KLTerm) -> str | None:
-    if term.weight != "none" and term.reference == "sampler":
-        return "weight needs a full distribution beside the policy's pass, and reference: sampler has none"
-    return None
-
-
 # --- references, anchors and gradients --------------------------------------------------------------------------------
 
 
 def recorded_whole_vocabulary(term: KLTerm) -> str | None:
     if not is_sampled(term) and term.anchor == "behaviour":
         return f"{term.estimator} needs the full distribution, and rollouts record sampled log-probs only"
-    return None
-
-
-def samplers_whole_vocabulary(term: KLTerm) -> str | None:
-    if not is_sampled(term) and term.reference == "sampler":
-        return f"{term.estimator} needs the sampler's full distribution, which rollouts do not carry"
     return None
 
 
@@ -280,7 +262,6 @@ RULES = (
     whole_vocabulary_of_a_sequence,
     discount_without_later_costs,
     exact_baseline_of_an_exact_cost,
-    exact_baseline_without_distribution,
     batch_baseline_of_another_cost,
     centred_score_in_loss,
     centred_score_of_the_policy_loss,
@@ -288,9 +269,7 @@ RULES = (
     centred_score_without_cost,
     weight_power_without_weight,
     weight_of_a_sequence,
-    weight_without_distribution,
     recorded_whole_vocabulary,
-    samplers_whole_vocabulary,
     k2_gradient_of_an_exact_value,
     correction_by_token_of_a_sequence,
     sampler_to_itself,

@@ -1,8 +1,8 @@
 """Reference policies that KL is measured against. Each has a hash, so that a run can check its identity.
 
-A reference is a frozen copy of the policy, the policy with its adapter off, a moving average, a periodic copy, or a
-teacher. A copy shares the parameters that the policy does not train (the base under LoRA). Shape legend as in
-:mod:`kl_comedy.models.logprobs`.
+A reference is a frozen copy of the policy, the policy with its adapter off, a moving average, a periodic copy, the past
+policies that drew the samples, or a teacher. A copy shares the parameters that the policy does not train (the base
+under LoRA). Shape legend as in :mod:`kl_comedy.models.logprobs`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from kl_comedy.config.combinations import updates_from_a_batch, versions_of_samples
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.models.introspection import head_chunk, head_weights, is_peft, is_sharded
 from kl_comedy.models.logprobs import token_pass
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def build_reference(kind: str, loaded: LoadedModel, config: Config, *, teacher: LoadedModel | None = None) -> Reference:
-    """The reference ``kind`` (``initial | ema | periodic | teacher``) for a policy that has not been trained yet.
+    """The reference ``kind`` (``initial | ema | periodic | old | teacher``) for a policy that has not been trained yet.
 
     ``initial`` is the base model under LoRA (adapter off), else a frozen copy; ``teacher`` is the given model itself.
     Raises :class:`UserError` for another name, and for ``teacher`` without one.
@@ -48,10 +49,13 @@ def build_reference(kind: str, loaded: LoadedModel, config: Config, *, teacher: 
     if kind == "periodic":
         max_kl = config.reference.max_kl or math.inf
         return MovingReference(loaded.model, options, period=config.reference.period, max_kl=max_kl)
+    if kind == "old":
+        # The learner's weights before a batch's first update: a batch makes the same number of updates each time.
+        return MovingReference(loaded.model, options, period=updates_from_a_batch(config))
     if kind == "teacher" and teacher is not None:
         # Not copied: nothing trains a teacher, and a second copy would cost its whole memory again.
         return Reference(teacher.model, options, copied=False)
-    raise bad_value("kl.reference", kind, ("initial", "ema", "periodic", "teacher"))
+    raise bad_value("kl.reference", kind, ("initial", "ema", "periodic", "old", "teacher"))
 
 
 class Reference:
@@ -267,3 +271,71 @@ class MovingReference(Reference):
         for name, average in self._average.items():
             average.copy_(weights[name])
         self._take_over_average()
+
+
+def check_past_policies(config: Config, version_bytes: float) -> None:
+    """Raise :class:`UserError` where the versions that samples may be of, each of so many bytes, exceed the limit."""
+    versions = versions_of_samples(config)
+    needed_gib = versions * version_bytes / 2**30
+    limit_gib = config.reference.past_gib
+    if needed_gib > limit_gib:
+        reason = f"samples are of up to {versions} versions of the weights, {version_bytes / 2**30:.3g} GiB each"
+        raise bad_value("reference.past_gib", limit_gib, f"at least {needed_gib:.3g}, or a smaller lag", reason)
+
+
+class PastPolicies:
+    """The last ``versions`` versions of the policy, of which each token names the one that drew it.
+
+    Version ``v`` is in slot ``v`` modulo ``versions``, a copy of what the policy trains. So the memory is the same from
+    the beginning, and a checkpoint has the same names at every update.
+    """
+
+    moving = True
+
+    def __init__(self, model: nn.Module, options: PassOptions, *, versions: int) -> None:
+        self._slots = [MovingReference(model, options) for _ in range(versions)]
+        self._newest = 0
+
+    def forward_pass(self, *, policy_version_BT: Tensor, mask_BT: Tensor, **inputs: Any) -> ReferencePass:
+        """The pass of the version that drew the tokens of ``mask_BT``; see :meth:`Reference.forward_pass`.
+
+        Raises :class:`UserError` where they are of several versions, and for a version that is no longer there.
+        """
+        versions = sorted(set(policy_version_BT[mask_BT].tolist()))
+        if len(versions) > 1:
+            # One pass has one head: exact KLs to several would need a pass of the policy for each.
+            raise UserError(f"a micro-batch has tokens of the versions {versions}, and a past policy is one of them")
+        version = versions[0]
+        oldest = max(0, self._newest + 1 - len(self._slots))
+        if not oldest <= version <= self._newest:
+            raise UserError(
+                f"a token was drawn by version {version} of the weights, and the past policies are those of the "
+                f"versions {oldest} to {self._newest}"
+            )
+        slot = self._slots[version % len(self._slots)]
+        reference_pass: ReferencePass = slot.forward_pass(mask_BT=mask_BT, **inputs)
+        return reference_pass
+
+    def update(self, model: nn.Module, step: int, measured_kl: float = 0.0) -> bool:
+        """Take ``model`` in as version ``step``, in the place of the oldest one; always moves."""
+        self._newest = step
+        return self._slots[step % len(self._slots)].update(model, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """``{"weights": slot.name -> tensor, "newest": version}``."""
+        weights = {}
+        for number, slot in enumerate(self._slots):
+            for name, weight in slot.state_dict()["weights"].items():
+                weights[f"{number}.{name}"] = weight
+        return {"weights": weights, "newest": self._newest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a :meth:`state_dict`. Raises :class:`UserError` when it is of another model."""
+        self._newest = int(state["newest"])
+        for number, slot in enumerate(self._slots):
+            prefix = f"{number}."
+            weights = {}
+            for name, weight in state["weights"].items():
+                if name.startswith(prefix):
+                    weights[name.removeprefix(prefix)] = weight
+            slot.load_state_dict({"weights": weights})

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from kl_comedy.config.combinations import updates_from_a_batch
+from kl_comedy.config.combinations import updates_from_a_batch, versions_of_samples
 from kl_comedy.config.schema import SHARDED, Config, LoraConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import resolve_terms
 from kl_comedy.models.introspection import head_chunk
+from kl_comedy.models.reference import check_past_policies
 from kl_comedy.planning.sizes import ELEMENT_BYTES, GIB, Device, Shape, shape_of, workload
 from kl_comedy.planning.timing import (
     HASH,
@@ -162,7 +163,11 @@ class Plan:
         self.shape = shape or shape_of(config.model)
         self.load = workload(config, self.shape, device, lengths.prompt, lengths.completion or lengths.longest)
         self.terms = resolve_terms(config.kl)
-        self.references = sorted({term.reference for term in self.terms} - {"initial", "sampler"})
+        references = {term.reference for term in self.terms} - {"initial", "sampler"}
+        if any(term.reads_past_policy for term in self.terms):
+            check_past_policies(config, self.shape.trainable * ELEMENT_BYTES[config.model.dtype])
+            references.add("sampler")
+        self.references = sorted(references)
 
         is_bf16 = config.train.precision == "bf16"
         self.element_bytes = ELEMENT_BYTES[config.model.dtype]
@@ -251,6 +256,10 @@ class Plan:
                     teacher = config.reference.teacher.model(config.model)
                     size = shape_of(teacher).parameters * ELEMENT_BYTES[teacher.dtype]
                     yield "teacher", size / shards, "frozen"
+                continue
+            if name == "sampler":
+                versions = versions_of_samples(config)
+                yield "past policies", versions * trained, f"{versions} versions, which samples name"
                 continue
             average = 0.0
             if name == "ema":

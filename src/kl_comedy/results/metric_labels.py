@@ -53,6 +53,8 @@ LABELS: dict[str, tuple[str, str]] = {
     "reference/<name>/exact_forward_<level>": ("exact KL(<name> reference‖π)", "nats/<level>"),
     "reference/<name>/<k>_reverse_<level>": ("<k> of KL(π‖<name> reference)", "nats/<level>"),
     "reference/<name>/moved": ("moves of the <name> reference", ""),
+    "reference/sampler/mismatch": ("|log past policy/μ|", PER_TOKEN),
+    "reference/sampler/mismatch_max": ("largest |log past policy/μ|", "nats"),
     "kl_error/<k>_reverse_<level>_rms": ("RMS error of <k>", "nats/<level>"),
     "kl_error/<k>_reverse_<level>": ("mean error of <k>", "nats/<level>"),
     "kl_term/<n>/value_token": ("estimate of KL term <n>", "nats/token"),

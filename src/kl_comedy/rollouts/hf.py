@@ -48,7 +48,9 @@ class HFOptions:
     "hf",
     source="transformers models, own loop",
     summary="In-process sampling from the policy itself.",
-    capabilities=Capabilities(draws_parts=True, updates_between_tokens=True, gives_top_logps=True, gives_kept=True),
+    capabilities=Capabilities(
+        draws_parts=True, updates_between_tokens=True, gives_top_logps=True, gives_kept=True, draws_with_policy=True
+    ),
     options=HFOptions,
 )
 def build_hf(config: RolloutConfig, *, loaded: LoadedModel) -> RolloutBackend:

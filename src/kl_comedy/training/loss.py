@@ -35,7 +35,7 @@ from kl_comedy.registry import ADVANTAGES
 from kl_comedy.training.packing import Packed, Packer, model_inputs, policy_inputs
 
 if TYPE_CHECKING:
-    from kl_comedy.models.reference import Reference
+    from kl_comedy.models.reference import PastPolicies, Reference
     from kl_comedy.models.types import ReferencePass, TokenPass
 
 WITHOUT_VERDICT = ("timeout", "refused")
@@ -182,13 +182,18 @@ class MicroBatch:
     positions: Sequence[int] = ()
 
     def reference_of(self, term: KLTerm) -> ReferencePass:
-        """The reference pass of a term. Terms against the ``sampler`` read the behaviour log-probs instead."""
-        return self.references[_pass_name(term.reference)]
+        """The reference pass of a term (:func:`reference_pass`)."""
+        return reference_pass(self.references, term.reference)
 
 
-def _pass_name(reference: str) -> str:
-    """The reference whose pass a term gets: a term against the sampler needs no pass, and gets the initial one."""
-    return "initial" if reference == "sampler" else reference
+def reference_pass(references: Mapping[str, ReferencePass], name: str) -> ReferencePass:
+    """The pass of a term's reference. Without past policies a term against the sampler gets the initial one.
+
+    Such a term reads the log-probs that the sampler recorded, and nothing of the pass.
+    """
+    if name == "sampler":
+        return references.get("sampler", references["initial"])
+    return references[name]
 
 
 # --- the whole update -----------------------------------------------------------------------------------------------
@@ -199,7 +204,7 @@ def prepare(
     plan: Preparation,
     *,
     betas: Mapping[str, float],
-    references: Mapping[str, Reference],
+    references: Mapping[str, Reference | PastPolicies],
     policy_pass: PolicyPass,
     old_policy: Sequence[OldPolicyRow] | None = None,
 ) -> list[MicroBatch]:
@@ -229,9 +234,14 @@ def prepare(
     return [_micro_batch(pack, update, signal, baselines, proximal_logp_BT) for pack in packs]
 
 
-def _with_references(packed: Packed, references: Mapping[str, Reference]) -> ReferencedPack:
-    inputs = model_inputs(packed)
-    passes = {name: reference.forward_pass(**inputs) for name, reference in references.items()}
+def _with_references(packed: Packed, references: Mapping[str, Reference | PastPolicies]) -> ReferencedPack:
+    passes = {}
+    for name, reference in references.items():
+        inputs = model_inputs(packed)
+        if name == "sampler":
+            # The only reference that is another one from batch to batch: the weights that drew it.
+            inputs["policy_version_BT"] = packed.policy_version_BT
+        passes[name] = reference.forward_pass(**inputs)
     return ReferencedPack(packed=packed, references=passes)
 
 
@@ -260,7 +270,7 @@ def update_costs(
         # on every rank: a sharded policy exchanges weights in each pass, and ranks in different passes would deadlock.
         for reference_name in sorted({term.reference for term in early_terms.values()}):
             alike = {name: term for name, term in early_terms.items() if term.reference == reference_name}
-            reference = pack.references[_pass_name(reference_name)]
+            reference = reference_pass(pack.references, reference_name)
             policy = policy_pass(policy_inputs(pack.packed), reference, list(alike.values()))
             if pack.packed.empty:
                 continue

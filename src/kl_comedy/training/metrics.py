@@ -175,7 +175,13 @@ def accumulate_reference(
     # Every pass has the policy's log-probs; they are the same in all of them.
     policy = passes.get(name, passes["initial"])
     mask_BT = micro.experience.mask_BT
-    log_ratio_BT = policy.logp_BT - micro.references[name].logp_BT
+    ref_logp_BT = micro.references[name].logp_BT
+    if name == "sampler":
+        # What the sampler's kernels round otherwise than the learner's: the exact form is as exact as this is small.
+        gap_N = (ref_logp_BT - micro.experience.behaviour_logp_BT)[mask_BT].abs()
+        metrics.add("reference/sampler/mismatch", gap_N.double().sum(), len(gap_N))
+        metrics.maximum("reference/sampler/mismatch_max", gap_N.max())
+    log_ratio_BT = policy.logp_BT - ref_logp_BT
     divergences: dict[str, Tensor | None] = {"k1_reverse": torch.where(mask_BT, log_ratio_BT, 0.0)}
     if name in passes:
         # Only a pass against this reference has its exact divergences; that of the initial one has others.
@@ -200,14 +206,17 @@ def _against(reference: str, divergence: str, level: str) -> str:
 def measured_kl(values: Mapping[str, float], reference: str, level: str) -> float:
     """KL (nats) of the policy to a reference by the metrics of an update: exact where it was computed, else k1.
 
-    To the sampler it is k3 weighted by the token's ratio; per ``sequence`` times the mean length.
+    Without past policies, that to the sampler is k3 weighted by the token's ratio; per ``sequence`` times the mean
+    length.
     """
+    exact = values.get(_against(reference, "exact_reverse", level))
+    if exact is not None:
+        return exact
     if reference == "sampler":
         length = values["train/length"] if level == "sequence" else 1.0
         return length * values["kl/k3_policy_behaviour_token"]
     # Always there, since k1 needs the sampled tokens only.
-    sampled = values[_against(reference, "k1_reverse", level)]
-    return values.get(_against(reference, "exact_reverse", level), sampled)
+    return values[_against(reference, "k1_reverse", level)]
 
 
 def accumulate_divergence(

@@ -17,14 +17,23 @@ import torch
 from torch import Tensor, nn
 
 from kl_comedy.config import Config
+from kl_comedy.config.combinations import versions_of_samples
 from kl_comedy.config.schema import ModelConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import KLTerm
 from kl_comedy.models import LoadedModel, load_model
 from kl_comedy.models.load import load_tokenizer, pick_device
-from kl_comedy.models.reference import Reference, build_reference, check_tokens, match_teacher
+from kl_comedy.models.reference import (
+    PastPolicies,
+    Reference,
+    build_reference,
+    check_past_policies,
+    check_tokens,
+    match_teacher,
+)
 from kl_comedy.training.distributed import Ranks
 from kl_comedy.training.loss import uses_critic
+from kl_comedy.training.packing import pass_options
 
 
 class ValueHead(nn.Module):
@@ -51,7 +60,7 @@ class RunModels:
 
     policy: LoadedModel
     value_head: ValueHead | None
-    references: dict[str, Reference]
+    references: dict[str, Reference | PastPolicies]
 
 
 def load_models(config: Config, terms: Iterable[KLTerm], ranks: Ranks) -> RunModels:
@@ -65,13 +74,24 @@ def load_models(config: Config, terms: Iterable[KLTerm], ranks: Ranks) -> RunMod
         value_head = ValueHead(int(model_config.get_text_config().hidden_size), policy.device)
     # The initial reference is always there, because KL is reported against it; others where a term names them.
     named = {term.reference for term in terms} - {"initial", "sampler"}
-    references: dict[str, Reference] = {}
+    if any(term.reads_past_policy for term in terms):
+        named.add("sampler")
+    references: dict[str, Reference | PastPolicies] = {}
     for name in ["initial", *sorted(named)]:
         if name == "teacher":
             references[name] = _teacher_reference(config, policy, terms, ranks)
+        elif name == "sampler":
+            references[name] = past_policies(config, policy)
         else:
             references[name] = build_reference(name, policy, config)
     return RunModels(policy=policy, value_head=value_head, references=references)
+
+
+def past_policies(config: Config, policy: LoadedModel) -> PastPolicies:
+    """Room for the versions that samples may be of. Raises :class:`UserError` where they are too large."""
+    trained_bytes = sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)
+    check_past_policies(config, trained_bytes)
+    return PastPolicies(policy.model, pass_options(config, policy), versions=versions_of_samples(config))
 
 
 def load_policy(config: Config, ranks: Ranks) -> LoadedModel:

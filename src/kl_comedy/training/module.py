@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import torch
@@ -32,7 +32,7 @@ from kl_comedy.kl.surrogate import NotFinite
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.introspection import release_free_memory
 from kl_comedy.models.logprobs import token_pass
-from kl_comedy.models.reference import MovingReference, Reference
+from kl_comedy.models.reference import MovingReference, PastPolicies, Reference
 from kl_comedy.models.types import ReferencePass, TokenPass, Wanted
 from kl_comedy.objective import value_loss
 from kl_comedy.phases import phase, within
@@ -130,7 +130,7 @@ class PolicyModule(lightning.LightningModule):
 
     loaded: LoadedModel
     value_head: ValueHead | None
-    references: dict[str, Reference]
+    references: dict[str, Reference | PastPolicies]
     plan: Preparation
     backend: RolloutBackend
     run_folder: Path
@@ -161,9 +161,16 @@ class PolicyModule(lightning.LightningModule):
         return {name: state.value for name, state in self.betas.items()}
 
     @property
-    def moving_references(self) -> dict[str, MovingReference]:
+    def moving_references(self) -> dict[str, MovingReference | PastPolicies]:
         """The references that follow the policy: part of the run's state, unlike the frozen ones."""
-        return {name: ref for name, ref in self.references.items() if isinstance(ref, MovingReference)}
+        following = (MovingReference, PastPolicies)
+        return {name: ref for name, ref in self.references.items() if isinstance(ref, following)}
+
+    @property
+    def frozen_references(self) -> dict[str, Reference]:
+        """The references that stay as they are; a run checks their hashes."""
+        frozen = {name: ref for name, ref in self.references.items() if not ref.moving}
+        return cast("dict[str, Reference]", frozen)
 
     # --- before the first update ---
 
@@ -445,7 +452,7 @@ class PolicyModule(lightning.LightningModule):
 
     def _evaluate(self, eval_set: EvalSet, data: Any) -> EvalResult:
         config = self.config
-        reference = self.references["initial"]
+        reference = self.frozen_references["initial"]
         measure = completion_metrics(config, loaded=self.loaded, reference=reference, ranks=self.ranks)
         settings = EvalSettings(samples=config.eval.samples, sampling=eval_sampling(config), measure=measure)
         # The same seed at every evaluation: scores of a run differ by the policy, not by the draw.
@@ -475,8 +482,10 @@ class PolicyModule(lightning.LightningModule):
         inputs = policy_inputs(micro.experience)
         passes: dict[str, TokenPass] = {}
         for name, reference in micro.references.items():
-            # The sampler has no pass: what its terms read of a policy pass is in the one against the initial policy.
-            served = {name, "sampler"} if name == "initial" else {name}
+            served = {name}
+            if name == "initial" and "sampler" not in micro.references:
+                # Without past policies, what terms against the sampler read of a policy pass is in this one.
+                served.add("sampler")
             terms_of_reference = [term for term in terms if term.reference in served]
             if name == "initial":
                 # Always: the log-probs of the policy loss and of every log-ratio come from this pass.
@@ -523,7 +532,7 @@ class PolicyModule(lightning.LightningModule):
             "betas": list(self.beta_values.values()),
             # Ages and not times, because a monotonic clock starts anew with the machine.
             "version_ages": {version: now - replaced for version, replaced in self.replaced_at.items()},
-            "references": {name: ref.hash for name, ref in self.references.items() if not ref.moving},
+            "references": {name: ref.hash for name, ref in self.frozen_references.items()},
             "moving": {name: reference.state_dict() for name, reference in self.moving_references.items()},
             "torch_rng": torch.get_rng_state(),
             "first_use": self.old_policy,
@@ -535,7 +544,7 @@ class PolicyModule(lightning.LightningModule):
         if state is None:  # there was no checkpoint to resume from
             return
         for name, stored_hash in state["references"].items():
-            current_hash = self.references[name].hash
+            current_hash = self.frozen_references[name].hash
             if current_hash != stored_hash:
                 hashes = f"its weights hash to {current_hash[:16]}, the checkpoint says {stored_hash[:16]}"
                 raise RunFailed(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from kl_comedy.config import AlgorithmConfig, Config
+from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.config.schema import SHARDED, TeacherConfig, ValueConfig
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl import KLTerm
@@ -191,6 +192,56 @@ def adapter_of_a_sharded_teacher(settings: TrainingSettings) -> UserError | None
     return bad_value("reference.teacher.adapter", teacher.adapter, f"null with {strategy}", reason)
 
 
+# --- past policies ---------------------------------------------------------------------------------------------------
+
+
+def old_policy_that_is_the_policy(settings: TrainingSettings) -> UserError | None:
+    if updates_from_a_batch(settings.config) > 1:
+        return None
+    for position, term in enumerate(settings.terms):
+        if term.reference == "old":
+            allowed = [reference for reference in REFERENCES if reference != "old"]
+            reason = (
+                "with one update a batch the old policy is the policy itself, and the KL is 0; more updates a batch "
+                "are algorithm.updates_per_batch or algorithm.epochs_per_batch"
+            )
+            return bad_value(f"kl.{position}.reference", "old", allowed, reason)
+    return None
+
+
+def past_policy_of_another_engine(settings: TrainingSettings) -> UserError | None:
+    name = sampler_name(settings.config)
+    if capabilities_of(name).draws_with_policy:
+        return None
+    reason = f"{name} does not draw with the learner's module: of its distributions the drawn tokens alone are known"
+    return _no_past_policies(settings, reason)
+
+
+def past_policy_of_truncated_samples(settings: TrainingSettings) -> UserError | None:
+    if not settings.config.rollout.truncation.is_on:
+        return None
+    reason = "with rollout.truncation the sampler is a past policy renormalized over the tokens that it kept"
+    return _no_past_policies(settings, reason)
+
+
+def past_policies_in_shards(settings: TrainingSettings) -> UserError | None:
+    strategy = settings.config.train.strategy
+    if strategy not in SHARDED:
+        return None
+    reason = f"with {strategy} the sampler is a whole copy, and past policies are not kept in shards"
+    return _no_past_policies(settings, reason)
+
+
+def _no_past_policies(settings: TrainingSettings, reason: str) -> UserError | None:
+    """The error of the first term that reads distributions of the sampler."""
+    for position, term in enumerate(settings.terms):
+        if term.reads_past_policy:
+            allowed = "another one, or sampler with an estimator of sampled tokens, as k1, k2 or k3"
+            reason = f"{term.label()} reads the sampler's probability of every token; {reason}"
+            return bad_value(f"kl.{position}.reference", "sampler", allowed, reason)
+    return None
+
+
 # --- terms and advantage --------------------------------------------------------------------------------------------
 
 
@@ -332,6 +383,10 @@ RULES: tuple[Callable[[TrainingSettings], UserError | None], ...] = (
     temperature_of_a_served_teacher,
     term_needs_more_than_a_server_gives,
     adapter_of_a_sharded_teacher,
+    old_policy_that_is_the_policy,
+    past_policy_of_another_engine,
+    past_policy_of_truncated_samples,
+    past_policies_in_shards,
     own_baseline_without_group,
     score_centring_without_top_logps,
     own_credit_before_gae,

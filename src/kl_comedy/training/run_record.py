@@ -191,13 +191,12 @@ class RunRecord(Callback):
         hash_tags: dict[str, str] = {}
         if opened.extension is not None:
             hash_tags |= opened.extension.tags()
-        for name, reference in module.references.items():
-            if not reference.moving:
-                tag = f"{name}.hash"
-                if name == "initial":
-                    # Its tag is older than the other references, and stored runs are compared by it.
-                    tag = "reference.hash"
-                hash_tags[tag] = reference.hash  # on every rank: sharded weights are hashed by an exchange
+        for name, reference in module.frozen_references.items():
+            tag = f"{name}.hash"
+            if name == "initial":
+                # Its tag is older than the other references, and stored runs are compared by it.
+                tag = "reference.hash"
+            hash_tags[tag] = reference.hash  # on every rank: sharded weights are hashed by an exchange
         prompts: PromptSets = trainer.datamodule.prompts
         logger = self._ranks.on_rank_zero(lambda: self._start_logger(module, prompts, opened, hash_tags))
         self._logger = logger or NullLogger()

@@ -58,6 +58,21 @@ class Rows:
     paid_BT: Tensor | None = None
     """What of the reward an environment paid for a turn, at the turn's last token; None where there is none."""
 
+    def against_the_sampler(self) -> Rows:
+        """The same rows with the sampler as the reference; raises as :meth:`top`."""
+        next_logp_BTV, _, _ = self._next()
+        assert self.sampler_next_logp_BTV is not None
+        log_ratio_BTV = next_logp_BTV - self.sampler_next_logp_BTV
+        inside_BT = self.mask_BT
+        # Of the next-token log-probs, which ask for gradient: so these KLs do.
+        return dataclasses.replace(
+            self,
+            ref_logp_BT=self.behaviour_logp_BT,
+            ref_next_logp_BTV=self.sampler_next_logp_BTV,
+            reverse_kl_BT=torch.where(inside_BT, (next_logp_BTV.exp() * log_ratio_BTV).sum(-1), 0.0),
+            forward_kl_BT=torch.where(inside_BT, -(self.sampler_next_logp_BTV.exp() * log_ratio_BTV).sum(-1), 0.0),
+        )
+
     def sampler_top(self, k: int) -> TopTokens:
         """The sampler's ``k`` likeliest tokens: all for :data:`ALL_TOKENS`, else bounded as in :meth:`top`."""
         next_logp_BTV, _, token_BT = self._next()

@@ -356,6 +356,8 @@ def term_surrogate(term: KLTerm, rows: Rows) -> Tensor:
 
 def term_arguments(term: KLTerm, rows: Rows) -> dict[str, Any]:
     """What a term reads of rows, as the arguments of :func:`kl_surrogate`."""
+    if term.reads_past_policy:
+        rows = rows.against_the_sampler()
     if term.mixture is not None:
         exact_BT = rows.mixture(term.mixture)
     elif term.needs == "exact_forward":
