@@ -293,8 +293,11 @@ def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[st
             return
     config = _load_without_dpo(name)
     lists[name] = resolve_terms(config.kl)
-    # A critic's values exist in training only, so that there is no algorithm to enumerate.
-    if not ADVANTAGES.get(config.algorithm.advantage).facts.get("critic"):
+    facts = ADVANTAGES.get(config.algorithm.advantage).facts
+    # A critic's values exist in training only, and a batch is enumerated as one group, of which none is left out: there
+    # is no algorithm to enumerate.
+    selects = config.algorithm.groups_without_signal != "keep"
+    if not facts.get("critic") and not (facts.get("batch") and selects):
         contexts[name] = _context_of(config)
 
 
@@ -325,6 +328,8 @@ def _context_of(config: Config) -> AlgorithmContext:
         # terms.
         reduction="sequence_sum",
         drop_truncated=algorithm.mask_truncated,
+        # Of one group, shrink and refill are the same: what it is where it has a signal.
+        signal_only=algorithm.groups_without_signal != "keep",
         credit=config.environment.credit if config.environment is not None else "dialogue",
     )
 
