@@ -2,9 +2,10 @@
 
 Two prompts that are equally frequent: the completions and their probabilities are the same, the rewards are not. Groups
 of two; their baseline is the other's reward, the KL is k1 in reward, to go; both have the ratios that make them
-unbiased on stale samples. Of prompt x, ``all_D`` is the expected gradient of a group, ``signal_D`` what groups with a signal add
-to it, and ``share`` how many these are. Each selection is a sum of these; it is compared with the mean over the prompts
-of the gradients of ``-E[R]`` and of the KL of completions by direction: a factor on everything is the learning rate's.
+unbiased on stale samples. Of prompt x, ``all_D`` is the expected gradient of a group, ``signal_D`` what groups with a
+signal add to it, and ``share`` how many these are. Each selection is a sum of these. It is compared by direction with
+the mean over the prompts of the gradients of ``-E[R]`` and of the KL of completions: a factor on everything is the
+learning rate's.
 """
 
 from __future__ import annotations
