@@ -18,6 +18,7 @@ from typing import Any
 
 from doc_tables import (
     advice,
+    groups_without_signal,
     kl_terms,
     matrix,
     peers,
@@ -354,7 +355,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     "loss_or_reward.md": kl_terms.PLACEMENTS,
     "../README.md": advice.README,
     "../results/advice/README.md": advice.RESULTS,
-    "algorithms.md": policy_terms.PARTS,
+    "algorithms.md": {**policy_terms.PARTS, **groups_without_signal.PARTS},
     "peers.md": peers.PARTS,
 }
 """The generated parts of each page that is otherwise written by hand; paths are relative to docs/."""

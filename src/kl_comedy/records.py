@@ -9,6 +9,7 @@ later": the sampler's log-probs and the policy version ride along from the momen
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress, pairwise
@@ -266,6 +267,14 @@ class Scored:
 
     rollout: Rollout
     reward: Reward
+
+
+def groups_without_signal(rows: Sequence[Scored]) -> set[int]:
+    """The numbers of the groups whose rewards are all equal: a baseline over the group leaves nothing of them."""
+    rewards: dict[int, set[float]] = defaultdict(set)
+    for row in rows:
+        rewards[row.rollout.group_id].add(row.reward.value)
+    return {group for group, values in rewards.items() if len(values) == 1}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

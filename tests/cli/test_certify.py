@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -108,6 +109,24 @@ def test_a_plot_is_written_and_mentioned_on_stderr(certify, tmp_path):
     assert json.loads(out)
     assert "figure: figures/plane.png" in err
     assert (tmp_path / "figures" / "plane.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_config_that_truncates_has_a_line_on_what_its_kl_is(certify, tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "data: {train: {dataset: pocket}}\nrollout: {truncation: {top_k: 20}}\nkl: [{estimator: k3, placement: loss}]\n"
+    )
+    code, _, err = certify("run.yaml", "--regime", "on_policy")
+    assert code == 0
+    (line,) = [line for line in err.splitlines() if line.startswith("run.yaml: rollout.truncation")]
+    assert "(top_p 1, top_k 20, min_p 0): the policy is renormalized over the tokens that the sampler kept" in line
+    assert "kl.0 is then on-policy token_forward: " in line
+    mass, missing = re.search(r"keep (0\.\d+) of the policy's mass.* is (\d\.\d+) nats", line).groups()
+    assert 0.2 < float(mass) < 1
+    assert float(missing) > 0
+    (row,) = rows_of(certify, "run.yaml", "--regime", "on_policy")
+    assert f"run.yaml: {row['truncation']}" == line
+    (tmp_path / "whole.yaml").write_text("data: {train: {dataset: pocket}}\nkl: [{estimator: k3, placement: loss}]\n")
+    assert "truncation" not in rows_of(certify, "whole.yaml", "--regime", "on_policy")[0]
 
 
 def test_a_term_a_list_and_a_config(certify, tmp_path):

@@ -4,6 +4,7 @@ The policy is ``pi_S``: its distribution over the kept tokens S of each prefix, 
 moves. The reference is whole.
 """
 
+import dataclasses
 import math
 
 import pytest
@@ -192,3 +193,36 @@ def test_the_oracles_forward_kl_is_its_part_over_the_kept_tokens(parameters):
     where = instance("off_policy", parameters)
     moments = expected_gradient(where, [KLTerm("exact_forward", placement="loss")])
     assert moments.relative_bias(target_gradient(where, "token_forward")) < 1e-10
+
+
+def test_kept_masses_are_the_mean_ratio_and_the_rest_of_a_kl_over_all_completions():
+    """Over every token of every completion that the truncated sampler draws; the ratio is that of the whole policy."""
+    whole = instance("on_policy", 5, renormalized=False)
+    whole = dataclasses.replace(whole, sampler_logp_NV=whole.policy_logp(), recorded_logp_NV=whole.policy_logp())
+
+    def two_likeliest(logp_NV):
+        second_N1 = logp_NV.topk(2).values[:, 1:]
+        return torch.where(logp_NV >= second_N1, logp_NV, -torch.inf)
+
+    cut = whole.truncated(two_likeliest)
+    everything = TREE.all
+    tokens = ratios = missing = 0.0
+    for row, probability in enumerate(cut.probability(everything).tolist()):
+        for prefix, token, inside in zip(
+            everything.prefix_BT[row].tolist(),
+            everything.token_BT[row].tolist(),
+            everything.mask_BT[row].tolist(),
+            strict=True,
+        ):
+            if not inside or probability == 0:
+                continue
+            kept = sorted(range(TREE.vocabulary), key=lambda v: -float(whole.policy_logp()[prefix, v]))[:2]
+            assert token in kept
+            recorded = cut.recorded_logp_NV[prefix, token]
+            tokens += probability
+            ratios += probability * math.exp(float(whole.policy_logp()[prefix, token] - recorded))
+            missing -= probability * math.log(sum(math.exp(float(whole.ref_logp_NV[prefix, v])) for v in kept))
+    assert cut.kept_masses() == pytest.approx((ratios / tokens, missing / tokens), rel=1e-12)
+    assert cut.kept_masses()[0] < 0.95
+    torch.testing.assert_close(cut.policy_logp()[cut.kept_NV], cut.sampler_logp_NV[cut.kept_NV])
+    assert whole.kept_masses() == (1.0, 0.0)

@@ -69,6 +69,28 @@ def test_the_status_is_the_worst_of_the_parts(scored: list[Scored]) -> None:
     assert [item.reward.status for item in scored] == ["ok", "ok", "unparseable", "refused"]
 
 
+def test_length_in_tokens_counts_what_the_policy_drew_and_not_what_a_tool_wrote() -> None:
+    """A dialogue of three tokens of the policy around four of the tool, and a completion of one token."""
+    dialogue = Rollout(
+        prompt=Prompt(problem=problem("7"), text="?", token_ids=(1,)),
+        group_id=0,
+        completion_ids=(5, 6, 9, 9, 9, 9, 2),
+        logps=(-0.5, -0.5, 0.0, 0.0, 0.0, 0.0, -0.5),
+        versions=(0, 0, -1, -1, -1, -1, 0),
+        stop_reason="eos",
+        text="a long text",
+        trained=(True, True, False, False, False, False, True),
+    )
+    options = {"unit": "tokens", "full": 10}
+    proxy = RewardConfig(name="length", weight=-1.0, options=options)
+    penalty = RewardSum([proxy], gold=GoldConfig(name="length", options=options))
+    with penalty:
+        rewards = [row.reward for row in penalty.score([dialogue, rollout("a longer text", "7")])]
+        penalty.check([problem("7")])
+    assert [reward.value for reward in rewards] == [-0.3, -0.1]
+    assert [reward.gold for reward in rewards] == [0.3, 0.1]
+
+
 def test_nothing_to_score_is_no_error(sum_of_four: RewardSum) -> None:
     assert sum_of_four.score([]) == []
 
@@ -111,6 +133,7 @@ def test_the_value_is_the_weighted_sum_of_the_parts(weights: list[float], text: 
         ("format", {"style": "box"}, r"options\.style: got 'box'.*did you mean 'boxed'"),
         ("format", {"style": "boxed", "pattern": "a"}, r"rewards\.1.*exclude each other"),
         ("length", {"free": 9, "full": 9}, r"rewards\.1.*0 <= free < full"),
+        ("length", {"unit": "words"}, r"rewards\.1\.options\.unit: got 'words'; allowed: characters, tokens"),
         ("exact_answer", {"markers": "A:"}, r"markers: got 'A:'.*list"),
     ],
 )

@@ -195,6 +195,34 @@ def test_length_is_a_clipped_ramp(characters: int, value: float) -> None:
     assert verdict("length", "x" * characters, "", free=10, full=20)[0] == value
 
 
+def plain_overlong_punishment(length: int, most: int, cache: int) -> float:
+    """2503.14476 Eq. 13, case by case."""
+    if length <= most - cache:
+        return 0.0
+    if length <= most:
+        return ((most - cache) - length) / cache
+    return -1.0
+
+
+def test_length_in_tokens_is_the_soft_overlong_punishment() -> None:
+    tokens = [0, 1, 11, 12, 13, 15, 16, 17, 40]
+    rewards = score(
+        "length",
+        completions=["abc"] * len(tokens),
+        answers=[""] * len(tokens),
+        metas=[{"drawn_tokens": number} for number in tokens],
+        unit="tokens",
+        free=12,
+        full=16,
+    )
+    assert [-reward.value for reward in rewards] == [plain_overlong_punishment(number, 16, 4) for number in tokens]
+
+
+def test_length_in_tokens_of_a_bare_text_is_refused() -> None:
+    with pytest.raises(UserError, match=r"^length: unit=tokens .* meta drawn_tokens$"):
+        verdict("length", "abc", "", unit="tokens")
+
+
 # --- hostile text -------------------------------------------------------------------------------------------------
 REPEATED = [
     " ",

@@ -80,7 +80,7 @@ class Simulation:
         for index in request.indices:
             for _ in range(GROUP):
                 rows.append(scored(index, (first_version, last_version)))
-        self.buffer.arrive(request.number, rows)
+        self.buffer.arrive(request.number, rows, request.indices)
 
     def learn(self):
         """One update; a batch is taken where the last one is used up. Whether anything happened."""
@@ -202,7 +202,7 @@ def drawn(buffer, version):
     request = buffer.next_request(version)
     if request is None:
         return None
-    buffer.arrive(request.number, [scored(index, [version]) for index in request.indices])
+    buffer.arrive(request.number, [scored(index, [version]) for index in request.indices], request.indices)
     return request.indices
 
 
@@ -212,7 +212,7 @@ def test_a_dropped_prompt_is_requested_before_new_ones():
     first = buffer.next_request(0)
     assert first.indices == (0, 1)
     assert buffer.next_request(0) is first, "it is pending"
-    buffer.arrive(first.number, [scored(0, [0]), scored(1, [2])])
+    buffer.arrive(first.number, [scored(0, [0]), scored(1, [2])], first.indices)
     assert buffer.take(2) is None, "prompt 0 is two updates old"
     assert buffer.dropped == 1
     assert list(buffer.returned) == [0]

@@ -19,7 +19,10 @@ from kl_comedy.extras import require_module
 from kl_comedy.io import check_writable, parse_yaml, read_text
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kl_comedy.config import Config
+    from kl_comedy.config.schema import RolloutConfig
     from kl_comedy.kl import KLTerm
     from kl_comedy.kl.oracle.algorithm_context import AlgorithmContext, Effect
     from kl_comedy.kl.oracle.certificate_record import Certificate
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 AnyCertificate = TypeVar("AnyCertificate")
+
+TRUNCATED_VOCABULARY = 100
+"""Tokens of the tree on which kept masses are shown: so many that a common top_k leaves some out."""
 
 POLICY_FIELDS = {
     "policy_loss": "loss",
@@ -166,33 +172,43 @@ def _with_progress(
 class _Request:
     """What is certified: lists of terms that act together, and parts.
 
-    ``lists``: the terms by name. ``contexts``: the algorithms of the configs among them. ``estimators`` and
-    ``corrections``: parts to check even if no list uses them. ``hidden``: names whose rows a table leaves out while
-    their claims hold. ``is_brief``: many rows of terms that nobody named, for which a text has one line each.
+    ``lists``: the terms by name. ``contexts``: the algorithms of the configs among them. ``truncations``: the sampling
+    of those whose sampler truncates. ``estimators`` and ``corrections``: parts to check even if no list uses them.
+    ``hidden``: names whose rows a table leaves out while their claims hold. ``is_brief``: many rows of terms that
+    nobody named, for which a text has one line each.
     """
 
     lists: dict[str, tuple[KLTerm, ...]]
     contexts: dict[str, AlgorithmContext]
     estimators: list[str]
     corrections: list[str]
+    truncations: dict[str, RolloutConfig] = field(default_factory=dict)
     hidden: set[str] = field(default_factory=set)
     is_brief: bool = False
 
 
-def _named_lists(wanted: CertifyOptions) -> tuple[dict[str, tuple[KLTerm, ...]], dict[str, AlgorithmContext]]:
-    """The lists of terms that are named, and the algorithms of the configs among them. Raises :class:`UserError`."""
+def _named_lists(
+    wanted: CertifyOptions,
+) -> tuple[dict[str, tuple[KLTerm, ...]], dict[str, AlgorithmContext], dict[str, RolloutConfig]]:
+    """The lists of terms that are named; of the configs among them the algorithms, and the sampling where it truncates.
+
+    Raises :class:`UserError`.
+    """
     from kl_comedy.config.validate import parse_record
     from kl_comedy.kl.term import KLTerm
 
     lists: dict[str, tuple[KLTerm, ...]] = {}
     contexts: dict[str, AlgorithmContext] = {}
+    truncations: dict[str, RolloutConfig] = {}
     for name in wanted.names or ():
-        _add_name(name, lists, contexts)
+        config = _add_name(name, lists, contexts)
+        if config is not None and config.rollout.truncation.is_on:
+            truncations[name] = config.rollout
     for text in wanted.term or ():
         # Under its label, so that a term that is named twice is certified once.
         term = parse_record(KLTerm, common.parse_yaml("--term", text), key="--term")
         lists[term.label()] = (term,)
-    return lists, contexts
+    return lists, contexts, truncations
 
 
 def _requested_terms(wanted: CertifyOptions) -> _Request:
@@ -205,7 +221,7 @@ def _requested_terms(wanted: CertifyOptions) -> _Request:
     new_estimators = [name for name in ESTIMATORS.names() if name not in built_in]
     new_corrections = [name for name in CORRECTIONS.names() if name not in built_in]
 
-    lists, contexts = _named_lists(wanted)
+    lists, contexts, truncations = _named_lists(wanted)
     brings_new_parts = bool(new_estimators or new_corrections)
     # Whoever writes a plugin asks about its parts, and not about the recipes that come with the package.
     all_recipes = not wanted.names_terms and not brings_new_parts
@@ -232,6 +248,7 @@ def _requested_terms(wanted: CertifyOptions) -> _Request:
         contexts=contexts,
         estimators=estimators,
         corrections=corrections,
+        truncations=truncations,
         hidden=hidden,
         is_brief=brings_new_parts and not wanted.names_terms,
     )
@@ -269,15 +286,18 @@ def _is_main(term: KLTerm, new_corrections: Sequence[str]) -> bool:
     return term.correction in ("none", per_decision)
 
 
-def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[str, AlgorithmContext]) -> None:
-    """Add a recipe, a bare list of terms, or a config (whose algorithm is certified around its terms too)."""
+def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[str, AlgorithmContext]) -> Config | None:
+    """Add a recipe, a bare list of terms, or a config (whose algorithm is certified around its terms too).
+
+    Returns the config, where it is one.
+    """
     from kl_comedy.kl.recipes import meant_estimator, recipe, resolve_terms
     from kl_comedy.registry import ADVANTAGES, OWN_PART, RECIPES
 
     path = Path(name)
     if name in RECIPES:
         lists[name] = RECIPES.get(name).fn()
-        return
+        return None
     is_config = name.endswith((".yaml", ".yml"))
     if not is_config and not path.is_file() and shipped_config(name) is None:
         if meant_estimator(name) is not None:
@@ -290,12 +310,16 @@ def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[st
         content = _read_yaml(path)
         if isinstance(content, list):
             lists[name] = resolve_terms(content, name)
-            return
+            return None
     config = _load_without_dpo(name)
     lists[name] = resolve_terms(config.kl)
-    # A critic's values exist in training only, so that there is no algorithm to enumerate.
-    if not ADVANTAGES.get(config.algorithm.advantage).facts.get("critic"):
+    facts = ADVANTAGES.get(config.algorithm.advantage).facts
+    # A critic's values exist in training only, and a batch is enumerated as one group, of which none is left out: there
+    # is no algorithm to enumerate.
+    selects = config.algorithm.groups_without_signal != "keep"
+    if not facts.get("critic") and not (facts.get("batch") and selects):
         contexts[name] = _context_of(config)
+    return config
 
 
 def _read_yaml(path: Path) -> Any:
@@ -325,6 +349,8 @@ def _context_of(config: Config) -> AlgorithmContext:
         # terms.
         reduction="sequence_sum",
         drop_truncated=algorithm.mask_truncated,
+        # Of one group, shrink and refill are the same: what it is where it has a signal.
+        signal_only=algorithm.groups_without_signal != "keep",
         credit=config.environment.credit if config.environment is not None else "dialogue",
     )
 
@@ -375,8 +401,13 @@ def _certify_terms(request: _Request, wanted: CertifyOptions) -> list[str]:
     for name, context in request.contexts.items():
         in_training += effects(name, request.lists[name], context)
 
+    truncated = {
+        name: _truncation_words(request.lists[name], rollout, wanted.regimes)
+        for name, rollout in request.truncations.items()
+    }
+
     if wanted.format == "json":
-        _print_json(certificates, in_training, checked, ranges)
+        _print_json(certificates, in_training, checked, ranges, truncated)
     elif wanted.format == "csv":
         rows = []
         for certificate in certificates:
@@ -394,6 +425,8 @@ def _certify_terms(request: _Request, wanted: CertifyOptions) -> list[str]:
         if shown:
             _print_certificates(shown, len(certificates), checked, wanted.format, ranges, is_brief=is_brief)
         _print_effects(in_training, wanted.format)
+    for name, words in truncated.items():
+        message(f"{name}: {words}")
     if wanted.plot is not None:
         from kl_comedy.cli.certify_plot import plot_certificates  # imports matplotlib
 
@@ -431,11 +464,43 @@ def _ranges(certificates: Sequence[Certificate], seed: int) -> dict[tuple[str, s
     return by_row
 
 
+def _truncation_words(terms: Sequence[KLTerm], rollout: RolloutConfig, regimes: Sequence[str]) -> str:
+    """What the terms of a config are where its sampler truncates, and how much is kept, in a line."""
+    from kl_comedy.kl.claims import TRUNCATED_WORDS, verdict
+    from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree
+    from kl_comedy.rollouts import sampling_from
+    from kl_comedy.rollouts.decoding import warpers
+
+    meanings = []
+    for position, term in enumerate(terms):
+        of_term = [f"{regime.replace('_', '-')} {verdict(term, regime, truncated=True)}" for regime in regimes]
+        meanings.append(f"kl.{position} is then {', '.join(of_term)}")
+    sampling = sampling_from(rollout)
+
+    def truncate(logp_NV: Tensor) -> Tensor:
+        for warp in warpers(sampling):
+            logp_NV = warp(None, logp_NV)
+        return logp_NV
+
+    tree = Tree.build(vocabulary=TRUNCATED_VOCABULARY, length=2)
+    instance = Instance.random(tree, InstanceSettings(regime="on_policy", seed=0)).truncated(truncate)
+    mass, missing = instance.kept_masses()
+    setting = ", ".join(f"{name} {value:g}" for name, value in asdict(rollout.truncation).items())
+    numbers = (
+        f"On {TRUNCATED_VOCABULARY} enumerated tokens the sets keep {mass:.3f} of the policy's mass, the mean ratio "
+        f"of a learner that does not renormalize; minus the log of the reference's mass is {missing:.3f} nats a token. "
+        "Of a run these are policy/kept_mass and kl/truncation_token"
+    )
+    whole = "The rows above are of a sampler that keeps all tokens"
+    return f"rollout.truncation ({setting}): {TRUNCATED_WORDS}. {'; '.join(meanings)}. {numbers}. {whole}"
+
+
 def _print_json(
     certificates: Sequence[Certificate],
     in_training: Sequence[Effect],
     checked: output.Checked,
     ranges: Mapping[tuple[str, str], list[Ranges]],
+    truncated: Mapping[str, str],
 ) -> None:
     effect_rows = {(effect.name, effect.regime): effect.row() for effect in in_training}
     checked_row = checked.row()
@@ -444,6 +509,8 @@ def _print_json(
         effect_row = effect_rows.get((certificate.name, certificate.regime))
         # In every row, though it is the same: a row is often all that is kept of a call.
         row = {**certificate.row(), "in_training": effect_row, "checked": checked_row}
+        if certificate.name in truncated:
+            row["truncation"] = truncated[certificate.name]
         spans = ranges.get((certificate.name, certificate.regime))
         if spans is not None:
             row["range"] = [asdict(of_age) for of_age in spans]

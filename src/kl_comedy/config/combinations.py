@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from kl_comedy.config.schema import SHARDED, Config, LagConfig
+from kl_comedy.config.schema import SHARDED, AlgorithmConfig, Config, LagConfig
 from kl_comedy.errors import UserError, bad_value, first_refusal
 from kl_comedy.io import MAX_NAME
 from kl_comedy.registry import ADVANTAGES, KINDS
@@ -198,6 +198,37 @@ def warmup_beyond_the_run(config: Config) -> UserError | None:
     return None
 
 
+# --- groups without signal --------------------------------------------------------------------------------------------
+
+
+def draws_without_refill(config: Config) -> UserError | None:
+    algorithm = config.algorithm
+    default = AlgorithmConfig().refill_draws
+    if algorithm.groups_without_signal == "refill" or algorithm.refill_draws == default:
+        return None
+    allowed = f"{default} with algorithm.groups_without_signal {algorithm.groups_without_signal}"
+    return bad_value("algorithm.refill_draws", algorithm.refill_draws, allowed, "it bounds refill")
+
+
+def groups_that_no_reward_selects(config: Config) -> UserError | None:
+    algorithm = config.algorithm
+    choice = algorithm.groups_without_signal
+    if choice == "keep":
+        return None
+    key = "algorithm.groups_without_signal"
+    if config.rollout.group_size < 2:
+        return bad_value(key, choice, "keep with rollout.group_size 1", "a group of one has one reward")
+    if algorithm.reward_weight == 0:
+        reason = "the reward is not trained, and would choose what the KL terms see"
+        return bad_value(key, choice, "keep with algorithm.reward_weight 0", reason)
+    if config.environment is not None and config.environment.credit == "turn":
+        reason = "dialogues of one reward may have earned it at different turns, which is a signal"
+        return bad_value(key, choice, "keep with environment.credit turn", reason)
+    if algorithm.dpo is not None and choice == "shrink":
+        return bad_value(key, choice, "keep or refill with algorithm.dpo", "such a group has no pair anyway")
+    return None
+
+
 # --- dialogues, rewards, evaluation -----------------------------------------------------------------------------------
 
 
@@ -262,6 +293,8 @@ RULES: tuple[Callable[[Config], UserError | None], ...] = (
     shards_of_whole_copies,
     betas_out_of_range,
     warmup_beyond_the_run,
+    draws_without_refill,
+    groups_that_no_reward_selects,
     more_turns_than_tokens,
     turn_longer_than_the_dialogue,
     turns_compared_over_the_batch,

@@ -271,6 +271,15 @@ class AlgorithmConfig:
     updates_per_batch: int = option(1, "Updates per batch and epoch; divides `prompts_per_batch`.", minimum=1)
     epochs_per_batch: int = option(1, "Passes over a batch.", minimum=1)
     mask_truncated: bool = option(False, "Leave truncated completions out of the loss.")
+    groups_without_signal: str = option(
+        "keep",
+        "[Groups whose rewards are all equal](algorithms.md#groups-without-signal): `shrink` leaves them out of the "
+        "loss and its denominators, KL terms included; `refill` draws the next prompts in their place.",
+        choices=("keep", "shrink", "refill"),
+    )
+    refill_draws: int = option(
+        10, "With `refill`: draws for one batch, at most; a group without signal then stays.", minimum=2
+    )
     dpo: DpoConfig | None = option(None, "[DPO](replay.md#dpo) on pairs; replaces policy loss and `kl`.")
 
 

@@ -61,12 +61,12 @@ class PromptOrder:
         """The item indices of batch ``i`` (counted from 0), ``batch`` of them."""
         if i < 0:
             raise ValueError(f"batches are counted from 0, got {i}")
-        indices: list[int] = []
-        while len(indices) < self.batch:
-            missing = self.batch - len(indices)
-            epoch, offset = divmod(i * self.batch + len(indices), self.n_items)
-            indices += self._epoch(epoch)[offset : offset + missing]
-        return indices
+        return [self.item(position) for position in range(i * self.batch, (i + 1) * self.batch)]
+
+    def item(self, position: int) -> int:
+        """The item at ``position`` of the batches laid end to end."""
+        epoch, offset = divmod(position, self.n_items)
+        return self._epoch(epoch)[offset]
 
     def _epoch(self, epoch: int) -> list[int]:
         """The permutation of ``epoch``; the last two are cached."""

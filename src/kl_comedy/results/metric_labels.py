@@ -130,6 +130,7 @@ LABELS: dict[str, tuple[str, str]] = {
     "time/audit": ("time of the audit", "s"),
     "time/tokens_per_second": ("throughput", "tokens/s"),
     "stream/queue_depth": ("groups ready", "batches"),
+    "stream/replaced_groups": ("replaced groups", "prompts"),
     "stream/dropped_groups": ("dropped groups", "prompts"),
     "stream/sampler_restarts": ("restarts of samplers", ""),
 }

@@ -36,6 +36,10 @@ Regex = NewType("Regex", str)
 """Annotation of an option that holds a regular expression; it is compiled when the options are checked."""
 
 
+DRAWN_TOKENS = "drawn_tokens"
+"""The entry of ``meta`` that says how many tokens of a completion the policy drew; a tool's are not among them."""
+
+
 class BadGold(UserError):
     """The answer of a problem cannot be read by the verifier: the data's fault.
 
@@ -154,6 +158,8 @@ class RewardFunction(Protocol):
 
     def __call__(self, completion: str, answer: str, meta: Meta, /, **options: Any) -> Reward | float:
         """Judge ``completion`` against ``answer``; a bare number is a :class:`Reward` with status ok.
+
+        ``meta`` is that of the problem; of a rollout it also has :data:`DRAWN_TOKENS`.
 
         The completion is hostile input. Raises :class:`UserError` for options or meta that cannot work, which ends
         the run. Any other error is the verdict on this item: value 0, status ``refused``, part :data:`FAILED`.

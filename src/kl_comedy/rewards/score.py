@@ -14,6 +14,7 @@ from kl_comedy.errors import RunFailed, UserError, bad_value
 from kl_comedy.records import GOLD, STATUSES, Problem, Reward, Rollout, Scored
 from kl_comedy.registry import Entry
 from kl_comedy.rewards.base import (
+    DRAWN_TOKENS,
     TIMEOUT_OPTION,
     BadGold,
     check_options,
@@ -233,7 +234,7 @@ class RewardSum:
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
         """Each rollout with its reward, in order."""
-        problems = [rollout.prompt.problem for rollout in rollouts]
+        problems = [_with_drawn_tokens(rollout.prompt.problem, len(rollout.drawn_ids)) for rollout in rollouts]
         rewards = self.rewards([rollout.text for rollout in rollouts], problems)
         scored = []
         for rollout, reward in zip(rollouts, rewards, strict=True):
@@ -273,6 +274,8 @@ class RewardSum:
 
         Takes tens of milliseconds per problem with ``math_verify``.
         """
+        # A gold answer is a text that no policy drew.
+        problems = [_with_drawn_tokens(problem, 0) for problem in problems]
         for part in self._judges:
             golds = [part.gold_completion(problem.answer) for problem in problems]
             verdicts = part.judge(golds, problems, self.pool)
@@ -308,3 +311,7 @@ class RewardSum:
         status = max((reward.status for reward in row), key=STATUSES.index)
         # fsum: the sum does not depend on the order of the parts.
         return Reward(value=math.fsum(weighted), status=status, parts=parts)
+
+
+def _with_drawn_tokens(problem: Problem, count: int) -> Problem:
+    return replace(problem, meta={**problem.meta, DRAWN_TOKENS: count})

@@ -14,7 +14,7 @@ from typing import Literal
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.records import Reward
 from kl_comedy.registry import REWARDS
-from kl_comedy.rewards.base import BadGold, Meta, Regex
+from kl_comedy.rewards.base import DRAWN_TOKENS, BadGold, Meta, Regex
 from kl_comedy.rewards.notation import plain_characters, plain_numbers
 
 _MIRROR = {"{": "}", "}": "{", "(": ")", ")": "(", "[": "]", "]": "["}
@@ -387,19 +387,47 @@ def any_number(completion: str, answer: str, meta: Meta, *, max_chars: int = 16_
 
 @REWARDS.register(
     "length",
-    source="length penalties as in 2503.14476 Sec. 3.4, in characters; weight it below 0 to charge for length",
+    source="DAPO's soft overlong punishment, 2503.14476 Eq. 13: unit tokens, weight -1, free and full its two bounds",
     claims=("unit_interval",),
     examples=(
-        {"completion": "x" * 50, "answer": "", "value": 0.5, "options": {"full": 100}},
+        {
+            "completion": "x" * 50,
+            "answer": "",
+            "meta": {DRAWN_TOKENS: 7},
+            "value": 0.5,
+            "options": {"full": 100},
+        },
+        {
+            "completion": "x" * 50,
+            "answer": "",
+            "meta": {DRAWN_TOKENS: 7},
+            "value": 0.75,
+            "options": {"unit": "tokens", "free": 4, "full": 8},
+        },
         {"completion": "", "answer": "", "value": 0.0},
     ),
 )
-def length(completion: str, answer: str, meta: Meta, *, free: int = 0, full: int = 4_096) -> float:
-    """How far the completion's length in characters is from ``free`` (0) to ``full`` (1), clipped."""
+def length(
+    completion: str,
+    answer: str,
+    meta: Meta,
+    *,
+    free: int = 0,
+    full: int = 4_096,
+    unit: Literal["characters", "tokens"] = "characters",
+) -> float:
+    """How far the completion's length is from ``free`` (0) to ``full`` (1), clipped. A weight below 0 charges for it.
+
+    ``unit: tokens`` counts what the policy drew, its end token included, and not what a tool wrote.
+    """
     if not 0 <= free < full:
         raise UserError(f"length: needs 0 <= free < full; got free={free}, full={full}")
-    # In characters and not tokens: a reward does not know the tokenizer.
-    share = (len(completion) - free) / (full - free)
+    size = len(completion)
+    if unit == "tokens":
+        if DRAWN_TOKENS not in meta:
+            raise UserError(f"length: unit=tokens counts what a policy drew; of a text name it in meta {DRAWN_TOKENS}")
+        size = meta[DRAWN_TOKENS]
+    share = (size - free) / (full - free)
     return min(max(share, 0.0), 1.0)
 
 

@@ -244,6 +244,14 @@ def lag_of_recorded_rollouts(config: Config) -> UserError | None:
     return bad_value("lag.mode", mode, f"on_policy with rollout.backend {config.rollout.backend}", reason)
 
 
+def refill_of_recorded_rollouts(config: Config) -> UserError | None:
+    choice = config.algorithm.groups_without_signal
+    if choice != "refill" or not _capabilities(config).recorded:
+        return None
+    allowed = f"keep or shrink with rollout.backend {config.rollout.backend}"
+    return bad_value("algorithm.groups_without_signal", choice, allowed, "nothing can be drawn in their place")
+
+
 def async_in_the_ranks(config: Config) -> UserError | None:
     if config.lag.mode != "async" or _is_beside(_capabilities(config)):
         return None
@@ -273,6 +281,7 @@ def whole_batches_for_several_ranks(config: Config) -> UserError | None:
 
 RULES: tuple[Callable[[Config], UserError | None], ...] = (
     lag_of_recorded_rollouts,
+    refill_of_recorded_rollouts,
     async_in_the_ranks,
     in_flight_between_batches,
     whole_batches_for_several_ranks,

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kl_comedy.config import Config
@@ -71,7 +72,7 @@ class RolloutBuffer:
     """Which prompts are requested, drawn, taken and dropped. ``indices(n)`` is the n-th batch of the prompts' order.
 
     Every prompt of the order is in exactly one place: to be requested again (``returned``), requested (``pending``),
-    drawn and waiting (``ready``), or taken.
+    drawn and waiting (``ready``), taken, or replaced by another because its rewards were equal.
 
     - ``wait``: the batch of iteration n may be requested once the learner's version is at least ``n u - max_steps`` (u
       updates per batch). The newest weights are loaded before it is drawn, so the bound holds by construction.
@@ -130,17 +131,22 @@ class RolloutBuffer:
             else:
                 chosen.append(index)
         self.returned.extendleft(reversed(repeated))
-        while len(chosen) < size:
-            batch, position = divmod(self._requested_in_order, size)
+        return chosen + self.next_in_order(size - len(chosen))
+
+    def next_in_order(self, count: int) -> list[int]:
+        """The next prompts of the order, which nobody will be given again."""
+        chosen = []
+        for _ in range(count):
+            batch, position = divmod(self._requested_in_order, self.limits.prompts_per_batch)
             chosen.append(self._indices(batch)[position])
             self._requested_in_order += 1
         return chosen
 
-    def arrive(self, number: int, rows: Sequence[Scored]) -> None:
-        """Store the rows of a request: its prompts' groups, in order, equally large."""
-        request = self.pending.pop(number)
-        size = len(rows) // len(request.indices)
-        for position, index in enumerate(request.indices):
+    def arrive(self, number: int, rows: Sequence[Scored], indices: Sequence[int]) -> None:
+        """Store what was drawn for a request: the groups of the prompts at ``indices``, in order, equally large."""
+        del self.pending[number]
+        size = len(rows) // len(indices)
+        for position, index in enumerate(indices):
             group_rows = rows[position * size : (position + 1) * size]
             self.ready.append(Group(index, number, tuple(group_rows)))
         while self.limits.drop and len(self.ready) > self.limits.ready_groups:
@@ -215,7 +221,7 @@ class Producer:
             max_steps=config.lag.max_steps,
             drop=config.lag.policy == "drop",
         )
-        self.buffer = RolloutBuffer(limits, prompts.indices)
+        self.buffer = RolloutBuffer(limits, prompts.order.indices)
         self._sampler = sampler
         self._prompts = prompts
         self._scorer = scorer
@@ -229,6 +235,7 @@ class Producer:
         self._threads: list[threading.Thread] = []
         self._seconds: dict[str, float] = defaultdict(float)
         self._dropped_reported = 0
+        self._replaced = 0  # groups without signal since the last batch was taken
 
     def take(self, iteration: int) -> Batch:
         """One batch no older than allowed; waits for it."""
@@ -255,6 +262,8 @@ class Producer:
             self._seconds = defaultdict(float)
             dropped = self.buffer.dropped - self._dropped_reported
             self._dropped_reported = self.buffer.dropped
+            replaced = self._replaced
+            self._replaced = 0
         metrics = {
             "time/generate": seconds["generate"],
             "time/score": seconds["score"],
@@ -262,6 +271,8 @@ class Producer:
             "stream/dropped_groups": float(dropped),
             "stream/sampler_restarts": float(self._sampler.engines.restarts),
         }
+        if self._prompts.refills:
+            metrics["stream/replaced_groups"] = float(replaced)
         busy_s = seconds["generate"] + seconds["score"]
         if busy_s > 0:
             metrics["time/sampler_idle_share"] = seconds["idle"] / (seconds["idle"] + busy_s)
@@ -330,27 +341,39 @@ class Producer:
 
     def _produce(self) -> None:
         """Draw one batch after the other, as soon as each may be drawn."""
-        engines = self._sampler.engines
         while True:
             request = self._wait_for_request()
             if request is None:
                 return
-            with self._sampler.turn():
-                start = time.perf_counter()
-                cpu_before = engines.cpu_seconds()
-                self._sampler.load()
-                with self._precision():
-                    rollouts = self._prompts.draw(engines.generate, request.number, request.indices)
-                drawn = time.perf_counter()
-                cpu_s = engines.cpu_seconds() - cpu_before
-            # Scored outside the turn: an evaluation may draw meanwhile.
-            rows = self._scorer.score(rollouts)
+            batch = self._prompts.draw_batch(request.indices, partial(self._draw, request.number), self._next_in_order)
             with self._changed:
-                self._seconds["generate"] += drawn - start
-                self._seconds["score"] += time.perf_counter() - drawn
-                self._seconds["cpu"] += max(cpu_s, 0.0)  # a restarted engine begins at 0
-                self.buffer.arrive(request.number, rows)
+                self._replaced += batch.replaced
+                self.buffer.arrive(request.number, batch.rows, batch.indices)
                 self._changed.notify_all()
+
+    def _draw(self, number: int, indices: Sequence[int], again: int) -> Sequence[Scored]:
+        """Scored groups from the newest weights."""
+        engines = self._sampler.engines
+        with self._sampler.turn():
+            start = time.perf_counter()
+            cpu_before = engines.cpu_seconds()
+            self._sampler.load()
+            with self._precision():
+                rollouts = self._prompts.draw(engines.generate, number, indices, again=again)
+            drawn = time.perf_counter()
+            cpu_s = engines.cpu_seconds() - cpu_before
+        # Scored outside the turn: an evaluation may draw meanwhile.
+        rows = self._scorer.score(rollouts)
+        with self._changed:
+            self._seconds["generate"] += drawn - start
+            self._seconds["score"] += time.perf_counter() - drawn
+            self._seconds["cpu"] += max(cpu_s, 0.0)  # a restarted engine begins at 0
+        return rows
+
+    def _next_in_order(self, count: int) -> list[int]:
+        """Prompts in the place of those without signal. After a resume that request is drawn again, with others."""
+        with self._changed:
+            return self.buffer.next_in_order(count)
 
     def _wait_for_request(self) -> Request | None:
         """The next batch to draw, once one may be drawn; None when the run is over."""

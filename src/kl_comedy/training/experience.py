@@ -12,7 +12,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from kl_comedy.config import Config
 from kl_comedy.config.combinations import updates_from_a_batch
 from kl_comedy.data import PromptOrder
 from kl_comedy.phases import phase
-from kl_comedy.records import KeptSets, Prompt, Reward, Rollout, Scored
+from kl_comedy.records import KeptSets, Prompt, Reward, Rollout, Scored, groups_without_signal
 from kl_comedy.rewards import Scorer
 from kl_comedy.rollouts import ReplayRollouts, sampling_from
 from kl_comedy.training.distributed import Ranks
@@ -51,22 +51,57 @@ class TrainingPrompts:
     def __init__(self, config: Config, prompts: Sequence[Prompt], ranks: Ranks, *, top_logps: int = 0) -> None:
         """``top_logps``: as in :class:`~kl_comedy.rollouts.Sampling`."""
         self._top_logps = top_logps
-        self.indices = PromptOrder(len(prompts), config.rollout.prompts_per_batch, config.seed).indices
+        self.order = PromptOrder(len(prompts), config.rollout.prompts_per_batch, config.seed)
         # Rows are stored by position: a prompt's text is in the run's data already.
         self.positions = {prompt.problem.id: position for position, prompt in enumerate(prompts)}
         self._config = config
         self._prompts = prompts
         self._ranks = ranks
+        self.refills = config.algorithm.groups_without_signal == "refill"
 
-    def draw(self, generate: Generate, number: int, indices: Sequence[int]) -> list[Rollout]:
-        """Completions of the prompts at ``indices``; ``number`` names their random numbers."""
+    def draw(self, generate: Generate, number: int, indices: Sequence[int], *, again: int = 0) -> list[Rollout]:
+        """Completions of the prompts at ``indices``; ``number`` and ``again`` name their random numbers."""
         rollout = self._config.rollout
+        purpose = "rollout"
+        if again:
+            purpose = f"refill/{again}"
         return generate(
             [self._prompts[index] for index in indices],
             group_size=rollout.group_size,
             sampling=sampling_from(rollout, top_logps=self._top_logps),
-            seed=derive_seed(self._config.seed, "rollout", number),
+            seed=derive_seed(self._config.seed, purpose, number),
         )
+
+    def draw_batch(
+        self,
+        indices: Sequence[int],
+        draw: Callable[[Sequence[int], int], Sequence[Scored]],
+        next_prompts: Callable[[int], list[int]],
+    ) -> DrawnBatch:
+        """A group for each of the prompts at ``indices``; with ``refill``, others in the place of those without signal.
+
+        ``draw(indices, again)`` draws and scores groups: at first with ``again`` 0, then with 1, 2, ... those of
+        ``next_prompts(count)``. Each place of the batch is drawn until its group has a signal, or the draws are used
+        up.
+        """
+        indices = list(indices)
+        rows = list(draw(indices, 0))
+        size = len(rows) // len(indices)
+        replaced = 0
+        draws = self._config.algorithm.refill_draws if self.refills else 1
+        for again in range(1, draws):
+            places = sorted(groups_without_signal(rows))
+            if not places:
+                break
+            others = next_prompts(len(places))
+            drawn = draw(others, again)
+            for number, (place, index) in enumerate(zip(places, others, strict=True)):
+                indices[place] = index
+                for row in range(size):
+                    scored = drawn[number * size + row]
+                    rows[place * size + row] = replace(scored, rollout=replace(scored.rollout, group_id=place))
+            replaced += len(places)
+        return DrawnBatch(rows=rows, indices=indices, replaced=replaced)
 
     def pack(self, rows: Sequence[Scored]) -> list[dict[str, Any]]:
         """Rows as primitives and tensors, for checkpoints and other ranks. Stored checkpoints have these keys."""
@@ -125,6 +160,16 @@ class TrainingPrompts:
             return rows
         # Packed, because the prompts are on every rank already.
         return self.unpack(self._ranks.broadcast(self.pack(rows)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrawnBatch:
+    """Groups of the prompts at ``indices``, in their order; ``replaced``: those without signal that were drawn before
+    them."""
+
+    rows: list[Scored]
+    indices: list[int]
+    replaced: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,33 +287,50 @@ class DrawnHere:
         self._generate = generate
         self._scorer = scorer
         self._drawn = 0
+        self._asked = 0  # prompts of the order that were drawn from: with refill, more than batches have
         self._queue: deque[list[Scored]] = deque()
 
     def take(self, iteration: int) -> Batch:
         """Draw everything up to ``iteration + lag`` that is not drawn yet, and hand out the oldest."""
-        generate_s = 0.0
-        score_s = 0.0
+        seconds = {"time/generate": 0.0, "time/score": 0.0}
+        replaced = 0
+
+        def draw(indices: Sequence[int], again: int) -> Sequence[Scored]:
+            start = time.perf_counter()
+            phase("sampling")
+            rollouts = self._prompts.draw(self._generate, self._drawn, indices, again=again)
+            generated = time.perf_counter()
+            phase("scoring")
+            rows = self._scorer.score(rollouts)
+            seconds["time/generate"] += generated - start
+            seconds["time/score"] += time.perf_counter() - generated
+            return rows
+
         # No batch is drawn that the run does not use: at its end the queue empties.
         last = min(iteration + self._lag, self._iterations - 1)
         while self._drawn <= last:
-            start = time.perf_counter()
-            phase("sampling")
-            rollouts = self._prompts.draw(self._generate, self._drawn, self._prompts.indices(self._drawn))
-            generated = time.perf_counter()
-            phase("scoring")
             # Scored when drawn, so that a checkpoint holds no completion without its reward.
-            self._queue.append(self._scorer.score(rollouts))
-            generate_s += generated - start
-            score_s += time.perf_counter() - generated
+            batch = self._prompts.draw_batch(self._next_prompts(self._prompts.order.batch), draw, self._next_prompts)
+            self._queue.append(batch.rows)
+            replaced += batch.replaced
             self._drawn += 1
-        times = {"time/generate": generate_s, "time/score": score_s, "time/wait": generate_s + score_s}
-        return Batch(rows=self._queue.popleft(), metrics=times)
+        metrics = {**seconds, "time/wait": sum(seconds.values())}
+        if self._prompts.refills:
+            metrics["stream/replaced_groups"] = float(replaced)
+        return Batch(rows=self._queue.popleft(), metrics=metrics)
+
+    def _next_prompts(self, count: int) -> list[int]:
+        first = self._asked
+        self._asked += count
+        return [self._prompts.order.item(position) for position in range(first, self._asked)]
 
     def snapshot(self) -> dict[str, Any]:
-        return {"drawn": self._drawn, "queue": [self._prompts.pack(rows) for rows in self._queue]}
+        queue = [self._prompts.pack(rows) for rows in self._queue]
+        return {"drawn": self._drawn, "asked": self._asked, "queue": queue}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._drawn = int(state["drawn"])
+        self._asked = int(state["asked"])
         self._queue = deque(self._prompts.unpack(rows) for rows in state["queue"])
 
 

@@ -30,7 +30,7 @@ from kl_comedy.objective import PolicyTerm, policy_term, returns_with_costs, seq
 from kl_comedy.objective.advantages import by_turn, whiten
 from kl_comedy.objective.policy_term import PolicyLossParts
 from kl_comedy.objective.preferences import preferences
-from kl_comedy.records import Experience, Scored
+from kl_comedy.records import Experience, Scored, groups_without_signal
 from kl_comedy.registry import ADVANTAGES
 from kl_comedy.training.packing import Packed, Packer, model_inputs, policy_inputs
 
@@ -356,7 +356,11 @@ def advantage_signal(
     old_policy: Sequence[OldPolicyRow] | None,
 ) -> LearningSignal:
     """The advantage estimator of the config; ``old_policy`` has the values where it needs a critic."""
-    keep_B = torch.tensor([_is_learned(row, algorithm) for row in rows], device=update.mask_BT.device)
+    left_out: set[int] = set()
+    if algorithm.groups_without_signal == "shrink":
+        left_out = groups_without_signal(rows)
+    is_learned = [_is_learned(row, algorithm) and row.rollout.group_id not in left_out for row in rows]
+    keep_B = torch.tensor(is_learned, device=update.mask_BT.device)
     weight_B = sequence_weights(
         algorithm.reduction, update.mask_BT, constant=algorithm.reduction_constant, keep_B=keep_B
     )

@@ -27,7 +27,7 @@ from kl_comedy.models.introspection import head_weights
 from kl_comedy.models.logprobs import token_pass
 from kl_comedy.models.reference import Reference, check_tokens
 from kl_comedy.objective.policy_term import PolicyLossParts
-from kl_comedy.records import FOREIGN_VERSION, GOLD, Experience, Scored
+from kl_comedy.records import FOREIGN_VERSION, GOLD, Experience, Scored, groups_without_signal
 from kl_comedy.rewards.base import failed, is_failed_part
 from kl_comedy.tracking.tokens import STORED_ROWS, STORED_TOKENS, USES, TokenNumbers
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
@@ -379,11 +379,8 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     """What needs no model: reward, its parts, gold verdict, verifier status, lengths, groups of equal rewards."""
     count = len(rows)
     rewards = torch.tensor([row.reward.value for row in rows], dtype=torch.float64)
-    rewards_of_group: dict[int, set[float]] = defaultdict(set)
     means: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        # A set: a group with one distinct reward has an advantage of 0 everywhere.
-        rewards_of_group[row.rollout.group_id].add(row.reward.value)
         for name, value in row.reward.parts.items():
             if is_failed_part(name):  # only failures have it: its mean would always be 1
                 continue
@@ -401,7 +398,7 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
             "train/environment_tokens": sum(row.rollout.trained.count(False) for row in rows) / count,
             "train/environment_failed": sum(row.rollout.stop_reason == "failed" for row in rows) / count,
         }
-    groups_without_signal = sum(len(values) == 1 for values in rewards_of_group.values())
+    groups = {row.rollout.group_id for row in rows}
     status = Counter(row.reward.status for row in rows)
     status["failed"] = sum(failed(row.reward) for row in rows)  # these have the status refused, too
     return {
@@ -410,7 +407,7 @@ def row_metrics(rows: Sequence[Scored]) -> dict[str, float]:
         "train/reward_std": float(rewards.std(correction=0)),
         "train/length": sum(len(row.rollout.drawn_ids) for row in rows) / count,
         "train/truncated_share": sum(row.rollout.stop_reason == "length" for row in rows) / count,
-        "train/groups_without_signal": groups_without_signal / len(rewards_of_group),
+        "train/groups_without_signal": len(groups_without_signal(rows)) / len(groups),
         **{f"train/verifier_{name}": status[name] / count for name in ("unparseable", "timeout", "refused", "failed")},
         **{name: sum(values) / len(values) for name, values in means.items()},
         **of_dialogues,

@@ -50,6 +50,8 @@ class AlgorithmContext:
     drop_truncated: bool = False
     """Whether truncated completions have no loss."""
     reward_scale: float = 1.0
+    signal_only: bool = False
+    """Whether groups whose rewards are all equal are left out: the result is that of a group which has a signal."""
     credit: str = "dialogue"
     """With ``turn`` a token's return is less what an environment paid for earlier turns, and groups compare turns."""
 
@@ -85,9 +87,40 @@ def training_loss(terms: Sequence[KLTerm], context: AlgorithmContext, *, scale: 
         total_BT = policy_loss(spec, rows, advantage_BT)
         for loss_BT in losses_BT:
             total_BT = total_BT + loss_BT
+        if context.signal_only:
+            total_BT = torch.where(has_signal(rows)[:, None], total_BT, 0.0)
         return _reduced(torch.where(rows.mask_BT, total_BT, 0.0), rows, context)
 
     return loss
+
+
+def has_signal(rows: Rows) -> Tensor:
+    """Whether the rewards of a row's group are not all equal, ``[B]``. Groups are equally large, and follow each other.
+
+    The sampler's choice: nothing is differentiated.
+    """
+    groups = int(rows.group_B.max()) + 1
+    reward_CG = rows.reward_B.reshape(groups, -1)
+    differs_C = (reward_CG != reward_CG[:, :1]).any(-1)
+    return differs_C.repeat_interleave(reward_CG.shape[1])
+
+
+def signal_share(instance: Instance, group_size: int) -> float:
+    """The probability that the sampler draws a group whose rewards are not all equal."""
+    probability_of: dict[float, float] = {}
+    completions = instance.tree.all
+    rewards = instance.rows(completions).reward_B.tolist()
+    for reward, probability in zip(rewards, instance.probability(completions).tolist(), strict=True):
+        probability_of[reward] = probability_of.get(reward, 0.0) + probability
+    return 1.0 - sum(probability**group_size for probability in probability_of.values())
+
+
+def given_signal(moments: Moments, share: float, group_size: int) -> Moments:
+    """The moments of a group that has a signal, from those of a loss that is 0 in the others; ``share``: of groups."""
+    mean_square = moments.variance / group_size + float(moments.gradient_D.square().sum())
+    gradient_D = moments.gradient_D / share
+    variance = mean_square / share - float(gradient_D.square().sum())
+    return Moments(gradient_D=gradient_D, variance=max(variance, 0.0) * group_size, mean_norm=moments.mean_norm / share)
 
 
 def policy_loss(spec: PolicyTerm, rows: Rows, advantage_BT: Tensor) -> Tensor:
@@ -118,6 +151,9 @@ def kl_effect(instance: Instance, terms: Sequence[KLTerm], context: AlgorithmCon
         "without": training_loss(terms, context, scale=0.0),
     }
     moments = exact_moments_by_loss(instance, losses, group_size=context.group_size)
+    if context.signal_only:
+        share = signal_share(instance, context.group_size)
+        moments = {name: given_signal(of_loss, share, context.group_size) for name, of_loss in moments.items()}
     # The loss is linear in beta only without a cost before the baseline, so the quotient is taken at the terms' betas.
     whole = moments["with terms"]
     gradient_D = (whole.gradient_D - moments["without"].gradient_D) / beta
@@ -136,8 +172,9 @@ def group_effect(instance: Instance, terms: Sequence[KLTerm], context: Algorithm
     """
     size = context.group_size
     largest = kl_effect(instance, terms, dataclasses.replace(context, group_size=min(size, LARGEST_GROUP)))
-    if size <= LARGEST_GROUP:
-        return largest, size
+    # Whether a group has a signal depends on all of its completions, in no way that is linear in 1 / G.
+    if size <= LARGEST_GROUP or context.signal_only:
+        return largest, min(size, LARGEST_GROUP)
     smaller = kl_effect(instance, terms, dataclasses.replace(context, group_size=LARGEST_GROUP - 1))
     # A + B / (n - 1) less A + B / n is B / (n (n - 1)).
     by_size_D = (smaller.gradient_D - largest.gradient_D) * LARGEST_GROUP * (LARGEST_GROUP - 1)
@@ -236,6 +273,8 @@ def effects(
     ending = ""
     if context.drop_truncated:
         ending = ", truncated dropped"
+    if context.signal_only:
+        ending += ", of groups with signal"
     rows = []
     for regime in regimes:
         figures = []

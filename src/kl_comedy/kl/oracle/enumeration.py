@@ -9,7 +9,7 @@ digit``. Completions are walked in chunks, so that memory stays bounded.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -497,6 +497,28 @@ class Instance:
         # A mixture of the logs, renormalized: between the two policies at every token.
         between_NV = (1 - share) * self.recorded_logp_NV + share * self.policy_logp().detach()
         return dataclasses.replace(self, proximal_logp_NV=prefix_log_probs(between_NV))
+
+    def truncated(self, truncate: Callable[[Tensor], Tensor]) -> Instance:
+        """The same with a sampler that truncates, and a policy that is renormalized over what it kept.
+
+        ``truncate`` gives log-probs ``[N, V]`` with -inf at the tokens that are left out.
+        """
+        kept_NV = ~torch.isneginf(truncate(self.sampler_logp_NV))
+        drawn_NV = torch.where(kept_NV, self.sampler_logp_NV, -torch.inf).log_softmax(-1)
+        drawn_NV = torch.where(kept_NV, drawn_NV, IMPOSSIBLE)
+        return dataclasses.replace(self, sampler_logp_NV=drawn_NV, recorded_logp_NV=drawn_NV, kept_NV=kept_NV)
+
+    def kept_masses(self) -> tuple[float, float]:
+        """Means over the tokens that the sampler draws: the whole policy's mass on the kept tokens, which is the ratio
+        of a learner that does not renormalize, and minus the log (nats) of the reference's, a part of the KL to it."""
+        if self.kept_NV is None:
+            return 1.0, 0.0
+        whole_NV = dataclasses.replace(self, kept_NV=None).policy_logp().exp()
+        visits_N = self.reach(self.sampler_logp_NV)
+        visits_N = visits_N / visits_N.sum()
+        policy_N = torch.where(self.kept_NV, whole_NV, 0.0).sum(-1)
+        reference_N = self.ref_kept_NV.sum(-1)
+        return float(visits_N @ policy_N), -float(visits_N @ reference_N.log())
 
     def in_dialogue(self, logp_NV: Tensor) -> Tensor:
         """What the next token is drawn from where these log-probs are the policy's: the environment's in its turns."""
