@@ -533,15 +533,18 @@ def draw_frontier(tuned: Block, judged: Block, path: Path) -> None:
 
 def draw_centring(centring: Block, path: Path) -> None:
     """Gold reward of every run at the end, by what is taken off the exact cost; a panel a lag, a bar the mean."""
+    families = ("exact to go", FORMS["none"])
+    looks = pages.looks_of(families)
     with pages.figure(path, 1, 3, 2.6, sharey=True) as (drawing, (panels,)):
         for axes, lag in zip(panels, (4, 10, 20), strict=True):
             for place, form in enumerate(CENTRED):
                 gold = centring.of(form, lag=lag)["gold"]
                 # Side by side, so that runs of one reward can be told apart.
                 shift = [place + 0.4 * ((index + 0.5) / len(gold) - 0.5) for index in range(len(gold))]
-                axes.plot(shift, gold, "o", ms=3, color="0.5", label="a run (3 seeds, 5 warm starts)")
+                family = families[form == "none"]
+                axes.plot(shift, gold, "o", ms=3, color=looks[family]["color"], label=family)
                 axes.plot([place - 0.3, place + 0.3], [gold.mean()] * 2, lw=2, color="black", label="mean")
             axes.set(title=f"samples {lag} updates old")
             axes.set_xticks(range(len(CENTRED)), list(CENTRED.values()), rotation=60, ha="right")
         panels[0].set_ylabel("held-out reward")
-        legend_below(drawing)
+        legend_below(drawing, "a dot: one run (3 seeds, 5 warm starts)")
