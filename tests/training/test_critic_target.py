@@ -40,7 +40,7 @@ def test_the_target_is_the_lambda_return_of_the_rewards(normalize, gamma, lam):
     mask = torch.tensor([[True, True, True], [True, True, False]])
     # The loss hands over undiscounted sums of what is still to come.
     returns = (torch.tensor(REWARDS) * mask).flip(-1).cumsum(-1).flip(-1)
-    rows = [SimpleNamespace(rollout=SimpleNamespace(stop_reason="eos")) for _ in LENGTHS]
+    rows = [SimpleNamespace(rollout=SimpleNamespace(stop_reason="eos", group_id=0)) for _ in LENGTHS]
     old = []
     for values, length, last in zip(VALUES, LENGTHS, LAST, strict=True):
         old.append({"value": torch.tensor(values[:length]), "last": last})

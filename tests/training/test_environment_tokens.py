@@ -268,7 +268,8 @@ def test_a_token_of_the_environment_is_no_old_sample():
 def test_rows_in_a_checkpoint_keep_who_wrote_a_token():
     rollouts = [rollout_of((True, False, True)), dataclasses.replace(rollout_of((True, True)), trained=())]
     rows = [Scored(rollout=rollout, reward=Reward(value=1.0)) for rollout in rollouts]
-    config = SimpleNamespace(rollout=SimpleNamespace(prompts_per_batch=1), seed=0)
+    algorithm = SimpleNamespace(groups_without_signal="keep")
+    config = SimpleNamespace(rollout=SimpleNamespace(prompts_per_batch=1), algorithm=algorithm, seed=0)
     prompts = TrainingPrompts(config, [rollouts[0].prompt], SimpleNamespace(size=1))
     assert prompts.unpack(prompts.pack(rows)) == rows
 

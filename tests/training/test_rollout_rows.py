@@ -342,7 +342,8 @@ def test_rows_that_cannot_be_are_refused(restarts, message):
 def test_rows_in_a_checkpoint_are_those_of_the_rollout():
     rollout = mixed()
     rows = [Scored(rollout=rollout, reward=Reward(value=1.0))]
-    config = SimpleNamespace(rollout=SimpleNamespace(prompts_per_batch=1), seed=0)
+    algorithm = SimpleNamespace(groups_without_signal="keep")
+    config = SimpleNamespace(rollout=SimpleNamespace(prompts_per_batch=1), algorithm=algorithm, seed=0)
     prompts = TrainingPrompts(config, [rollout.prompt], SimpleNamespace(size=1))
     assert prompts.unpack(prompts.pack(rows)) == rows
 
