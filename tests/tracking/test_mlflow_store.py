@@ -484,20 +484,24 @@ def test_dead_runs_of_this_host_are_marked_and_others_left_alone(start, uri):
     assert client.get_run(alive).info.status == "RUNNING"
 
 
-def test_a_run_that_ends_while_dead_ones_are_looked_for_keeps_its_end(start, uri, monkeypatch):
-    """It was RUNNING in the search; when its process is looked at, it has ended itself and is gone."""
+@pytest.mark.parametrize("then", ["ends", "is resumed"])
+def test_a_run_that_changes_while_dead_ones_are_looked_for_is_left_alone(start, uri, monkeypatch, then):
+    """It was RUNNING in the search; when its process is looked at, that one has ended the run, or another goes on."""
     client = connect(uri)
     start("any")
     experiment = client.get_experiment_by_name("trial").experiment_id
     run = client.create_run(experiment, tags=provenance.process_tags()).info.run_id
 
-    def ends_before_the_look(tags):
-        client.set_terminated(run, status="FINISHED")
+    def changes_before_the_look(tags):
+        if then == "ends":
+            client.set_terminated(run, status="FINISHED")
+        else:
+            client.set_tag(run, provenance.PID, "999999999")
         return True
 
-    monkeypatch.setattr(provenance, "is_dead", ends_before_the_look)
+    monkeypatch.setattr(provenance, "is_dead", changes_before_the_look)
     assert run not in mark_dead_runs(client, "trial")
-    assert client.get_run(run).info.status == "FINISHED"
+    assert client.get_run(run).info.status == {"ends": "FINISHED", "is resumed": "RUNNING"}[then]
 
 
 def test_processes_that_start_together_on_a_fresh_store_all_arrive(start, tmp_path):

@@ -138,9 +138,12 @@ def mark_dead_runs(client: Any, experiment: str | None = None) -> list[str]:
     where = f"attributes.status = 'RUNNING' AND tags.`{HOST}` = '{host}'"
     marked = []
     for run in search_runs(client, ids, where):
-        # A run may end itself between the search and the look at its process: a process that is gone writes no more,
-        # so that its status is asked for after that look.
-        if is_dead(run.data.tags) and client.get_run(run.info.run_id).info.status == "RUNNING":
+        if not is_dead(run.data.tags):
+            continue
+        # Between the search and that look the run may have ended itself, or another process may have resumed it. Its
+        # own process is gone and writes no more, so that what the store says now is what it left.
+        now = client.get_run(run.info.run_id)
+        if now.info.status == "RUNNING" and now.data.tags.get(PID) == run.data.tags[PID]:
             client.set_tag(run.info.run_id, "failure.reason", f"process died (pid {run.data.tags[PID]})")
             client.set_terminated(run.info.run_id, status="FAILED")
             marked.append(run.info.run_id)
