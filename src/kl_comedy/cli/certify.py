@@ -172,43 +172,33 @@ def _with_progress(
 class _Request:
     """What is certified: lists of terms that act together, and parts.
 
-    ``lists``: the terms by name. ``contexts``: the algorithms of the configs among them. ``truncations``: the sampling
-    of those whose sampler truncates. ``estimators`` and ``corrections``: parts to check even if no list uses them.
-    ``hidden``: names whose rows a table leaves out while their claims hold. ``is_brief``: many rows of terms that
-    nobody named, for which a text has one line each.
+    ``lists``: the terms by name. ``configs``: those that they are from, by the same name. ``estimators`` and
+    ``corrections``: parts to check even if no list uses them. ``hidden``: names whose rows a table leaves out while
+    their claims hold. ``is_brief``: many rows of terms that nobody named, for which a text has one line each.
     """
 
     lists: dict[str, tuple[KLTerm, ...]]
-    contexts: dict[str, AlgorithmContext]
+    configs: dict[str, Config]
     estimators: list[str]
     corrections: list[str]
-    truncations: dict[str, RolloutConfig] = field(default_factory=dict)
     hidden: set[str] = field(default_factory=set)
     is_brief: bool = False
 
 
-def _named_lists(
-    wanted: CertifyOptions,
-) -> tuple[dict[str, tuple[KLTerm, ...]], dict[str, AlgorithmContext], dict[str, RolloutConfig]]:
-    """The lists of terms that are named; of the configs among them the algorithms, and the sampling where it truncates.
-
-    Raises :class:`UserError`.
-    """
+def _named_lists(wanted: CertifyOptions) -> tuple[dict[str, tuple[KLTerm, ...]], dict[str, Config]]:
+    """The lists of terms that are named, and the configs among them. Raises :class:`UserError`."""
     from kl_comedy.config.validate import parse_record
     from kl_comedy.kl.term import KLTerm
 
     lists: dict[str, tuple[KLTerm, ...]] = {}
-    contexts: dict[str, AlgorithmContext] = {}
-    truncations: dict[str, RolloutConfig] = {}
+    configs: dict[str, Config] = {}
     for name in wanted.names or ():
-        config = _add_name(name, lists, contexts)
-        if config is not None and config.rollout.truncation.is_on:
-            truncations[name] = config.rollout
+        _add_name(name, lists, configs)
     for text in wanted.term or ():
         # Under its label, so that a term that is named twice is certified once.
         term = parse_record(KLTerm, common.parse_yaml("--term", text), key="--term")
         lists[term.label()] = (term,)
-    return lists, contexts, truncations
+    return lists, configs
 
 
 def _requested_terms(wanted: CertifyOptions) -> _Request:
@@ -221,7 +211,7 @@ def _requested_terms(wanted: CertifyOptions) -> _Request:
     new_estimators = [name for name in ESTIMATORS.names() if name not in built_in]
     new_corrections = [name for name in CORRECTIONS.names() if name not in built_in]
 
-    lists, contexts, truncations = _named_lists(wanted)
+    lists, configs = _named_lists(wanted)
     brings_new_parts = bool(new_estimators or new_corrections)
     # Whoever writes a plugin asks about its parts, and not about the recipes that come with the package.
     all_recipes = not wanted.names_terms and not brings_new_parts
@@ -245,10 +235,9 @@ def _requested_terms(wanted: CertifyOptions) -> _Request:
         corrections = CORRECTIONS.names()
     return _Request(
         lists=lists,
-        contexts=contexts,
+        configs=configs,
         estimators=estimators,
         corrections=corrections,
-        truncations=truncations,
         hidden=hidden,
         is_brief=brings_new_parts and not wanted.names_terms,
     )
@@ -286,18 +275,15 @@ def _is_main(term: KLTerm, new_corrections: Sequence[str]) -> bool:
     return term.correction in ("none", per_decision)
 
 
-def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[str, AlgorithmContext]) -> Config | None:
-    """Add a recipe, a bare list of terms, or a config (whose algorithm is certified around its terms too).
-
-    Returns the config, where it is one.
-    """
+def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], configs: dict[str, Config]) -> None:
+    """Add a recipe, a bare list of terms, or a config and its terms."""
     from kl_comedy.kl.recipes import meant_estimator, recipe, resolve_terms
-    from kl_comedy.registry import ADVANTAGES, OWN_PART, RECIPES
+    from kl_comedy.registry import OWN_PART, RECIPES
 
     path = Path(name)
     if name in RECIPES:
         lists[name] = RECIPES.get(name).fn()
-        return None
+        return
     is_config = name.endswith((".yaml", ".yml"))
     if not is_config and not path.is_file() and shipped_config(name) is None:
         if meant_estimator(name) is not None:
@@ -310,16 +296,9 @@ def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], contexts: dict[st
         content = _read_yaml(path)
         if isinstance(content, list):
             lists[name] = resolve_terms(content, name)
-            return None
-    config = _load_without_dpo(name)
-    lists[name] = resolve_terms(config.kl)
-    facts = ADVANTAGES.get(config.algorithm.advantage).facts
-    # A critic's values exist in training only, and a batch is enumerated as one group, of which none is left out: there
-    # is no algorithm to enumerate.
-    selects = config.algorithm.groups_without_signal != "keep"
-    if not facts.get("critic") and not (facts.get("batch") and selects):
-        contexts[name] = _context_of(config)
-    return config
+            return
+    configs[name] = _load_without_dpo(name)
+    lists[name] = resolve_terms(configs[name].kl)
 
 
 def _read_yaml(path: Path) -> Any:
@@ -329,14 +308,19 @@ def _read_yaml(path: Path) -> Any:
         raise UserError(f"{path}: not YAML ({error})") from None
 
 
-def _context_of(config: Config) -> AlgorithmContext:
-    """The algorithm around the terms of a config."""
+def _context_of(config: Config) -> AlgorithmContext | None:
+    """The algorithm around the terms of a config; None where it cannot be enumerated."""
     from kl_comedy.kl.oracle.algorithm_context import AlgorithmContext
     from kl_comedy.registry import ADVANTAGES
 
     algorithm = config.algorithm
+    facts = ADVANTAGES.get(algorithm.advantage).facts
+    signal_only = algorithm.groups_without_signal != "keep"
+    # A critic's values exist in training only, and a batch is enumerated as one group, of which none is left out.
+    if facts.get("critic") or (facts.get("batch") and signal_only):
+        return None
     group_size = config.rollout.group_size
-    if ADVANTAGES.get(algorithm.advantage).facts.get("batch"):
+    if facts.get("batch"):
         group_size *= config.rollout.prompts_per_batch // algorithm.updates_per_batch
     return AlgorithmContext(
         advantage=algorithm.advantage,
@@ -350,7 +334,7 @@ def _context_of(config: Config) -> AlgorithmContext:
         reduction="sequence_sum",
         drop_truncated=algorithm.mask_truncated,
         # Of one group, shrink and refill are the same: what it is where it has a signal.
-        signal_only=algorithm.groups_without_signal != "keep",
+        signal_only=signal_only,
         credit=config.environment.credit if config.environment is not None else "dialogue",
     )
 
@@ -368,7 +352,6 @@ def _load_without_dpo(name: str) -> Config:
 # --- certificates of KL terms ---------------------------------------------------------------------------------------
 def _certify_terms(request: _Request, wanted: CertifyOptions) -> list[str]:
     """Check the parts, print one certificate per list of terms and regime, and return the false claims."""
-    from kl_comedy.kl.oracle.algorithm_context import effects
     from kl_comedy.kl.oracle.certificate import LONG, TREE
     from kl_comedy.kl.oracle.certificate import certify as certify_terms
 
@@ -397,14 +380,7 @@ def _certify_terms(request: _Request, wanted: CertifyOptions) -> list[str]:
     ranges: dict[tuple[str, str], list[Ranges]] = {}
     if wanted.range:
         ranges = _ranges(certificates, wanted.seed)
-    in_training: list[Effect] = []
-    for name, context in request.contexts.items():
-        in_training += effects(name, request.lists[name], context)
-
-    truncated = {
-        name: _truncation_words(request.lists[name], rollout, wanted.regimes)
-        for name, rollout in request.truncations.items()
-    }
+    in_training, truncated = _of_configs(request, wanted.regimes)
 
     if wanted.format == "json":
         _print_json(certificates, in_training, checked, ranges, truncated)
@@ -462,6 +438,22 @@ def _ranges(certificates: Sequence[Certificate], seed: int) -> dict[tuple[str, s
             by_row[certificate.name, certificate.regime] = all_ranges(certificate, seed=seed)
             advance()
     return by_row
+
+
+def _of_configs(request: _Request, regimes: Sequence[str]) -> tuple[list[Effect], dict[str, str]]:
+    """What the terms of each config do in its algorithm; and by name, where a sampler truncates, a line about that."""
+    from kl_comedy.kl.oracle.algorithm_context import effects
+
+    in_training: list[Effect] = []
+    truncated: dict[str, str] = {}
+    for name, config in request.configs.items():
+        terms = request.lists[name]
+        context = _context_of(config)
+        if context is not None:
+            in_training += effects(name, terms, context)
+        if config.rollout.truncation.is_on:
+            truncated[name] = _truncation_words(terms, config.rollout, regimes)
+    return in_training, truncated
 
 
 def _truncation_words(terms: Sequence[KLTerm], rollout: RolloutConfig, regimes: Sequence[str]) -> str:

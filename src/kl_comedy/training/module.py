@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning
 import torch
@@ -169,8 +169,12 @@ class PolicyModule(lightning.LightningModule):
     @property
     def frozen_references(self) -> dict[str, Reference]:
         """The references that stay as they are; a run checks their hashes."""
-        frozen = {name: ref for name, ref in self.references.items() if not ref.moving}
-        return cast("dict[str, Reference]", frozen)
+        following = self.moving_references
+        frozen = {}
+        for name, reference in self.references.items():
+            if isinstance(reference, Reference) and name not in following:
+                frozen[name] = reference
+        return frozen
 
     # --- before the first update ---
 
