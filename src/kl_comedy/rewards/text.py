@@ -387,7 +387,7 @@ def any_number(completion: str, answer: str, meta: Meta, *, max_chars: int = 16_
 
 @REWARDS.register(
     "length",
-    source="DAPO's soft overlong punishment, 2503.14476 Eq. 13: unit tokens, weight -1, free and full its two bounds",
+    source="DAPO's soft overlong punishment, 2503.14476 Sec. 3.4: unit tokens, weight -1, free and full its two bounds",
     claims=("unit_interval",),
     examples=(
         {
