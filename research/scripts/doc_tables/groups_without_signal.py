@@ -83,12 +83,11 @@ class Convention:
 
 
 REFILLED = (
-    "here: `refill`; DAPO (verl's recipe: `filter_groups`), slime: `check_reward_nonzero_std`, ms-swift: "
-    "`dynamic_sample`, SkyRL: `dynamic_sampling.type: filter`, open-instruct: `active_sampling`"
+    "here: `refill`; DAPO (verl's recipe: `filter_groups`), slime: `check_reward_nonzero_std`, SkyRL: "
+    "`dynamic_sampling.type: filter`, open-instruct: `active_sampling`"
 )
 SHRUNK = (
-    "here: `shrink`; tinker-cookbook: `remove_constant_reward_groups`, open-instruct: `filter_zero_std_samples` alone; "
-    "SkyRL: `dynamic_sampling.type: replace` (the others twice)"
+    "here: `shrink`; tinker-cookbook: `remove_constant_reward_groups`, open-instruct: `filter_zero_std_samples` alone"
 )
 CONVENTIONS = (
     Convention(name="kept", select=kept, used="here: `keep`"),
