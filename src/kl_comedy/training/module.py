@@ -169,10 +169,9 @@ class PolicyModule(lightning.LightningModule):
     @property
     def frozen_references(self) -> dict[str, Reference]:
         """The references that stay as they are; a run checks their hashes."""
-        following = self.moving_references
         frozen = {}
         for name, reference in self.references.items():
-            if isinstance(reference, Reference) and name not in following:
+            if not isinstance(reference, PastPolicies) and not reference.moving:
                 frozen[name] = reference
         return frozen
 
