@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from kl_comedy.kl.recipes import resolve_terms
 from kl_comedy.peers.advice import AdviceTable, Cell, Contrast, Export, Measured, Range, Side, Spread
 from kl_comedy.results import values
 from kl_comedy.results.compare import SEED
-from kl_comedy.results.runs import BETA, FAMILY, NO_KL, read_runs
+from kl_comedy.results.runs import BETA, FAMILY, NO_KL, curves_file, read_runs
 from kl_comedy.statistics import paired_difference, parse_rule
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 REWARD = "metrics.eval/heldout/reward"
+EFFECTIVE_SIZE = "policy/ess"
 WARM_START = "params.model.options.seed"
 DIGITS = 6
 """Digits after the point that are stored: more than any page shows, fewer than differ between machines."""
@@ -45,9 +47,22 @@ def runs_of(path: Path, collapse: str) -> pd.DataFrame:
     runs = values.drop_repeats(runs[runs["status"] == "FINISHED"], ("FINISHED",), groups)
     runs = values.with_collapsed(str(path), runs, parse_rule(collapse))
     runs = values.at_last_update(runs)
+    runs["ess"] = runs["run_id"].map(effective_sizes(path))
     # Contrasts are of evaluations. With the hundreds of other metrics each restriction would copy them all.
     others = [name for name in runs.columns if name.startswith("metrics.") and not name.startswith("metrics.eval/")]
     return runs.drop(columns=others)
+
+
+def effective_sizes(path: Path) -> pd.Series:
+    """The effective sample size of each run of an export, over the first third of its updates, as a share of the
+    completions; no run where the export has no curve of it. What follows depends on whether the run collapses."""
+    import pandas as pd
+
+    columns = ["run_id", "step", "value"]
+    curves = pd.read_parquet(curves_file(path), columns=columns, filters=[("metric", "==", EFFECTIVE_SIZE)])
+    last = curves.groupby("run_id")["step"].transform("max")
+    first_third = curves[curves["step"] <= last / 3]
+    return first_third.groupby("run_id")["value"].mean()
 
 
 def restricted(runs: pd.DataFrame, where: Mapping[str, Any]) -> pd.DataFrame:
@@ -117,6 +132,9 @@ def cells_of(contrast: Contrast, runs: pd.DataFrame) -> Iterable[Cell]:
         if not without_kl.empty:
             collapsed = int(without_kl["collapsed"].sum())
             cell = dataclasses.replace(cell, none_collapsed=collapsed, none_runs=len(without_kl))
+            size = float(without_kl["ess"].mean())
+            if not math.isnan(size):
+                cell = dataclasses.replace(cell, none_ess=round(size, DIGITS))
         yield cell
 
 

@@ -394,6 +394,8 @@ def write_page(export: Path, out: Path) -> None:
     blocks = whole_blocks(runs)
     if "hack_judged" in blocks:
         draw_frontier(tuned, blocks["hack_judged"], out / "frontier.svg")
+    if "hack_judged_fast" in blocks:
+        draw_hack(blocks["hack_judged"], blocks["hack_judged_fast"], out / "hack.svg")
     if "centring" in blocks:
         draw_centring(blocks["centring"], out / "centring.svg")
 
@@ -419,6 +421,8 @@ def page(export: Path) -> str:
         parts += ["## Claims", summary_table(decided, collapses)]
     if "hack_judged" in blocks:
         parts.append("![gold reward against the exact KL, by form](frontier.svg)")
+    if "hack_judged_fast" in blocks:
+        parts.append("![gold reward of every judged run at the end, by form](hack.svg)")
     if "centring" in blocks:
         parts.append("![gold reward at the end by what is taken off the cost, a panel a lag](centring.svg)")
     if decided:
@@ -529,6 +533,33 @@ def draw_frontier(tuned: Block, judged: Block, path: Path) -> None:
             axes.set(xscale="symlog", xlabel="exact KL, nats per completion, log axis", title=f"lag {lag}")
         panels[0].set_ylabel("held-out gold reward")
         legend_below(drawing, "small: tuning runs (2 seeds); large: mean of the judged ones (4 seeds, 5 warm starts)")
+
+
+def draw_hack(judged: Block, fast: Block, path: Path) -> None:
+    """Gold reward of every judged run at the end, by form: a row a rate, a panel an age of the samples."""
+    rows = {"each form at its own best rate": judged, "at the rate 2e-4": fast}
+    ages = {0: "fresh samples", 10: "samples 10 updates old"}
+    with pages.figure(path, 2, 2, 2.6, sharey=True) as (drawing, panels):
+        for across, (words, block) in zip(panels, rows.items(), strict=True):
+            for axes, (lag, age) in zip(across, ages.items(), strict=True):
+                _draw_runs(axes, block, lag)
+                axes.set_title(f"{age}, {words}")
+            across[0].set_ylabel("held-out gold reward")
+        for axes in panels[-1]:
+            axes.set_xticks(range(len(FORMS)), list(FORMS.values()), rotation=60, ha="right")
+        legend_below(drawing, "a dot: one run (4 seeds, 5 warm starts; below 2 and 5); each form at its own best beta")
+
+
+def _draw_runs(axes: Any, block: Block, lag: int) -> None:
+    """A dot for each run, its form along the axis, and a bar at the mean."""
+    looks = pages.looks_of(list(FORMS.values()))
+    axes.set_xticks(range(len(FORMS)), [])
+    for place, (form, name) in enumerate(FORMS.items()):
+        gold = block.of(form, lag=lag)["gold"]
+        # Side by side, so that runs of one reward can be told apart.
+        shift = [place + 0.5 * ((index + 0.5) / len(gold) - 0.5) for index in range(len(gold))]
+        axes.plot(shift, gold, "o", ms=3, color=looks[name]["color"])
+        axes.plot([place - 0.35, place + 0.35], [gold.mean()] * 2, lw=2, color="black", label="mean")
 
 
 def draw_centring(centring: Block, path: Path) -> None:

@@ -149,8 +149,10 @@ def test_each_advice_names_what_was_trained_or_says_that_nothing_was(item):
 
 def test_every_contrast_is_evidence_for_something_and_is_measured():
     named = set()
-    for item in [*advice().situations.values(), *advice().candidates.values(), *advice().never.values()]:
-        named |= set(item.contrasts)
+    table = advice()
+    for judged in (table.rewards, table.situations, table.candidates, table.never):
+        for item in judged.values():
+            named |= set(item.contrasts)
     assert named == set(advice().contrasts) == set(measured().contrasts)
     assert set(advice().spreads) == set(measured().spreads)
 

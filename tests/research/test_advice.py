@@ -2,7 +2,7 @@
 
 import pandas as pd
 import pytest
-from research.studies.advice import cells_of, measure, range_of, restricted, text_of
+from research.studies.advice import cells_of, effective_sizes, measure, range_of, restricted, text_of
 
 from kl_comedy.peers.advice import MEASURED, Contrast, Measured, Side, Spread, read_advice, read_measured
 
@@ -18,6 +18,7 @@ def run(seed, label, reward, *, rate="0.0002", collapsed=False, beta="0.1"):
         "params.optimizer.lr": rate,
         REWARD: reward,
         "collapsed": collapsed,
+        "ess": float("nan"),
     }
 
 
@@ -53,6 +54,23 @@ def test_a_cell_is_paired_by_seed(runs):
     assert (cell.pairs, cell.ahead, cell.behind) == (3, 3, 0)
     assert (cell.a_collapsed, cell.a_runs, cell.b_collapsed, cell.b_runs) == (0, 3, 1, 3)
     assert cell.setting == "learning rate 2e-4"
+
+
+def test_the_effective_size_of_a_run_is_of_the_first_third_of_its_updates(tmp_path):
+    """What comes after depends on whether the run collapses."""
+    rows = [("long", "policy/ess", step, 1.0 if step <= 20 else 0.0) for step in range(61)]
+    rows += [("short", "policy/ess", step, 0.1 * step) for step in (1, 2, 3, 4, 5, 6)]
+    rows += [("short", "train/reward", 1, 7.0), ("other", "train/reward", 1, 7.0)]
+    curves = pd.DataFrame(rows, columns=["run_id", "metric", "step", "value"])
+    curves.to_parquet(tmp_path / "export.curves.parquet")
+    sizes = effective_sizes(tmp_path / "export.parquet")
+    assert dict(sizes) == {"long": 1.0, "short": pytest.approx(0.15)}
+
+
+def test_the_size_beside_a_cell_is_that_of_its_runs_without_a_kl(runs):
+    runs = runs.assign(ess=[0.9, 0.9, 0.9, 0.2, 0.4, 0.6, 0.1])
+    (cell,) = cells_of(contrast(), runs)
+    assert cell.none_ess == pytest.approx(0.4)
 
 
 def test_a_restriction_compares_numbers_and_texts(runs):

@@ -30,11 +30,18 @@ from kl_comedy.peers.advice import (
     strength,
     with_interval,
 )
+from kl_comedy.peers.systems import SYSTEMS, advise, render
 
 TARGETS_IN_WORDS = {
     **TARGET_WORDS,
     "token_forward": "the **forward** KL of each visited prefix",
 }
+
+AGES = ("k3_over_none_hack_tuned", "centred_over_none", "k3_over_none_hack")
+"""The contrasts of a form and no KL whose settings are ordered by the effective sample size."""
+
+SYSTEMS_OF_MOST = ("trl", "verl", "openrlhf", "nemo-rl", "prime-rl", "slime")
+"""The systems whose flags stand on docs/decision.md; docs/peers.md has the others."""
 
 ORDINALS = {6: "six", 9: "nine"}
 """Numbers of configurations as words at the beginning of a phrase; others stay digits."""
@@ -72,6 +79,57 @@ def _configurations(spread: Range) -> str:
 
 def _between(spread: Range) -> str:
     return f"{spread.lowest:.2f} and {spread.highest:.2f}"
+
+
+def rewards() -> str:
+    """One paragraph per kind of reward: whether it needs a KL, and how often runs with a KL ended above none."""
+    paragraphs = []
+    for item in advice().rewards.values():
+        counts = strength(item, measured())
+        above, below = counts.supporting, counts.against
+        compared = f"In {counts.of} comparisons a KL ended above no KL {above} times, below it {below} times."
+        paragraphs.append(f"**{_capital(item.words)}.** {item.advice} {compared}")
+    return "\n\n".join(paragraphs)
+
+
+def ages() -> str:
+    """Settings by the effective sample size of the runs without a KL: how many of them collapsed, and what a KL did."""
+    rows = []
+    for name in AGES:
+        contrast = advice().contrasts[name]
+        for cell in measured().contrasts[name]:
+            rows.append((cell.none_ess, cell.setting, advice().words_of(contrast.a), cell))
+    texts = []
+    for size, setting, form, cell in sorted(rows, key=lambda row: row[0], reverse=True):
+        texts.append(
+            (f"{size:.2f}", setting, f"{cell.none_collapsed} of {cell.none_runs}", f"{form}: {with_interval(cell)}")
+        )
+    head = ("effective sample size", "setting", "no KL: collapsed", "held-out reward of a KL less no KL [95% interval]")
+    return table(head, texts)
+
+
+def flags() -> str:
+    """The flags that set each choice in six systems; a coefficient is an example."""
+    candidates = advice().candidates.values()
+    head = ("system", "fresh samples: k1 in the reward, to go", *(f"stale: {item.words}" for item in candidates))
+    rows = []
+    for name in SYSTEMS_OF_MOST:
+        system = SYSTEMS[name]
+        goals = {item.goal.name: item for item in advise(system)}
+        cells = [_setting(goals["sequence"].flags)]
+        for item in candidates:
+            given = item.flags.get(name)
+            cells.append(_setting(None if given is None else render(system, given)))
+        rows.append((system.title, *cells))
+    return table(head, rows)
+
+
+def _setting(text: str | None) -> str:
+    """Flags of a system without its name, one a line; ``no flag`` where none does it."""
+    if text is None:
+        return "no flag"
+    _, _, settings = text.partition(":")
+    return "<br>".join(code_span(setting.strip()) for setting in settings.split(","))
 
 
 def first_screen() -> str:
@@ -356,7 +414,10 @@ def _lower(sentence: str) -> str:
 
 DECISION: dict[str, Callable[[], str]] = {
     "headline": headline,
+    "rewards": rewards,
+    "ages": ages,
     "first screen": first_screen,
+    "flags": flags,
     "other situations": other_situations,
     "other rules": other_rules,
 }

@@ -73,6 +73,7 @@ def first_answer(
         return lines
     lines += _trap(reading, asked, regimes, remarks)
     if asked.terms:
+        lines += _whether(asked.terms)
         for samples in dict.fromkeys(SAMPLES_OF_REGIME[regime] for regime in regimes):
             lines += _what_to_set(reading, asked, samples, is_known=len(regimes) == 1)
     return lines
@@ -109,6 +110,7 @@ def recipe_answer(terms: Sequence[KLTerm], certificates: Sequence[Certificate]) 
     for regime in ("on_policy", "off_policy"):
         lines += _line(SAMPLES_OF_REGIME[regime].capitalize(), _follows_in_words(by_regime[regime]))
         lines += _pull(by_regime[regime])
+    lines += _whether(terms)
     for samples in REGIME_OF_SAMPLES:
         lines += _never(terms, samples)
         situation = advice().situation_for(terms, samples)
@@ -324,6 +326,14 @@ def _situation(asked: Reading, samples: str) -> Situation | None:
     return situation
 
 
+def _whether(terms: Sequence[KLTerm]) -> list[str]:
+    """Whether each kind of reward needs a KL to a policy before the training; nothing for another reference."""
+    situation = advice().situation_for(terms, "stale")
+    if situation is None or situation.reference != "initial":
+        return []
+    return _line("Your reward", "; ".join(item.in_short for item in advice().rewards.values()))
+
+
 def _what_to_set(reading: Reading, asked: Reading, samples: str, *, is_known: bool) -> list[str]:
     """The advice for samples of this age, in flags of the reader's system.
 
@@ -411,7 +421,7 @@ def _nearest(reading: Reading, asked: Reading, situation: Situation) -> Candidat
 
 def _table_of_candidates(rows: Sequence[tuple[Candidate, str]]) -> list[str]:
     """Two lines or more per candidate, aligned by its form: how to get it, and what it is and risks in short."""
-    lines = wrapped(f"Stale samples: {OPEN}, until runs with a reward that can be hacked are in.")
+    lines = wrapped(f"Stale samples: {OPEN}.")
     for candidate, how in rows:
         lines += wrapped(how, first=f"  {candidate.words:<26}  ", indent=30)
         lines += wrapped(candidate.in_short, first=" " * 30, indent=30)

@@ -6,8 +6,9 @@
 docs/decision.md, docs/open_problem.md, the table of README.md, results/advice and the answers of ``kl-comedy explain``
 come from these two files. :mod:`research.studies.advice` measures the contrasts; a checkout is not needed to read them.
 
-A *situation* is what a reader has, with the KL to use. A *rule* says which terms never to use, on which samples. A
-*contrast* is a difference of two sets of training runs, in one or more cells (learning rates, ages of the samples).
+A *reward* is verified or can be hacked: whether it needs a KL. A *situation* is what a reader has, with the KL to
+use. A *rule* says which terms never to use, on which samples. A *contrast* is a difference of two sets of training
+runs, in one or more cells (learning rates, ages of the samples).
 """
 
 from __future__ import annotations
@@ -101,6 +102,20 @@ class Candidate:
     @property
     def terms(self) -> tuple[KLTerm, ...]:
         return resolve_terms(self.kl, f"candidates.{self.name}.kl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """A kind of reward: whether it needs a KL. ``in_short`` is the advice in a few words.
+
+    ``contrasts`` are names of contrasts of a form with no KL, the form as side ``a``.
+    """
+
+    name: str
+    words: str
+    advice: str
+    in_short: str
+    contrasts: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +219,7 @@ class AdviceTable:
     """
 
     exports: Mapping[str, Export]
+    rewards: Mapping[str, Reward]
     situations: Mapping[str, Situation]
     candidates: Mapping[str, Candidate]
     never: Mapping[str, Rule]
@@ -277,6 +293,7 @@ def read_advice(path: Path = FILE) -> AdviceTable:
             raise unknown_key(name, value, sorted(sections))
     table = AdviceTable(
         exports={name: parse_record(Export, item, key=f"exports.{name}") for name, item in raw["exports"].items()},
+        rewards=_named(Reward, "rewards", raw),
         situations=_named(Situation, "situations", raw),
         candidates=_named(Candidate, "candidates", raw),
         never=_named(Rule, "never", raw),
@@ -308,7 +325,8 @@ def _check_names(table: AdviceTable) -> None:
     for contrast in table.contrasts.values():
         if contrast.export not in table.exports:
             raise bad_value(f"contrasts.{contrast.name}.export", contrast.export, table.exports)
-    with_evidence: list[Situation | Candidate | Rule] = [
+    with_evidence: list[Reward | Situation | Candidate | Rule] = [
+        *table.rewards.values(),
         *table.situations.values(),
         *table.candidates.values(),
         *table.never.values(),
@@ -407,7 +425,9 @@ class Cell:
     """One contrast in one cell: ``difference`` is the mean of a - b over ``pairs`` seeds, with its 95% interval.
 
     ``ahead`` and ``behind`` count the seeds in which ``a`` is above and below ``b``. ``a_collapsed`` of ``a_runs`` runs
-    collapsed, and so for ``b`` and for training without a KL (None where nothing was).
+    collapsed, and so for ``b`` and for training without a KL (None where nothing was). ``none_ess`` is the effective
+    sample size of the runs without a KL, a share of the completions, over the first third of their updates (None where
+    it was not kept).
     The interval is not adjusted for the number of contrasts.
     """
 
@@ -426,6 +446,7 @@ class Cell:
     b_runs: int
     none_collapsed: int | None = None
     none_runs: int | None = None
+    none_ess: float | None = None
 
     @property
     def direction(self) -> int:
@@ -482,7 +503,7 @@ class Strength:
         return f"{self.supporting} / {self.against} / {self.of}"
 
 
-def strength(item: Situation | Candidate | Rule, cells: Measured) -> Strength:
+def strength(item: Reward | Situation | Candidate | Rule, cells: Measured) -> Strength:
     """The strength of an advice over every cell of its contrasts. ``a`` should be ahead, and for a rule behind."""
     sign = -1 if isinstance(item, Rule) else 1
     directions = [sign * cell.direction for name in item.contrasts for cell in cells.contrasts[name]]
