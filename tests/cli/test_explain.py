@@ -212,7 +212,7 @@ def test_where_the_age_of_the_samples_is_not_known_the_answer_is_as_short(kl_com
     _, out, _ = kl_comedy("explain", flags)
     lines = out.splitlines()
     assert lines[0].startswith("The number of updates per batch is rollout_batch_size / global_batch_size, not given")
-    assert len(lines) <= 15
+    assert len(lines) <= 16
     assert [line.split()[0] for line in lines if line.startswith(("Fresh", "Stale", "To change"))] == [
         "Fresh",
         "Stale",
