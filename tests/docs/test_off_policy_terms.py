@@ -1,4 +1,4 @@
-"""What docs/off_policy_terms.md says of samples some updates old and of moving averages, against its commands."""
+"""What docs/off_policy_terms.md and docs/references.md say of samples some updates old, against their commands."""
 
 import csv
 import io
@@ -35,4 +35,4 @@ def test_the_page_has_the_table_of_moving_averages(tmp_path):
     script = ROOT / "research" / "scripts" / "sampler_average.py"
     command = [sys.executable, script, "--out", tmp_path / "figure.svg"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert printed in PAGE.read_text()
+    assert printed in (ROOT / "docs" / "references.md").read_text()

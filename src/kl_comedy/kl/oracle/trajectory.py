@@ -1,4 +1,4 @@
-"""Policies that arise by training: updates of Adam on the expected reward of an instance, in float64.
+"""Policies that arise by training: updates of Adam or SGD on the expected reward of an instance, in float64.
 
 A sampler that is some updates old differs from the policy in the direction of training. Drawn noise does not.
 """
@@ -6,6 +6,7 @@ A sampler that is some updates old differs from the policy in the direction of t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,7 +15,13 @@ from kl_comedy.kl.oracle.enumeration import Instance, log_probs
 
 
 def train_on_reward(
-    instance: Instance, *, updates: int, lr: float, samples: int | None = None, seed: int = 0
+    instance: Instance,
+    *,
+    updates: int,
+    lr: float,
+    samples: int | None = None,
+    seed: int = 0,
+    optimizer_class: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
 ) -> Tensor:
     """The parameters ``[updates + 1, D]`` before the first update and after each one.
 
@@ -23,7 +30,7 @@ def train_on_reward(
     tree = instance.tree
     generator = torch.Generator().manual_seed(seed)
     theta_D = instance.theta_D.clone().requires_grad_(True)
-    optimizer = torch.optim.Adam([theta_D], lr=lr, maximize=True)
+    optimizer = optimizer_class([theta_D], lr=lr, maximize=True)
     versions = [theta_D.detach().clone()]
     for _ in range(updates):
         optimizer.zero_grad()
