@@ -26,6 +26,7 @@ from commands import resumed_at
 from kl_comedy.cli import results
 from kl_comedy.cli.evaluation_runs import resolve_target
 from kl_comedy.config import load_config
+from kl_comedy.config.validate import Field, is_count, read_fields
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.io import CHECKSUMS, decode_json, find_damage, read_json, sha256_file, write_json
 from kl_comedy.models import load_model, weights_hash
@@ -926,8 +927,8 @@ def test_json_that_cannot_be_read_is_one_line(tmp_path, text):
 
 def test_json_with_a_value_of_another_type_is_refused(tmp_path):
     (tmp_path / "x.json").write_text('{"a": "text"}')
-    with pytest.raises(UserError, match="it has no int 'a'"):
-        read_json(tmp_path / "x.json", "summary", {"a": int})
+    with pytest.raises(UserError, match=r"x.json is not a readable summary \(a is not a count: text"):
+        read_fields(tmp_path / "x.json", "summary", {"a": Field("a count", is_count)})
 
 
 def test_json_that_is_missing_is_reported(tmp_path):

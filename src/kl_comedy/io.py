@@ -266,21 +266,16 @@ def write_json(path: Path, content: Mapping[str, Any], *, private: bool = False)
     atomic_write(path, json.dumps(content, indent=1) + "\n", private=private)
 
 
-def read_json(
-    path: Path, kind: str, keys: Mapping[str, type] | None = None, *, root: Path | None = None
-) -> dict[str, Any]:
-    """The JSON object in a file, which must have ``keys`` of these types. ``kind`` names it in messages.
+def read_json(path: Path, kind: str, *, root: Path | None = None) -> dict[str, Any]:
+    """The JSON object in a file. ``kind`` names it in messages.
 
-    Raises :class:`UserError` for any other file, and for a link that leads out of ``root``.
+    Its values are of any type: see :func:`kl_comedy.config.validate.parse_record` and ``read_fields``. Raises
+    :class:`UserError` for any other file, and for a link that leads out of ``root``.
     """
     try:
-        content = decode_json(read_file(path, root=root))
+        return decode_json(read_file(path, root=root))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable {kind} ({_reason(error)})") from None
-    for key, expected in (keys or {}).items():
-        if not isinstance(content.get(key), expected):
-            raise UserError(f"{path} is not a readable {kind} (it has no {expected.__name__} {key!r})")
-    return content
 
 
 def _reason(error: Exception) -> str:
@@ -318,7 +313,7 @@ def find_damage(folder: Path) -> str | None:
     if not (folder / CHECKSUMS).is_file():
         return f"{CHECKSUMS} is missing"
     try:
-        files = read_json(folder / CHECKSUMS, "list of checksums", {"files": dict})["files"]
+        files = read_json(folder / CHECKSUMS, "list of checksums")["files"]
         for name, digest in files.items():
             # Before it is opened: the list may come from somebody else, and name any file of the user's.
             if not is_file_name(name):
@@ -327,7 +322,7 @@ def find_damage(folder: Path) -> str | None:
                 return f"{name} has changed"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (UserError, OSError, ValueError, TypeError, AttributeError):
+    except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return f"{CHECKSUMS} cannot be read"
     if not files:
         return f"{CHECKSUMS} names no files"

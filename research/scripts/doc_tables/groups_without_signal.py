@@ -15,12 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from doc_tables.common import table
-from doc_tables.rollout_rows import GROUP, INSTANCES, REGIMES, cell, off_direction
+from doc_tables.directions import GROUP, direction_table, settings_of
 from torch import Tensor
 
 from kl_comedy.kl import KLTerm, kl_surrogate
-from kl_comedy.kl.oracle import InstanceSettings, Tree, target_gradient
+from kl_comedy.kl.oracle import Tree, target_gradient
 from kl_comedy.kl.oracle.algorithm_context import has_signal, policy_loss, signal_share
 from kl_comedy.kl.oracle.enumeration import Instance, Loss, Rows
 from kl_comedy.kl.oracle.gradients import exact_moments_by_loss, term_arguments
@@ -126,8 +125,7 @@ def _of_signal(loss: Loss) -> Loss:
 
 def prompts_of(regime: str, seed: int, *, length: int = 3) -> tuple[Instance, Instance]:
     """Two prompts; the second is the harder one: it has a reward where the first has one, and only half as often."""
-    settings = InstanceSettings(regime=regime, seed=seed, parameters=6, distance=0.7, staleness=0.5)
-    first = Instance.random(Tree.build(vocabulary=3, length=length), settings)
+    first = Instance.random(Tree.build(vocabulary=3, length=length), settings_of(regime, seed))
     generator = torch.Generator().manual_seed(seed)
     solved_N2 = torch.rand(first.reward_N2.shape, generator=generator, dtype=torch.float64).round()
     return first, dataclasses.replace(first, reward_N2=first.reward_N2 * solved_N2)
@@ -161,22 +159,19 @@ def selected(convention: Convention, prompts: tuple[Instance, Instance]) -> dict
     return {part: convention.select(first[part], second[part]) for part in first}
 
 
-def selections() -> str:
-    """The table: median over instances, and the largest."""
-    columns = [(part, regime) for part in ("reward", "KL") for regime in REGIMES]
-    head = ["groups without signal are", *(f"{part}, {regime.replace('_', '-')}" for part, regime in columns), "so in"]
-    rows = []
+def cosines(regime: str, seed: int) -> dict[str, dict[str, float]]:
+    """Of each selection's gradients with their targets, on two prompts."""
+    prompts = prompts_of(regime, seed)
+    by_part: dict[str, dict[str, float]] = {part: {} for part in ("reward", "KL")}
+    targets = targets_of(prompts)
     for convention in CONVENTIONS:
-        distances: dict[tuple[str, str], list[float]] = {column: [] for column in columns}
-        for regime in REGIMES:
-            for seed in range(INSTANCES):
-                prompts = prompts_of(regime, seed)
-                targets = targets_of(prompts)
-                for part, gradient_D in selected(convention, prompts).items():
-                    cosine = float(torch.cosine_similarity(gradient_D, targets[part], dim=0))
-                    distances[part, regime].append(off_direction(cosine))
-        rows.append([convention.name, *(cell(distances[column]) for column in columns), convention.used])
-    return table(head, rows)
+        for part, gradient_D in selected(convention, prompts).items():
+            by_part[part][convention.name] = float(torch.cosine_similarity(gradient_D, targets[part], dim=0))
+    return by_part
+
+
+def selections() -> str:
+    return direction_table("groups without signal are", CONVENTIONS, cosines)
 
 
 PARTS = {"groups without signal": selections}

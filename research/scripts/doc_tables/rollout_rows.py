@@ -10,28 +10,21 @@ Legend: ``B`` completions, ``T`` tokens, ``R`` rows of a completion at most.
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from doc_tables.common import table
+from doc_tables.directions import GROUP, direction_table, settings_of
 from torch import Tensor
 
 from kl_comedy.kl import KLTerm, kl_surrogate
-from kl_comedy.kl.oracle import InstanceSettings, Tree, target_gradient
+from kl_comedy.kl.oracle import Tree, target_gradient
 from kl_comedy.kl.oracle.certificate import dialogue_on
 from kl_comedy.kl.oracle.enumeration import Loss, Rows
 from kl_comedy.kl.oracle.gradients import exact_moments_by_loss
 from kl_comedy.kl.oracle.policy_certificate import reward_gradient
 
-GROUP = 2
-INSTANCES = 8
-REGIMES = ("on_policy", "off_policy")
 TERM = KLTerm("k1", credit="to_go", correction="prefix")
-EXACT = 1e-7
-"""What is left of a direction by rounding: a cosine of 1 is known to 1e-16, its angle to the root of that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,45 +150,20 @@ def reward_loss(convention: Convention) -> Loss:
 PARTS_OF_A_LOSS: dict[str, Callable[[Convention], Loss]] = {"reward": reward_loss, "KL": kl_loss}
 
 
-def off_direction(cosine: float) -> float:
-    """The least distance of any multiple of a gradient to the target, over the target's length."""
-    return math.sqrt(max(0.0, 1.0 - cosine * cosine)) if cosine > 0 else 1.0
-
-
-def enumerated(instances: int = INSTANCES) -> dict[str, dict[tuple[str, str], list[float]]]:
-    """By convention, part and regime: how far the gradient of each instance is off its target's direction."""
-    distances: dict[str, dict[tuple[str, str], list[float]]] = {
-        convention.name: {(part, regime): [] for part in PARTS_OF_A_LOSS for regime in REGIMES}
-        for convention in CONVENTIONS
-    }
-    for regime in REGIMES:
-        for seed in range(instances):
-            settings = InstanceSettings(regime=regime, seed=seed, parameters=6, distance=0.7, staleness=0.5)
-            instance = dialogue_on(Tree.build(vocabulary=3, length=4), settings)
-            targets = {"reward": reward_gradient(instance), "KL": target_gradient(instance, "sequence_reverse")}
-            for part, loss_of in PARTS_OF_A_LOSS.items():
-                losses = {convention.name: loss_of(convention) for convention in CONVENTIONS}
-                for name, moments in exact_moments_by_loss(instance, losses, group_size=GROUP).items():
-                    distances[name][part, regime].append(off_direction(moments.cosine(targets[part])))
-    return distances
-
-
-def cell(distances: list[float]) -> str:
-    if max(distances) < EXACT:
-        return "0"
-    return f"{statistics.median(distances):.0%} ({max(distances):.0%})"
+def cosines(regime: str, seed: int) -> dict[str, dict[str, float]]:
+    """Of each convention's gradients with those of ``-E[R]`` and of the KL of completions, on one instance."""
+    instance = dialogue_on(Tree.build(vocabulary=3, length=4), settings_of(regime, seed))
+    targets = {"reward": reward_gradient(instance), "KL": target_gradient(instance, "sequence_reverse")}
+    by_part = {}
+    for part, loss_of in PARTS_OF_A_LOSS.items():
+        losses = {convention.name: loss_of(convention) for convention in CONVENTIONS}
+        moments_by_name = exact_moments_by_loss(instance, losses, group_size=GROUP)
+        by_part[part] = {name: moments.cosine(targets[part]) for name, moments in moments_by_name.items()}
+    return by_part
 
 
 def conventions() -> str:
-    """The table: median over instances, and the largest."""
-    columns = [(part, regime) for part in PARTS_OF_A_LOSS for regime in REGIMES]
-    head = ["convention", *(f"{part}, {regime.replace('_', '-')}" for part, regime in columns), "so in"]
-    by_name = enumerated()
-    rows = []
-    for convention in CONVENTIONS:
-        cells = [cell(by_name[convention.name][column]) for column in columns]
-        rows.append([convention.name, *cells, convention.used])
-    return table(head, rows)
+    return direction_table("convention", CONVENTIONS, cosines)
 
 
 PARTS = {"conventions for rows": conventions}

@@ -13,11 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from doc_tables.common import table
-from doc_tables.rollout_rows import GROUP, INSTANCES, REGIMES, cell, off_direction
+from doc_tables.directions import GROUP, direction_table, settings_of
 from torch import Tensor
 
-from kl_comedy.kl.oracle import InstanceSettings, Tree
+from kl_comedy.kl.oracle import Tree
 from kl_comedy.kl.oracle.algorithm_context import policy_loss, turn_numbers
 from kl_comedy.kl.oracle.certificate import dialogue_on
 from kl_comedy.kl.oracle.enumeration import Instance, Loss, Rows
@@ -167,34 +166,20 @@ def prefixes(instance: Instance, rows: Rows) -> Tensor:
 
 def instance_of(regime: str, seed: int, *, length: int = 4) -> Instance:
     """A dialogue whose tool pays for turns."""
-    settings = InstanceSettings(regime=regime, seed=seed, parameters=6, distance=0.7, staleness=0.5)
-    return dialogue_on(Tree.build(vocabulary=3, length=length), settings)
+    return dialogue_on(Tree.build(vocabulary=3, length=length), settings_of(regime, seed))
 
 
-def enumerated(instances: int = INSTANCES) -> dict[str, dict[str, list[float]]]:
-    """By convention and regime: how far the gradient of each instance is off its target's direction."""
-    distances: dict[str, dict[str, list[float]]] = {
-        convention.name: {regime: [] for regime in REGIMES} for convention in CONVENTIONS
-    }
-    for regime in REGIMES:
-        for seed in range(instances):
-            instance = instance_of(regime, seed)
-            target_D = reward_gradient(instance)
-            losses = {convention.name: turn_loss(convention, instance) for convention in CONVENTIONS}
-            for name, moments in exact_moments_by_loss(instance, losses, group_size=GROUP).items():
-                distances[name][regime].append(off_direction(moments.cosine(target_D)))
-    return distances
+def cosines(regime: str, seed: int) -> dict[str, dict[str, float]]:
+    """Of each convention's gradient with that of ``-E[R]``, on one instance."""
+    instance = instance_of(regime, seed)
+    target_D = reward_gradient(instance)
+    losses = {convention.name: turn_loss(convention, instance) for convention in CONVENTIONS}
+    moments_by_name = exact_moments_by_loss(instance, losses, group_size=GROUP)
+    return {"": {name: moments.cosine(target_D) for name, moments in moments_by_name.items()}}
 
 
 def baselines() -> str:
-    """The table: median over instances, and the largest."""
-    head = ["subtracted from the return of a turn", *(regime.replace("_", "-") for regime in REGIMES), "so in"]
-    by_name = enumerated()
-    rows = []
-    for convention in CONVENTIONS:
-        cells = [cell(by_name[convention.name][regime]) for regime in REGIMES]
-        rows.append([convention.name, *cells, convention.used])
-    return table(head, rows)
+    return direction_table("subtracted from the return of a turn", CONVENTIONS, cosines)
 
 
 PARTS = {"baselines by turn": baselines}

@@ -350,13 +350,48 @@ def _load_without_dpo(name: str) -> Config:
 
 
 # --- certificates of KL terms ---------------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class _TermResults:
+    """What was found about the lists of terms of a request. ``ranges`` is by name and regime of a certificate."""
+
+    certificates: Sequence[Certificate]
+    checked: output.Checked
+    ranges: Mapping[tuple[str, str], list[Ranges]]
+    in_training: Sequence[Effect]
+    """What the terms of each config do in its algorithm."""
+    truncated: Mapping[str, str]
+    """By name, where a sampler truncates, a line about that."""
+
+
 def _certify_terms(request: _Request, wanted: CertifyOptions) -> list[str]:
     """Check the parts, print one certificate per list of terms and regime, and return the false claims."""
+    # Before the terms: a part whose claim is false explains the terms that fail.
+    false_claims, parts = _check_parts(request, wanted.seed)
+    results = _term_results(request, wanted, parts)
+    if wanted.format == "json":
+        _print_json(results)
+    elif wanted.format == "csv":
+        _print_csv(results)
+    else:
+        _print_tables(results, request, wanted)
+    for name, words in results.truncated.items():
+        message(f"{name}: {words}")
+    if wanted.plot is not None:
+        from kl_comedy.cli.certify_plot import plot_certificates  # imports matplotlib
+
+        plot_certificates(results.certificates, wanted.plot)
+        message(f"figure: {wanted.plot}")
+    for certificate in results.certificates:
+        if certificate.false_claim is not None:
+            false_claims.append(certificate.false_claim)
+    return false_claims
+
+
+def _term_results(request: _Request, wanted: CertifyOptions, parts: PartsCoverage) -> _TermResults:
+    """The certificate of each list of terms in each regime, and what else the options ask of them."""
     from kl_comedy.kl.oracle.certificate import LONG, TREE
     from kl_comedy.kl.oracle.certificate import certify as certify_terms
 
-    # Before the terms: a part whose claim is false explains the terms that fail.
-    false_claims, parts = _check_parts(request, wanted.seed)
     # --search is the time of the whole call: each list of terms gets the same part of it in each regime.
     searches = max(1, len(request.lists) * len(wanted.regimes))
     certificates: list[Certificate] = _with_progress(
@@ -369,6 +404,10 @@ def _certify_terms(request: _Request, wanted: CertifyOptions) -> list[str]:
             search_seconds=wanted.search / searches,
         ),
     )
+    ranges: dict[tuple[str, str], list[Ranges]] = {}
+    if wanted.range:
+        ranges = _ranges(certificates, wanted.seed)
+    in_training, truncated = _of_configs(request, wanted.regimes)
     checked = output.Checked(
         parts=parts,
         enumerated_tokens=(TREE.length, LONG.length),
@@ -377,41 +416,9 @@ def _certify_terms(request: _Request, wanted: CertifyOptions) -> list[str]:
         # Only of terms that hit a target: the others are not meant to be near one.
         worst_error=max((c.worst_error for c in certificates if c.target), default=0.0),
     )
-    ranges: dict[tuple[str, str], list[Ranges]] = {}
-    if wanted.range:
-        ranges = _ranges(certificates, wanted.seed)
-    in_training, truncated = _of_configs(request, wanted.regimes)
-
-    if wanted.format == "json":
-        _print_json(certificates, in_training, checked, ranges, truncated)
-    elif wanted.format == "csv":
-        rows = []
-        for certificate in certificates:
-            row = output.term_csv_row(certificate)
-            # One row for each age of the sampler; without --range the row as it is.
-            spans = ranges.get((certificate.name, certificate.regime), [])
-            rows += [row | output.range_csv_cells(of_age) for of_age in spans] or [row]
-        output.print_table(rows, "csv")
-        message(output.checked_sentence(checked))  # to stderr: stdout stays a table that a program can read
-    else:
-        hidden = set() if wanted.full else request.hidden
-        # A claim that fails is shown whether its row is a main one or not.
-        shown = [c for c in certificates if c.name not in hidden or not c.claim_holds]
-        is_brief = request.is_brief and wanted.format in ("text", "table")
-        if shown:
-            _print_certificates(shown, len(certificates), checked, wanted.format, ranges, is_brief=is_brief)
-        _print_effects(in_training, wanted.format)
-    for name, words in truncated.items():
-        message(f"{name}: {words}")
-    if wanted.plot is not None:
-        from kl_comedy.cli.certify_plot import plot_certificates  # imports matplotlib
-
-        plot_certificates(certificates, wanted.plot)
-        message(f"figure: {wanted.plot}")
-    for certificate in certificates:
-        if certificate.false_claim is not None:
-            false_claims.append(certificate.false_claim)
-    return false_claims
+    return _TermResults(
+        certificates=certificates, checked=checked, ranges=ranges, in_training=in_training, truncated=truncated
+    )
 
 
 def _check_parts(request: _Request, seed: int) -> tuple[list[str], PartsCoverage]:
@@ -487,39 +494,54 @@ def _truncation_words(terms: Sequence[KLTerm], rollout: RolloutConfig, regimes: 
     return f"rollout.truncation ({setting}): {TRUNCATED_WORDS}. {'; '.join(meanings)}. {numbers}. {whole}"
 
 
-def _print_json(
-    certificates: Sequence[Certificate],
-    in_training: Sequence[Effect],
-    checked: output.Checked,
-    ranges: Mapping[tuple[str, str], list[Ranges]],
-    truncated: Mapping[str, str],
-) -> None:
-    effect_rows = {(effect.name, effect.regime): effect.row() for effect in in_training}
-    checked_row = checked.row()
+def _print_json(results: _TermResults) -> None:
+    effect_rows = {(effect.name, effect.regime): effect.row() for effect in results.in_training}
+    checked_row = results.checked.row()
     rows = []
-    for certificate in certificates:
+    for certificate in results.certificates:
         effect_row = effect_rows.get((certificate.name, certificate.regime))
         # In every row, though it is the same: a row is often all that is kept of a call.
         row = {**certificate.row(), "in_training": effect_row, "checked": checked_row}
-        if certificate.name in truncated:
-            row["truncation"] = truncated[certificate.name]
-        spans = ranges.get((certificate.name, certificate.regime))
+        if certificate.name in results.truncated:
+            row["truncation"] = results.truncated[certificate.name]
+        spans = results.ranges.get((certificate.name, certificate.regime))
         if spans is not None:
             row["range"] = [asdict(of_age) for of_age in spans]
         rows.append(row)
     print(json.dumps(rows, indent=1))
 
 
-def _print_certificates(
-    shown: Sequence[Certificate],
-    total: int,
-    checked: output.Checked,
-    format: str,
-    ranges: Mapping[tuple[str, str], list[Ranges]],
-    *,
-    is_brief: bool,
-) -> None:
-    """Print the certificates ``shown`` of ``total``, one row each."""
+def _print_csv(results: _TermResults) -> None:
+    rows = []
+    for certificate in results.certificates:
+        row = output.term_csv_row(certificate)
+        # One row for each age of the sampler; without --range the row as it is.
+        spans = results.ranges.get((certificate.name, certificate.regime), [])
+        rows += [row | output.range_csv_cells(of_age) for of_age in spans] or [row]
+    output.print_table(rows, "csv")
+    message(output.checked_sentence(results.checked))  # to stderr: stdout stays a table that a program can read
+
+
+def _print_tables(results: _TermResults, request: _Request, wanted: CertifyOptions) -> None:
+    """Print the main certificates, or all of them with ``--full``, and what they become in the algorithms of configs.
+
+    A claim that fails is shown whether its row is a main one or not.
+    """
+    hidden = set() if wanted.full else request.hidden
+    shown = [c for c in results.certificates if c.name not in hidden or not c.claim_holds]
+    is_brief = request.is_brief and wanted.format in ("text", "table")
+    if shown:
+        _print_certificates(shown, results, wanted.format, is_brief=is_brief)
+    if results.in_training:
+        print()
+        rows = [output.rounded(effect.row()) for effect in results.in_training]
+        output.print_table(rows, wanted.format, [output.STRENGTH_LEGEND])
+
+
+def _print_certificates(shown: Sequence[Certificate], results: _TermResults, format: str, *, is_brief: bool) -> None:
+    """Print the certificates ``shown`` of all, one row each."""
+    ranges = results.ranges
+    total = len(results.certificates)
     notes = [output.TERM_LEGEND]
     row_of = output.term_table_row
     if is_brief:
@@ -539,16 +561,8 @@ def _print_certificates(
         notes += output.pull_notes(shown)
     if len(shown) < total:
         notes.append(f"{len(shown)} of {total} rows: the main ones and the failures; --full prints all")
-    notes.append(output.checked_sentence(checked))
+    notes.append(output.checked_sentence(results.checked))
     output.print_table(rows, format, notes)
-
-
-def _print_effects(in_training: Sequence[Effect], format: str) -> None:
-    """Print what certificates become in the algorithms of configs."""
-    if in_training:
-        print()
-        rows = [output.rounded(effect.row()) for effect in in_training]
-        output.print_table(rows, format, [output.STRENGTH_LEGEND])
 
 
 # --- policy terms ---------------------------------------------------------------------------------------------------

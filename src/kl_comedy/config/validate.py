@@ -13,9 +13,11 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from kl_comedy.errors import UserError, bad_value, error_prefix, unknown_key
+from kl_comedy.io import read_json
 from kl_comedy.registry import KINDS, OWN_PART
 
 T = TypeVar("T")
@@ -277,6 +279,18 @@ def record_fault(record: Mapping[str, Any], fields: Mapping[str, Field], *, othe
     if unknown and not others:
         return f"{min(unknown)[:60]} is no field of it"
     return None
+
+
+def read_fields(path: Path, kind: str, fields: Mapping[str, Field], *, root: Path | None = None) -> dict[str, Any]:
+    """The JSON object in a file, which has ``fields`` and may have more. ``kind`` names it in messages.
+
+    Raises :class:`UserError` for any other file, and for a link that leads out of ``root``.
+    """
+    content = read_json(path, kind, root=root)
+    fault = record_fault(content, fields, others=True)
+    if fault is not None:
+        raise UserError(f"{path} is not a readable {kind} ({fault})")
+    return content
 
 
 def is_text(value: Any) -> bool:

@@ -422,10 +422,10 @@ def read_sweep(path: Path) -> Sweep:
     check_tree(folder, (FILE, SUBMISSIONS, SUBMIT_LOCK, PLUGINS), ("logs", PLUGIN_FOLDER, "report"))
     file = folder / FILE
     try:
-        data = read_json(file, "manifest", {"version": int})
+        data = read_json(file, "manifest")
     except UserError as error:
         raise UserError(f"{error}; plan the sweep again in another folder") from None
-    version = data.pop("version")
+    version = data.pop("version", None)
     digest = data.pop("digest", None)
     if version != VERSION:
         raise bad_value(f"{file}: version", version, str(VERSION), "it was written by another version of kl_comedy")

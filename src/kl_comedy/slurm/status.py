@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kl_comedy.config.validate import Field, is_text, read_fields
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.io import atomic_write, open_file, read_file, read_json
+from kl_comedy.io import atomic_write, open_file, read_file
 from kl_comedy.records import RUN_SCORES
 from kl_comedy.slurm import submit
 from kl_comedy.slurm.manifest import Attempt, Cell, Submission, Sweep
@@ -461,7 +462,7 @@ def read_summary(run: Path) -> dict[str, Any]:
     file = run / "summary.json"
     if not file.is_file():
         return {}
-    return read_json(file, "summary of a run", {"status": str}, root=run)
+    return read_fields(file, "summary of a run", {"status": Field("a text", is_text)}, root=run)
 
 
 def read_scores(sweep: Sweep, index: int) -> list[dict[str, Any]] | None:

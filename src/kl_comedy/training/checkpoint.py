@@ -35,8 +35,9 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
+from kl_comedy.config.validate import Field, is_count, read_fields
 from kl_comedy.errors import RunFailed, UserError
-from kl_comedy.io import fsync_path, is_file_name, read_json, sha256_file, write_json
+from kl_comedy.io import fsync_path, is_file_name, sha256_file, write_json
 from kl_comedy.models.weights import named_weights
 from kl_comedy.training.distributed import SINGLE_PROCESS, RankFailed, Ranks
 from kl_comedy.training.run_folder import saved, step_of
@@ -373,13 +374,19 @@ def best(root: Path) -> Path | None:
 # --- whether a checkpoint is whole ----------------------------------------------------------------------------------
 
 
+def _is_mappings_by_name(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, dict) for item in value.values())
+
+
+_MANIFEST_FIELDS = {
+    "files": Field("a mapping for each file", _is_mappings_by_name),
+    "step": Field("a count", is_count),
+}
+
+
 def manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint. Raises :class:`UserError` where it cannot be read."""
-    content = read_json(path / MANIFEST, "manifest of a checkpoint", {"files": dict, "step": int})
-    for entry in content["files"].values():
-        if not isinstance(entry, dict):
-            raise UserError(f"{path / MANIFEST} is not a readable checkpoint manifest")
-    return content
+    return read_fields(path / MANIFEST, "manifest of a checkpoint", _MANIFEST_FIELDS)
 
 
 def damage(path: Path, *, ranks: Ranks = SINGLE_PROCESS) -> str | None:

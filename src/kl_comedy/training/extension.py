@@ -38,7 +38,7 @@ def extension_of(run: RunDir) -> Extension | None:
     file = run.path / EXTENSION
     if not file.is_file():
         return None
-    content = read_json(file, "record of an extension", {"run": str}, root=run.path)
+    content = read_json(file, "record of an extension", root=run.path)
     return parse_record(Extension, content, origin=str(file))
 
 

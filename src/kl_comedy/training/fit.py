@@ -50,21 +50,14 @@ def fit(run: Run, opened: Opened | None, console: Console, command: str, *, fold
     started = time.monotonic()
     with stop_requests() as request, process_state_restored(run.config.train.threads):
         warn_about(run)
-        return _fit(run, opened, console, command, request, started, folder)
+        record = RunRecord(run.config, console, command, request, opened=opened, folder=folder)
+        return _fit(run, record, console, request, started)
 
 
-def _fit(
-    run: Run,
-    opened: Opened | None,
-    console: Console,
-    command: str,
-    request: StopRequest,
-    started: float,
-    folder: Path | None,
-) -> Outcome:
+def _fit(run: Run, record: RunRecord, console: Console, request: StopRequest, started: float) -> Outcome:
+    """Build what trains, train, and end the record in whatever way the training ended."""
     config = run.config
     module = PolicyModule(config, run)
-    record = RunRecord(config, console, command, request, opened=opened, folder=folder)
     data = ExperienceModule(config, run.problems, on_connected=record.ask)
     evaluation = EvaluationCallback(config, console)
     checkpoints = CheckpointCallback(config, evaluation, request)
@@ -127,6 +120,30 @@ def make_trainer(config: Config, callbacks: Sequence[Callback]) -> lightning.Tra
     """
     check_trainer_arguments(config.trainer)
     _quiet_lightning()
+    defaults = {
+        "enable_model_summary": False,
+        "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
+        "log_every_n_steps": 1,
+    }
+    arguments = defaults | config.trainer | _set_by_keys(config, callbacks)
+    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    leave_memory_unfilled()
+    try:
+        return lightning.Trainer(**arguments)
+    except (TypeError, ValueError, MisconfigurationException) as error:
+        if config.trainer:
+            raise UserError(f"trainer: {error}") from error
+        raise
+    finally:
+        # Under `deterministic` Lightning replaces the user's CUBLAS_WORKSPACE_CONFIG.
+        os.environ |= variables
+
+
+def _set_by_keys(config: Config, callbacks: Sequence[Callback]) -> dict[str, Any]:
+    """The Trainer's arguments that a run decides or other config keys set.
+
+    The keys that stand for these are in ``kl_comedy.config.trainer_arguments.TRAINER_ARGUMENTS``.
+    """
     train = config.train
     on_gpu = pick_device(config.model.device).type == "cuda"
     accelerator = "cpu"
@@ -136,8 +153,7 @@ def make_trainer(config: Config, callbacks: Sequence[Callback]) -> lightning.Tra
     precision = "32-true"
     if train.precision == "bf16":
         precision = "bf16-mixed"
-    # The config keys that stand for these are in kl_comedy.config.trainer_arguments.TRAINER_ARGUMENTS.
-    set_by_keys: dict[str, Any] = {
+    return {
         "accelerator": accelerator,
         "accumulate_grad_batches": 1,
         "callbacks": list(callbacks),
@@ -166,22 +182,6 @@ def make_trainer(config: Config, callbacks: Sequence[Callback]) -> lightning.Tra
         "use_distributed_sampler": False,
         "val_check_interval": None,
     }
-    defaults = {
-        "enable_model_summary": False,
-        "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
-        "log_every_n_steps": 1,
-    }
-    variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    leave_memory_unfilled()
-    try:
-        return lightning.Trainer(**(defaults | config.trainer | set_by_keys))
-    except (TypeError, ValueError, MisconfigurationException) as error:
-        if config.trainer:
-            raise UserError(f"trainer: {error}") from error
-        raise
-    finally:
-        # Under `deterministic` Lightning replaces the user's CUBLAS_WORKSPACE_CONFIG.
-        os.environ |= variables
 
 
 def _quiet_lightning() -> None:

@@ -15,13 +15,13 @@ from typing import Any
 
 from kl_comedy.config import Config
 from kl_comedy.config.load import stored_reader
+from kl_comedy.config.validate import Field, is_count, is_text, read_fields
 from kl_comedy.errors import UserError
 from kl_comedy.io import (
     LockHeld,
     check_tree,
     file_lock,
     inside,
-    read_json,
     set_aside,
     write_json,
 )
@@ -59,8 +59,9 @@ RUN_FOLDERS = (
     "tensorboard",
 )
 """What a run writes and reads in its folder. W&B's folder is not here: its own links lead to the user's cache."""
-SUMMARY_KEYS = dict.fromkeys(("status", "name", "kl", "command", "evaluate_command", "mlflow_uri"), str) | {
-    "steps": int
+SUMMARY_FIELDS = {
+    **dict.fromkeys(("status", "name", "kl", "command", "evaluate_command", "mlflow_uri"), Field("a text", is_text)),
+    "steps": Field("a count", is_count),
 }
 
 
@@ -112,7 +113,7 @@ class RunDir:
         file = self.path / SUMMARY
         if not file.is_file():
             return None
-        content: dict[str, Any] = read_json(file, "summary of a run", SUMMARY_KEYS, root=self.path)
+        content: dict[str, Any] = read_fields(file, "summary of a run", SUMMARY_FIELDS, root=self.path)
         return content
 
     def write_summary(self, summary: dict[str, Any]) -> None:

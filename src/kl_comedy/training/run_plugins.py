@@ -155,7 +155,7 @@ def stored_record(folder: Path) -> PluginRecord | None:
     if not file.is_file():
         return None
     try:
-        content = read_json(file, "record of plugins", {"packages": dict}, root=file.parent)
+        content = read_json(file, "record of plugins", root=file.parent)
         return parse_record(PluginRecord, content, origin=str(file))
     except UserError as error:
         raise UserError(f"{error}; name the run's plugins with --plugin, and remove {file}") from None
