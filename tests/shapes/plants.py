@@ -1,0 +1,3 @@
+"""Bugs that the checks must find, each planted by replacing one function of the product."""
+
+PLANTS = {}
