@@ -6,19 +6,20 @@ Lightning's trainer.
 """
 
 import collections
+import contextlib
+import gc
 import json
 import random
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 RANKS = 4
-PROMPTS = 5
+PROMPTS = 3
 GROUP = 2
 PROMPT_TOKENS = (10, 40)
 COMPLETION_TOKENS = (20, 90)
 MICROBATCH_TOKENS = 200
-"""About one group, so that five groups are two micro-batches on rank 0, and one and an empty one on the others."""
+"""One group, so that the first three ranks have one micro-batch each, and the last passes a row of another rank."""
 
 TINY_WORDS = {"<unk>": 0, "<eos>": 1, "<pad>": 2, "a": 3}
 
@@ -87,23 +88,15 @@ CONFIG = [
 """What all cases have beside the defaults of the configuration."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Settings of one traced update; ``publishes``: what a publication gathers is traced after it."""
-
-    settings: list[str] = field(default_factory=list)
-    publishes: bool = False
-
-
 CASES = {
-    "full": Case(),
-    "lora": Case(settings=["model.lora={rank: 32, alpha: 64}"]),
-    "varlen": Case(settings=["model.attention=varlen"]),
-    "exact": Case(settings=["kl=[{estimator: exact, placement: loss, beta: 0.05}]"]),
-    "value": Case(settings=["algorithm.advantage=gae"]),
-    "checkpointing": Case(settings=["model.gradient_checkpointing=true"]),
-    "publication": Case(publishes=True),
+    "full": [],
+    "lora": ["model.lora={rank: 32, alpha: 64}"],
+    "varlen": ["model.attention=varlen"],
+    "exact": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]"],
+    "value": ["algorithm.advantage=gae"],
+    "checkpointing": ["model.gradient_checkpointing=true"],
 }
+"""The settings of each case beside :data:`CONFIG`. After the update, what a publication gathers is traced."""
 
 
 def write_model(folder: Path, shape: str, layers: int | None) -> Path:
@@ -208,9 +201,10 @@ def _storable(item):
 
 def _patch_product(exchanges: Exchanges) -> None:
     """Replace what needs values of weights or other processes, for the rest of this process."""
+    from tests.shapes.trace import without_modes
+
     from kl_comedy.models import sharding
     from kl_comedy.training.distributed import Ranks
-    from tests.shapes.trace import without_modes
 
     Ranks.gather = lambda ranks, item: exchanges.gather(ranks, item)
     Ranks.broadcast = lambda ranks, item: exchanges.broadcast(ranks, item)
@@ -248,30 +242,22 @@ def _module(config):
     return Module(config)
 
 
-def trace_case(name: str, *, shape: str, layers: int | None, rank: int, folder: Path, of_rank_zero=None, plant=None):
-    """Counts of one update of a case as ``rank``, and the objects that this rank gave to exchanges.
-
-    The first process of torch's that sees a GPU must be this one: see :mod:`tests.shapes.fake_cuda`.
-    """
+@contextlib.contextmanager
+def loaded_case(name: str, *, shape: str, layers: int | None, rank: int, folder: Path, of_rank_zero=None):
+    """The policy of a case, loaded as ``rank``: inside, :meth:`LoadedCase.update` runs an update of it."""
     import torch
+    from tests.shapes.fake_cuda import patch_torch_cuda
+    from tests.shapes.trace import tracing
 
     from kl_comedy.config import load_config
     from kl_comedy.cuda import leave_memory_unfilled
     from kl_comedy.training.distributed import Ranks
-    from kl_comedy.training.experience import UpdateBatch
-    from tests.shapes.fake_cuda import patch_torch_cuda
-    from tests.shapes.plants import PLANTS
-    from tests.shapes.trace import tracing
 
-    case = CASES[name]
     model = write_model(folder / f"{shape}-{layers}", shape, layers)
     patch_torch_cuda(rank)
-    config = load_config(None, [f"model.source={model}", "tracking.uri=none", *CONFIG, *case.settings])
+    config = load_config(None, [f"model.source={model}", "tracking.uri=none", *CONFIG, *CASES[name]])
     exchanges = Exchanges(rank, of_rank_zero)
     _patch_product(exchanges)
-    if plant is not None:
-        PLANTS[plant](rank)
-    counts = {}
     with tracing(rank, RANKS) as trace:
         torch.use_deterministic_algorithms(config.train.deterministic)
         leave_memory_unfilled()
@@ -282,22 +268,48 @@ def trace_case(name: str, *, shape: str, layers: int | None, rank: int, folder: 
         module.optimizer = made["optimizer"]
         module.scheduler = made["lr_scheduler"]["scheduler"]
         module.log_dict = lambda *args, **kwargs: None
-        counts["load"] = _counts(trace)
+        load = _counts(trace)
         _step_on_zeros(module)
-        trace.restart()
+        yield LoadedCase(trace, module, exchanges, load)
+
+
+class LoadedCase:
+    """A loaded policy and its trace. ``exchanges`` has the objects that this rank gave to others."""
+
+    def __init__(self, trace, module, exchanges: Exchanges, load: dict[str, Any]) -> None:
+        self.exchanges = exchanges
+        self._trace = trace
+        self._module = module
+        self._load = load
+
+    def update(self) -> dict[str, Any]:
+        """Counts of the load, of one update, and of a publication after it."""
+        import torch
+
+        from kl_comedy.training.experience import UpdateBatch
+
+        self._trace.restart()
+        before = self._trace.bytes
         rows = drawn_rows()
-        module.version = 1
+        self._module.version = 1  # the first update checks and measures what others do not
         batch = UpdateBatch(rows=rows, batch=rows, offset=0, iteration=1, first=True, metrics={})
-        without_gradient = _watch_gradients(module)
+        without_gradient = _watch_gradients(self._module)
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
-            module.training_step(batch, 0)
-        counts["update"] = _counts(trace)
-        counts["update"]["without_gradient"] = without_gradient
-        if case.publishes:
-            trace.restart()
-            _publish(module)
-            counts["publication"] = _counts(trace)
-    return counts, exchanges.items
+            self._module.training_step(batch, 0)
+        update = _counts(self._trace)
+        # What only a collector frees is freed before the next update.
+        gc.collect()
+        held = self._trace.bytes - before
+        self._trace.restart()
+        _publish(self._module)
+        publication = _counts(self._trace)
+        return {
+            "load": self._load,
+            "update": update,
+            "publication": publication,
+            "held_bytes": held,
+            "without_gradient": without_gradient,
+        }
 
 
 def _step_on_zeros(module) -> None:
@@ -342,15 +354,16 @@ def _publish(module) -> None:
 
 def _counts(trace) -> dict[str, Any]:
     """The counts of a trace as plain data. A collective: name, device, dtype, bytes of its largest tensor."""
-    bytes_by_dtype: collections.Counter[str] = collections.Counter()
-    for _, _, dtype, size in trace.collectives:
-        bytes_by_dtype[dtype] += size
+    wire_bytes: collections.Counter[str] = collections.Counter()
+    for name, _, dtype, size in trace.collectives:
+        # A ring passes each part to all but one; a sum passes it twice.
+        passes = 2 if "reduce_" in name and "scatter" not in name else 1
+        wire_bytes[dtype.removeprefix("torch.")] += passes * size * (RANKS - 1) // RANKS
     return {
         "peak_bytes": trace.peak_bytes,
-        "bytes": trace.bytes,
         "collectives": trace.collectives,
-        "collective_bytes": dict(bytes_by_dtype),
+        "wire_bytes": dict(wire_bytes),
         "waits": dict(trace.waits),
-        "flop": {str(dtype): operations for dtype, operations in trace.flop.items()},
+        "flop": {str(dtype).removeprefix("torch."): operations for dtype, operations in trace.flop.items()},
         "violations": dict(trace.violations),
     }

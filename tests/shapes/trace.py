@@ -1,8 +1,8 @@
 """A dispatch mode over fake tensors that counts what one rank of a GPU run does.
 
-FakeTensor has shapes, dtypes and devices. :class:`Trace` adds the values of integers, booleans and small floats, so that
-masks, sizes and ids decide as they do in a run, and counts: bytes on the device, collectives, what makes the host wait,
-floating point operations, and products of mixed dtypes.
+FakeTensor has shapes, dtypes and devices. :class:`Trace` adds the values of integers, booleans and small floats, so
+that masks, sizes and ids decide as they do in a run, and counts: bytes on the device, collectives, what makes the host
+wait, floating point operations, and products of mixed dtypes.
 """
 
 import collections
@@ -32,6 +32,8 @@ NOT_DETERMINISTIC = {"cumsum", "cumsum_", "cumprod", "histc", "kthvalue", "media
 """Operations on floats that torch refuses on a GPU under deterministic algorithms."""
 DATA_DEPENDENT = {"nonzero", "masked_select", "_unique2", "unique_dim", "repeat_interleave", "bincount"}
 """Operations whose result has a size that depends on values: on a GPU the host waits for it."""
+ANSWERS = {"_local_scalar_dense", "item", "is_nonzero", "equal", "is_pinned", "record_stream"}
+"""Operations that return no tensor."""
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
 PLAIN_TENSORS = (torch.Tensor, FakeTensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -173,15 +175,8 @@ class Trace(TorchDispatchMode):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if func.namespace in COLLECTIVE_NAMESPACES:
             return self._collective(func, name, args, kwargs, tensors)
-        if name in ("_local_scalar_dense", "item", "is_nonzero"):
-            return self._scalar(args[0])
-        if name == "equal":
-            self.wait(tensors[0])
-            return True
-        if name == "is_pinned":
-            return False
-        if name == "record_stream":
-            return None
+        if name in ANSWERS:
+            return self._answer(name, tensors[0])
         if _copies_to_host(name, tensors, kwargs):
             self.wait(tensors[-1])
         if name in DATA_DEPENDENT:
@@ -213,8 +208,15 @@ class Trace(TorchDispatchMode):
         if name in NOT_DETERMINISTIC and on_device:
             self.violations[f"{name} has no deterministic kernel"] += 1
 
-    def _scalar(self, tensor):
+    def _answer(self, name, tensor):
+        """The result of an operation whose result is no tensor."""
+        if name == "is_pinned":
+            return False
+        if name == "record_stream":
+            return None
         self.wait(tensor)
+        if name == "equal":
+            return True
         value = self.value(tensor)
         if value is not None:
             with _disable_current_modes():

@@ -4,6 +4,8 @@ This process loads the device guard before torch and imports everything once. Ea
 replaces functions of torch and of the product.
 """
 
+import functools
+import gc
 import json
 import os
 import pickle
@@ -14,45 +16,67 @@ from pathlib import Path
 from tests.shapes.fake_cuda import load_guard
 
 
-def _trace_in_fork(request: dict, folder: Path) -> dict:
-    """Counts, or ``error``, the text of the exception that the case raised."""
-    rank = request["rank"]
-    answer_file = folder / "answer.json"
-    exchanged = folder / f"{request['name']}-{request['shape']}-{request['layers']}.pickle"
-    answer_file.unlink(missing_ok=True)
+def _answer(request: dict, folder: Path) -> dict:
+    """Counts by planted bug, and without one by the empty name; ``error`` in the place of counts where it was raised.
+
+    A fork loads the case, and a fork of that one runs the update with each of the ``plants``.
+    """
+    in_fork(lambda: _load_and_update(request, folder))
+    counts = {}
+    for plant in ["", *request["plants"]]:
+        file = folder / f"counts-{plant}.json"
+        counts[plant] = {"error": "the process ended without counts"}
+        if file.exists():
+            counts[plant] = json.loads(file.read_text())
+            file.unlink()
+    return counts
+
+
+def in_fork(action) -> None:
+    """Call ``action`` in a fork, and wait for its end. What it raises is printed there."""
     pid = os.fork()
     if pid == 0:
-        # The fork ends here, whatever happens: it must not read requests.
+        # The fork must end here, or it would read requests too.
         try:
-            answer_file.write_text(json.dumps(_trace(request, folder, rank, exchanged)))
+            action()
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
-    if not answer_file.exists():
-        return {"error": "the process that traced the case ended without an answer"}
-    return json.loads(answer_file.read_text())
 
 
-def _trace(request: dict, folder: Path, rank: int, exchanged: Path) -> dict:
-    from tests.shapes.cases import trace_case
+def _load_and_update(request: dict, folder: Path) -> None:
+    from tests.shapes.cases import loaded_case
+    from tests.shapes.plants import PLANTS
 
+    case = {key: request[key] for key in ("name", "shape", "layers", "rank")}
+    exchanged = folder / f"{case['name']}-{case['shape']}-{case['layers']}.pickle"
     of_rank_zero = None
-    if rank > 0:
+    if case["rank"] > 0:
         of_rank_zero = pickle.loads(exchanged.read_bytes())
-    try:
-        counts, items = trace_case(**request, folder=folder, of_rank_zero=of_rank_zero)
-    except Exception as error:  # whatever a planted bug raises
-        where = traceback.format_exc(limit=-8)
-        return {"error": f"{type(error).__name__}: {error}", "where": where}
-    if rank == 0:
-        exchanged.write_bytes(pickle.dumps(items))
-    return counts
+    with loaded_case(**case, folder=folder, of_rank_zero=of_rank_zero) as loaded:
+
+        def update(plant: str) -> None:
+            if plant:
+                PLANTS[plant](case["rank"])
+            try:
+                counts = loaded.update()
+            except Exception as error:  # whatever a bug raises
+                counts = {"error": f"{type(error).__name__}: {error}", "where": traceback.format_exc(limit=-8)}
+            (folder / f"counts-{plant}.json").write_text(json.dumps(counts))
+            if case["rank"] == 0 and not plant:
+                exchanged.write_bytes(pickle.dumps(loaded.exchanges.items))
+
+        for plant in ["", *request["plants"]]:
+            in_fork(functools.partial(update, plant))
 
 
 def main(folder: Path) -> None:
     """Answer requests until standard input ends. ``folder`` is for models and answers."""
     load_guard()
     # What every case needs, so that a fork has it.
+    import tests.shapes.trace  # noqa: F401
     import torch
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen2.modeling_qwen2
@@ -60,14 +84,16 @@ def main(folder: Path) -> None:
 
     import kl_comedy.models.sharding
     import kl_comedy.training.module
-    import tests.shapes.trace  # noqa: F401
 
     torch.set_num_threads(1)
+    # Counts must not depend on when it runs: what only a collector frees counts as held.
+    gc.disable()
+    _ = kl_comedy.training.module
     # Whatever libraries print would be read as an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        answers.write(json.dumps(_trace_in_fork(json.loads(line), folder)) + "\n")
+        answers.write(json.dumps(_answer(json.loads(line), folder)) + "\n")
         answers.flush()
 
 
