@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 KL := $(BIN)/kl-comedy
 
 .PHONY: setup setup-vllm quickstart test test-all test-vllm test-integrations lint docs site twin smollm2 gsm8k chain-sum peers \
-	register register-sources register-changes bench gpu clean verify-pins
+	register register-sources register-changes bench gpu shapes clean verify-pins
 
 setup: $(STAMP)
 
@@ -56,7 +56,11 @@ test: setup
 # Everything that runs without a GPU: the default suite, runs that are killed and resumed, a real browser, PostgreSQL,
 # SLURM, other systems' released wheels and the notebook.
 test-all: setup
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not shapes"
+
+# Updates of whole 4B to 8B models on a CUDA device without memory or kernels (tests/shapes): every case and rank.
+shapes: setup
+	$(PYTEST) -m shapes tests/shapes
 
 # What needs a GPU: the tests marked gpu, then the bench (results/gpu). Installs nothing: PYTHON is one that has torch,
 # transformers, lightning, peft, accelerate, omegaconf, rich, typer, psutil and pytest; no network is needed.
