@@ -134,21 +134,39 @@ def test_an_adapter_arrives_merged(serve, connect, policy):
 
 
 def test_weights_change_between_tokens_and_every_token_says_which(policy, serve, connect):
-    backend = connect(serve(delay_s=0.02))
+    """The batch waits at two of its passes until an update has ended, so that no speed decides what a token has."""
+    server = serve()
+    backend = connect(server, request_timeout_s=ENOUGH_S)
     draw(backend, max_new_tokens=2)
-    rows = []
-    thread = threading.Thread(target=lambda: rows.extend(draw(backend, [PROMPT] * 2, max_new_tokens=50)))
-    thread.start()
-    for version in (1, 2):
-        # So that some tokens, 20 ms each, are drawn by the version before.
-        time.sleep(0.2)
+    version_of_pass = {4: 1, 9: 2}
+    passes = 0
+    between_tokens = server.engine._between_tokens
+
+    def update(version):
         move(policy.model)
         backend.publish(version)
         assert backend.version == version - 1, "an engine has not confirmed it yet"
         assert backend.load() == version
-    thread.join()
+
+    def update_at_some_passes():
+        nonlocal passes
+        version = version_of_pass.get(passes)
+        passes += 1
+        if version is not None:
+            with ThreadPoolExecutor(1) as pool:
+                updating = pool.submit(update, version)
+                # The server answers an update in the thread of the batch, which is this one.
+                while not updating.done():
+                    between_tokens()
+                    time.sleep(0.001)
+                updating.result()
+        between_tokens()
+
+    server.engine._sampler.call_before_each_pass(update_at_some_passes)
+    rows = draw(backend, [PROMPT] * 2, max_new_tokens=20)
+    expected = [0] * 4 + [1] * 5 + [2] * 11
     for row in rows:
-        assert list(row.versions) == sorted(row.versions)
+        assert list(row.versions) == expected[: len(row.versions)]
     assert versions_of(rows) == {0, 1, 2}
 
 
