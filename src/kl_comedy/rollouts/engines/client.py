@@ -305,7 +305,7 @@ def _kept(choice: Mapping[str, Any]) -> list[torch.Tensor]:
     kept_sets = choice.get("kept") or []
     # One tensor and its parts: a tensor for each token would take most of the time that an answer takes to read.
     ids_M = torch.tensor(list(itertools.chain.from_iterable(kept_sets)), dtype=torch.int32)
-    return list(ids_M.split([len(ids) for ids in kept_sets]))
+    return list(torch.split(ids_M, [len(ids) for ids in kept_sets]))
 
 
 def _logps(choice: Mapping[str, Any]) -> list[float]:
