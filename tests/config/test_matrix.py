@@ -47,11 +47,6 @@ SAMPLERS = {
     "value head, async in memory": [*ALGORITHMS["value head"], "lag.mode=async", "rollout.backend=memory"],
     "dialogues, two servers": [*DIALOGUES, "rollout.backend=hf_server", "rollout.options={servers: 2}"],
     "dialogues, async in memory": [*DIALOGUES, "lag.mode=async", "rollout.backend=memory"],
-    "truncated, two servers": [
-        "rollout.truncation={top_p: 0.8}",
-        "rollout.backend=hf_server",
-        "rollout.options={servers: 2}",
-    ],
     "two servers, bf16": ["rollout.backend=hf_server", "rollout.options={servers: 2}", "train.precision=bf16"],
 }
 """Samples are equal in one process and in two. "full" is ``hf`` on-policy."""

@@ -746,10 +746,10 @@ class Plan:
             yield f"does not fit: an engine's weights and one completion on {self.engine_devices} x {device.name}"
         truncation = config.rollout.truncation
         if truncation.is_on and not truncation.top_k:
-            size = load.update_tokens * KEPT_ID_BYTES
+            id_bytes = load.update_tokens * KEPT_ID_BYTES
             yield (
                 "how many tokens top_p and min_p keep is not known before a run: "
-                f"{size / GIB:.3g} GiB for each token of a kept set are not counted"
+                f"{id_bytes / GIB:.3g} GiB for each token of a kept set are not counted"
             )
         # docs/planning.md compares the estimate with measured peaks.
         if limit >= peak > 0.9 * limit:
