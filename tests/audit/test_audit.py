@@ -1,6 +1,7 @@
 """The audit on the tiny pocket policy: it finds what theory says, catches no-ops, and leaves runs alone."""
 
 import csv
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -11,6 +12,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from dialogues import DIALOGUES
+from kl_comedy.audit import run as audit_run
 from kl_comedy.audit.run import run_audit
 from kl_comedy.audit.source import AuditSource
 from kl_comedy.cli.audit import audit
@@ -54,6 +57,38 @@ def test_a_report_says_what_it_is_of(on_policy):
     assert report.regime == "on_policy"
     assert report.completions == 1024
     assert report.blocks == 16
+
+
+@pytest.mark.slow
+def test_of_a_dialogue_only_the_policys_tokens_count(monkeypatch):
+    """Whatever numbers stand at an environment's tokens, the report is the same, and none of them is silent."""
+    draw = audit_run.draw_completions
+    settings = [*DIALOGUES, "kl=[{estimator: k3, placement: loss, beta: 0.05}]"]
+
+    def audited():
+        report, terms = audit_of(*settings, names=("own",), samples=64, updates=3, blocks=8)
+        return dataclasses.replace(report, seconds=0.0), terms
+
+    as_drawn, terms = audited()
+    changed = 0
+
+    def draw_with_other_numbers(*arguments):
+        nonlocal changed
+        rows = []
+        for row in draw(*arguments):
+            rollout = row.rollout
+            logps = tuple(
+                logp if is_own else -7.0 for logp, is_own in zip(rollout.logps, rollout.trained_mask, strict=True)
+            )
+            changed += logps != rollout.logps
+            rows.append(dataclasses.replace(row, rollout=dataclasses.replace(rollout, logps=logps)))
+        return rows
+
+    monkeypatch.setattr(audit_run, "draw_completions", draw_with_other_numbers)
+    assert repr(audited()[0]) == repr(as_drawn)
+    assert changed > 10, "dialogues with an answer"
+    (term,) = terms.values()
+    assert term.silent_share == 0
 
 
 def test_k1_in_the_loss_delivers_nothing(on_policy):

@@ -934,3 +934,32 @@ def test_each_phase_has_a_twentieth_for_the_allocator(overrides):
         parts = [item.bytes for item in plan.components if item.phase == phase and item.name != "fragments"]
         (spare,) = [item.bytes for item in plan.components if item.phase == phase and item.name == "fragments"] or [0]
         assert spare == pytest.approx(sum(parts) / 20)
+
+
+def test_kept_sets_of_truncated_sampling_take_eight_bytes_an_id():
+    plan = Plan(config_of(*HF, "rollout.truncation={top_k: 20}", "model.head_chunk_elements=1000000"), H100)
+    # 32 completions of 512 tokens: 20 ids and their number; and a byte for each token of 6 rows in the head's mask.
+    assert bytes_of(plan, "kept sets") == 32 * 512 * 21 * 8 + 6 * VOCABULARY
+    assert not plan.warnings or "kept set" not in " ".join(plan.warnings)
+    assert bytes_of(Plan(config_of(*HF), H100), "kept sets") == 0
+
+
+def test_kept_sets_that_nothing_bounds_are_warned_of():
+    plan = Plan(config_of(*HF, "rollout.truncation={top_p: 0.9}"), H100)
+    (warning,) = [text for text in plan.warnings if "kept set" in text]
+    assert f"{32 * 512 * 8 / 2**30:.3g} GiB for each token of a kept set" in warning
+
+
+DIALOGUE = "environment={name: calculator, turns: 4}"
+
+
+def test_each_turn_of_a_dialogue_has_a_prefix_of_its_own():
+    plain = Plan(config_of(*HF), H100)
+    plan = Plan(config_of(*HF, DIALOGUE), H100)
+    # The last turn of 128 tokens, of 16 dialogues at a time: each has its prompt and three turns before it.
+    cached_tokens = 16 * (plan.load.prompt + 3 * 128) + 16 * 128
+    assert bytes_of(plan, "KV cache") == cached_tokens * 2 * LAYERS * KV_WIDTH * 4
+    # A group's prompt is read once. Then each dialogue reads its prompt and one, two and three turns.
+    read_again = 32 * (3 * plan.load.prompt + 128 + 256 + 384)
+    read = plain.timing.parts["read prompts"] * (8 * plan.load.prompt + read_again) / (8 * plan.load.prompt)
+    assert plan.timing.parts["read prompts"] == pytest.approx(read)

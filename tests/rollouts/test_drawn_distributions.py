@@ -114,7 +114,7 @@ def test_pairs_of_tokens_are_drawn_as_often_as_the_truncated_policy_says(sampler
 
 
 CUTS = [name for name, settings in CASES.items() if settings.keys() - {"temperature"}]
-RECORDERS = ("hf", "library")
+RECORDERS = ("hf", "library", "hf_server")
 
 
 @pytest.mark.parametrize(("sampler", "name"), itertools.product(RECORDERS, CUTS), indirect=["sampler"])

@@ -17,7 +17,7 @@ from engine_policies import PROMPT, llama, loaded
 from faulty_servers import KEY, draw, move
 from forked_servers import ForkedServer
 from kl_comedy.config.schema import LoraConfig, RolloutConfig
-from kl_comedy.errors import UserError
+from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import load_model
 from kl_comedy.models.lora import add_lora
 from kl_comedy.models.sharding import load_sharded
@@ -65,6 +65,51 @@ def test_the_completions_are_those_of_the_hf_backend_to_the_last_bit(policy, ser
     assert in_bfloat16 != draw(backend, PROMPTS, **settings), "the trainer's autocast reaches the server"
 
 
+@pytest.mark.parametrize("settings", [{"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.5, "stop": ("8", "+1")}])
+def test_the_sets_that_a_truncation_kept_are_those_of_the_hf_backend(policy, serve, connect, settings):
+    """With new weights too, and where a completion is cut at its end."""
+    backend = connect(serve())
+    in_process = hf(policy)
+    for version in (1, 2):
+        move(policy.model)
+        backend.update_weights(version)
+        in_process.update_weights(version)
+        # Groups of 4, so that the batches of 8 rows are the same ones.
+        rows = draw(backend, PROMPTS, group_size=4, records_kept=True, **settings)
+        in_process_rows = draw(in_process, PROMPTS, group_size=4, records_kept=True, **settings)
+        for row, expected in zip(rows, in_process_rows, strict=True):
+            assert row == expected
+            assert row.kept.sizes_N.tolist() == expected.kept.sizes_N.tolist()
+            assert row.kept.ids_M.tolist() == expected.kept.ids_M.tolist()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda choice: choice.pop("kept"), "does not say which tokens its truncation kept"),
+        (lambda choice: choice["kept"].pop(), r"group \d+ is not usable; truncated sampling: \d+ kept sets for \d+"),
+        (lambda choice: choice["kept"][0].clear(), "the kept set of token 0 has 0 ids, and not"),
+    ],
+    ids=["no sets", "one too few", "without the sampled token"],
+)
+def test_a_server_without_the_right_sets_ends_the_run(serve, connect, monkeypatch, change, reason):
+    """A learner without the sets would not renormalize, and nothing would say so."""
+    server = serve()
+    backend = connect(server)
+    right_choice = server.engine.choice
+
+    def wrong_choice(index, completion):
+        choice = right_choice(index, completion)
+        if completion.kept:
+            change(choice)
+        return choice
+
+    monkeypatch.setattr(server.engine, "choice", wrong_choice)
+    with pytest.raises(RunFailed, match=reason):
+        draw(backend, PROMPTS, top_k=3, records_kept=True)
+    assert draw(backend, PROMPTS, top_k=3), "sets that were not asked for are not missed"
+
+
 def test_two_servers_share_a_batch(policy, serve, connect):
     backend = connect(serve(), serve(), batch_sequences=64)
     for row, expected in zip(draw(backend, PROMPTS), draw(hf(policy), PROMPTS), strict=True):
@@ -89,21 +134,39 @@ def test_an_adapter_arrives_merged(serve, connect, policy):
 
 
 def test_weights_change_between_tokens_and_every_token_says_which(policy, serve, connect):
-    backend = connect(serve(delay_s=0.02))
+    """The batch waits at two of its passes until an update has ended, so that no speed decides what a token has."""
+    server = serve()
+    backend = connect(server, request_timeout_s=ENOUGH_S)
     draw(backend, max_new_tokens=2)
-    rows = []
-    thread = threading.Thread(target=lambda: rows.extend(draw(backend, [PROMPT] * 2, max_new_tokens=50)))
-    thread.start()
-    for version in (1, 2):
-        # So that some tokens, 20 ms each, are drawn by the version before.
-        time.sleep(0.2)
+    version_of_pass = {4: 1, 9: 2}
+    passes = 0
+    between_tokens = server.engine._between_tokens
+
+    def update(version):
         move(policy.model)
         backend.publish(version)
         assert backend.version == version - 1, "an engine has not confirmed it yet"
         assert backend.load() == version
-    thread.join()
+
+    def update_at_some_passes():
+        nonlocal passes
+        version = version_of_pass.get(passes)
+        passes += 1
+        if version is not None:
+            with ThreadPoolExecutor(1) as pool:
+                updating = pool.submit(update, version)
+                # The server answers an update in the thread of the batch, which is this one.
+                while not updating.done():
+                    between_tokens()
+                    time.sleep(0.001)
+                updating.result()
+        between_tokens()
+
+    server.engine._sampler.call_before_each_pass(update_at_some_passes)
+    rows = draw(backend, [PROMPT] * 2, max_new_tokens=20)
+    expected = [0] * 4 + [1] * 5 + [2] * 11
     for row in rows:
-        assert list(row.versions) == sorted(row.versions)
+        assert list(row.versions) == expected[: len(row.versions)]
     assert versions_of(rows) == {0, 1, 2}
 
 
@@ -307,6 +370,7 @@ WRONG_BODIES = [
     (GENERATE, without("", top_p=None), "top_p"),
     (GENERATE, without("", top_k=-1), "top_k"),
     (GENERATE, without("", min_p=2), "min_p"),
+    (GENERATE, without("", records_kept=1), "records_kept"),
     (GENERATE, without("", n=0), "sampling_params.n"),
     (GENERATE, without("", n=10**12), "n: got 1000000000000"),
     (GENERATE, without("", max_tokens=10**18), "max_tokens"),
@@ -315,6 +379,7 @@ WRONG_BODIES = [
     (GENERATE, without("", presence_penalty=1.0), "presence_penalty"),
     (GENERATE, {"groups": []}, "groups"),
     (GENERATE, {"groups": [REQUEST, without("", top_p=0.5)]}, "groups.1.sampling_params.top_p"),
+    (GENERATE, {"groups": [REQUEST, without("", records_kept=True)]}, "groups.1.sampling_params.records_kept"),
     (GENERATE, {"groups": [REQUEST, {"token_ids": [3]}]}, "groups.1"),
     ("/collective_rpc", {"method": "reload_weights"}, "kwargs"),
     ("/collective_rpc", {"method": "reload_weights", "kwargs": {}}, "weights_path"),

@@ -1,6 +1,7 @@
 """Every request to an inference server, whole: method, path, parameters and body; and its answer, read in any order."""
 
 import pytest
+import torch
 
 from engine_policies import PROMPT
 from faulty_servers import draw, move
@@ -181,13 +182,16 @@ def test_completions_keep_their_place_in_whatever_order_a_server_lists_them(serv
     assert draw(backend) == expected
 
 
-def test_what_is_cut_off_takes_its_log_probs_and_versions_along(policy):
+def test_what_is_cut_off_takes_its_log_probs_versions_and_kept_sets_along(policy):
     output = EngineOutput(policy)
     row = Completion(ids=[5, 6, 1, 7, 8], logps=[-0.1, -0.2, -0.3, -0.4, -0.5], versions=[3, 4, 5, 6, 7])
+    row.kept = [torch.tensor(kept) for kept in ([4, 5], [6], [1, 3, 9], [7], [2, 8])]
     (rollout,) = output.rollouts(PROMPT, 2, [row], group_size=1, stop=())
     assert rollout.completion_ids == (5, 6, 1)
     assert rollout.logps == (-0.1, -0.2, -0.3)
     assert rollout.versions == (3, 4, 5)
+    assert rollout.kept.sizes_N.tolist() == [2, 1, 3]
+    assert rollout.kept.ids_M.tolist() == [4, 5, 6, 1, 3, 9]
     assert rollout.stop_reason == "eos"
     assert rollout.group_id == 2
 
@@ -196,8 +200,6 @@ def test_what_is_cut_off_takes_its_log_probs_and_versions_along(policy):
 def test_a_probe_draws_at_its_temperature_and_reads_log_probs_at_one(serve, temperature):
     """The trainer compares these numbers with its own: of the prompt untempered, of the draws tempered."""
     import math
-
-    import torch
 
     server = serve()
     model = server.engine.loaded.model

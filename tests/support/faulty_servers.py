@@ -5,7 +5,6 @@ import contextlib
 import copy
 import json
 import threading
-import time
 from urllib.parse import parse_qsl
 
 import pytest
@@ -29,17 +28,8 @@ class FaultyServer:
     ``requests``: all of each request that was answered, as method, path, parameters and body.
     """
 
-    def __init__(self, policy, *, batch_sequences=8, delay_s=0.0, key=KEY, **options):
+    def __init__(self, policy, *, batch_sequences=8, key=KEY, **options):
         self.engine = hf_server.Engine(policy, batch_sequences=batch_sequences, **options)
-        # Between two tokens, where an update may come: a test then has time for one.
-        if delay_s:
-            between_tokens = self.engine._between_tokens
-
-            def slowly_between_tokens():
-                time.sleep(delay_s)
-                between_tokens()
-
-            self.engine._sampler.call_before_each_pass(slowly_between_tokens)
         self.engine.server = self
         self.faults = []
         self.calls = []

@@ -76,7 +76,7 @@ if "memory" not in ROLLOUTS:
         "memory",
         source="tests",
         summary="A second model in rank 0's memory.",
-        capabilities=Capabilities(in_trainer_ranks=False, updates_between_tokens=True),
+        capabilities=Capabilities(in_trainer_ranks=False, updates_between_tokens=True, gives_kept=True),
     )
     def build_memory(config, *, loaded, leader=True):
         return MemoryEngines(config, loaded, leader)

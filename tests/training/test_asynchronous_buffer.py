@@ -242,3 +242,28 @@ def test_a_group_that_is_too_old_raises_with_policy_wait(max_steps):
     drawn(buffer, 0)
     with pytest.raises(AssertionError, match="older than"):
         buffer.take(max_steps + 1)
+
+
+def test_prompts_that_stood_in_for_others_are_drawn_after_a_resume():
+    """A request that is stopped is drawn again whole; what it drew beside its own prompts is not skipped."""
+    limits = BufferLimits(prompts_per_batch=3, updates=1, iterations=9, max_steps=5, drop=False)
+    order = PromptOrder(30, 3, seed=0)
+    expected = [index for batch in range(4) for index in order.indices(batch)]
+
+    def restored(buffer):
+        copy = RolloutBuffer(limits, order.indices)
+        copy.restore(buffer.snapshot(plain), rich)
+        return copy
+
+    buffer = RolloutBuffer(limits, order.indices)
+    request = buffer.next_request(0)
+    assert buffer.substitutes(2) == expected[3:5]
+    buffer = restored(buffer)
+    assert buffer.next_request(0) == request
+    # This time one prompt has no signal.
+    assert buffer.substitutes(1) == expected[5:6]
+    indices = [*request.indices[:2], expected[5]]
+    buffer.arrive(request.number, [scored(index, [0]) for index in indices for _ in range(GROUP)], indices)
+    # What arrived is not drawn again.
+    buffer = restored(restored(buffer))
+    assert list(buffer.next_request(0).indices) == [*expected[3:5], expected[6]]

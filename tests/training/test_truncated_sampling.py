@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import memory_engines
 from dialogues import DIALOGUES
 from kl_comedy.config import load_config
 from kl_comedy.config.schema import RolloutConfig
@@ -16,6 +17,8 @@ from kl_comedy.training.experience import TrainingPrompts
 from kl_comedy.training.packing import Packer, policy_inputs
 from passes import token_pass
 from training_runs import SHORT, TINY, go, killed_then_resumed, metrics_of, weights_of
+
+assert memory_engines, "the backend of tests that is registered by its import"
 
 TOP_P = ["rollout.truncation={top_p: 0.8, top_k: 6}", "rollout.temperature=1.5"]
 VARIANTS = {
@@ -33,6 +36,7 @@ VARIANTS = {
     "critic": ["algorithm.advantage=gae"],
     "dialogues": DIALOGUES,
     "LoRA": ["model.lora={rank: 2}"],
+    "engines beside the trainer": ["lag.mode=async", "rollout.backend=memory"],
 }
 
 

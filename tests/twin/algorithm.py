@@ -16,7 +16,7 @@ def mean(numbers):
     return sum(numbers) / len(numbers)
 
 
-# --- advantages: (returns, lengths, groups) -> advantages ----------------------------------------------
+# --- advantages: (returns, columns, groups) -> advantages; `columns` has those of the policy's own tokens -------------
 
 
 def members(groups, b):
@@ -28,15 +28,15 @@ def each(returns, change):
     return [[change(b, t) for t in range(len(row))] for b, row in enumerate(returns)]
 
 
-def no_advantage(returns, lengths, groups):
+def no_advantage(returns, columns, groups):
     return returns
 
 
-def batch_mean(returns, lengths, groups):
+def batch_mean(returns, columns, groups):
     return each(returns, lambda b, t: returns[b][t] - mean([row[t] for row in returns]))
 
 
-def rloo(returns, lengths, groups):
+def rloo(returns, columns, groups):
     def change(b, t):
         others = [returns[j][t] for j in members(groups, b) if j != b]
         return returns[b][t] - mean(others)
@@ -44,11 +44,11 @@ def rloo(returns, lengths, groups):
     return each(returns, change)
 
 
-def dr_grpo(returns, lengths, groups):
+def dr_grpo(returns, columns, groups):
     return each(returns, lambda b, t: returns[b][t] - mean([returns[j][t] for j in members(groups, b)]))
 
 
-def grpo(returns, lengths, groups):
+def grpo(returns, columns, groups):
     def change(b, t):
         group = [returns[j][t] for j in members(groups, b)]
         centre = mean(group)
@@ -58,38 +58,41 @@ def grpo(returns, lengths, groups):
     return each(returns, change)
 
 
-def whiten(values, lengths):
-    """Less the mean, over the standard deviation, of all tokens of the completions."""
-    inside = [values[b][t] for b, length in enumerate(lengths) for t in range(length)]
+def whiten(values, columns):
+    """Less the mean, over the standard deviation, of all tokens that the policy drew."""
+    inside = [values[b][t] for b, own in enumerate(columns) for t in own]
     centre = mean(inside)
     deviation = math.sqrt(mean([(value - centre) ** 2 for value in inside]))
     return each(values, lambda b, t: (values[b][t] - centre) / (deviation + EPSILON))
 
 
-def reinforce_pp(returns, lengths, groups):
-    return whiten(returns, lengths)
+def reinforce_pp(returns, columns, groups):
+    return whiten(returns, columns)
 
 
-def reinforce_pp_baseline(returns, lengths, groups):
-    return whiten(dr_grpo(returns, lengths, groups), lengths)
+def reinforce_pp_baseline(returns, columns, groups):
+    return whiten(dr_grpo(returns, columns, groups), columns)
 
 
-def gae(returns, lengths, values, last_values, *, gamma, lam):
-    """``A_t = sum_l (gamma lam)^l delta_{t+l}`` with ``delta_t = r_t + gamma V_{t+1} - V_t``.
+def gae(returns, columns, values, last_values, turns, *, gamma, lam):
+    """``A_t = sum_u (gamma lam)^n delta_u`` with ``delta_t = r_t + gamma V_{t+1} - V_t``, over the policy's own tokens.
 
-    ``r_t`` is what the return loses from t to t + 1; at the last token it is the whole return.
+    ``r_t`` is what the return loses from t to t + 1; at the last token it is the whole return. n counts the tokens from
+    t to u; with ``turns``, the number of each token's turn, the ends of turns between them, and gamma is 1 within one.
     """
     advantages = []
-    for b, length in enumerate(lengths):
+    for b, own in enumerate(columns):
+        earned = [returns[b][column] for column in own]
+        last = len(own) - 1
+        ends = [turns is None or t == last or turns[b][t + 1] != turns[b][t] for t in range(len(own))]
         deltas = []
-        for t in range(length):
-            is_last = t == length - 1
-            reward = returns[b][t] if is_last else returns[b][t] - returns[b][t + 1]
-            following = last_values[b] if is_last else values[b][t + 1]
-            deltas.append(reward + gamma * following - values[b][t])
+        for t in range(len(own)):
+            reward = earned[t] if t == last else earned[t] - earned[t + 1]
+            following = last_values[b] if t == last else values[b][t + 1]
+            deltas.append(reward + (gamma if ends[t] else 1.0) * following - values[b][t])
         row = []
-        for t in range(length):
-            row.append(sum((gamma * lam) ** (u - t) * deltas[u] for u in range(t, length)))
+        for t in range(len(own)):
+            row.append(sum((gamma * lam) ** sum(ends[t:u]) * deltas[u] for u in range(t, len(own))))
         advantages.append(row)
     return advantages
 

@@ -360,6 +360,29 @@ def draw(seed):
         refused += 1
 
 
+def draw_dialogues(seed):
+    """As :func:`draw`, of dialogues: tools write between the policy's turns, and half of the rollouts have rows."""
+    rng = random.Random(f"twin of dialogues/{seed}")
+    refused = 0
+    while True:
+        mapping, _ = drawn(rng)
+        mapping.pop("lag", None)
+        mapping["train"]["checkpoint_every"] = 0
+        mapping["rollout"] |= {
+            "backend": "twin_mixed",
+            "options": {"tools": True, "rows": chance(rng, 0.6)},
+            "max_new_tokens": rng.choice((5, 6, 8)),
+        }
+        # As with every sampler of mixed versions, see drawn_age.
+        mapping["algorithm"].get("correction", {}).pop("cppo", None)
+        mapping["model"].pop("head_dtype", None)
+        if mapping["algorithm"].get("advantage") == "gae":
+            mapping["algorithm"].setdefault("value", {})["discount"] = rng.choice(("token", "turn"))
+        if refusal(mapping) is None:
+            return mapping, None, refused
+        refused += 1
+
+
 def draw_for_two(seed, strategy):
     """As :func:`draw`, for two processes, whose prompts are a multiple of two."""
     rng = random.Random(f"twin of two/{seed}")
@@ -407,6 +430,7 @@ def covered(mapping, kill_at):
     names.add(f"lag {mapping.get('lag', {}).get('mode', 'on_policy')}")
     if mapping["rollout"].get("backend") == "twin_mixed":
         names.add("mixed versions")
+    names |= {f"dialogues with {name}" for name, is_on in mapping["rollout"].get("options", {}).items() if is_on}
     sizes = {1: "a row", 1000: "all"}
     names.add(f"micro-batches of {sizes.get(mapping['train']['microbatch_tokens'], 'some rows')}")
     optimizer = mapping["optimizer"]
@@ -429,6 +453,8 @@ def covered_by_algorithm(algorithm):
     names |= {f"critic {name}" for name, value in algorithm.get("value", {}).items() if value}
     names |= {f"several {key}" for key in ("updates_per_batch", "epochs_per_batch") if algorithm[key] > 1}
     names |= {key for key in ("mask_truncated", "dpo") if algorithm.get(key)}
+    if "discount" in algorithm.get("value", {}):
+        names.add(f"steps of the critic: {algorithm['value']['discount']}")
     return names
 
 
@@ -521,4 +547,19 @@ def needed():
     names |= {"resumed with an adapter"}
     critic = ("gamma", "lam", "coefficient", "lr", "clip", "trunk", "bootstrap_truncated", "normalize")
     names |= {f"critic {name}" for name in critic}
+    return names
+
+
+ALONG_TOKENS = [*(("credit", name) for name in kl_term.CREDITS), ("baseline", "before"), ("baseline", "own")]
+
+
+def needed_of_dialogues():
+    """What the default draws of dialogues must have in them: whatever runs along tokens, or compares their places."""
+    names = {"dialogues with tools", "dialogues with rows", "discount", "window", "level sequence", "adapter"}
+    names |= {f"a sampled estimator with {key} {choice}" for key, choice in ALONG_TOKENS}
+    names |= {f"an exact estimator with {key} {choice}" for key, choice in ALONG_TOKENS}
+    names |= {f"correction {name}" for name in ("prefix", "prefix_previous", "sequence")}
+    names |= {"steps of the critic: token", "steps of the critic: turn", "advantage rloo", "advantage reinforce_pp"}
+    names |= {f"reduction {name}" for name in REDUCTIONS}
+    names |= {"micro-batches of a row", "micro-batches of some rows", "micro-batches of all", "share_prompt False"}
     return names

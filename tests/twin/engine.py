@@ -76,17 +76,38 @@ def gradients(module):
 
 
 def row_of(scored):
-    """A completion as plain data."""
+    """A completion as plain data: what the policy drew, and by rows what it read.
+
+    ``columns``: where in the completion its own tokens stand; ``turns``: the number of the turn of each.
+    """
     rollout = scored.rollout
+    own = list(rollout.trained) or [True] * len(rollout.completion_ids)
+    rows = [(list(rollout.prompt.token_ids), [], [])]
+    starts = dict(rollout.restarts)
+    for column, token in enumerate(rollout.completion_ids):
+        if column in starts:
+            rows.append((list(starts[column]), [], []))
+        rows[-1][1].append(token)
+        rows[-1][2].append(own[column])
+    columns = [column for column, is_own in enumerate(own) if is_own]
+    ends = rollout.turn_ends or (len(own),)
+
+    def of_own(values):
+        return [values[column] for column in columns]
+
     return {
         "problem": rollout.prompt.problem.id,
         "prompt_text": rollout.prompt.text,
         "answer": rollout.prompt.problem.answer,
         "prompt": list(rollout.prompt.token_ids),
         "group": rollout.group_id,
-        "ids": list(rollout.completion_ids),
-        "logps": list(rollout.logps),
-        "versions": list(rollout.versions),
+        "ids": of_own(rollout.completion_ids),
+        "logps": of_own(rollout.logps),
+        "versions": of_own(rollout.versions),
+        "columns": columns,
+        "width": len(own),
+        "turns": [sum(end <= column for end in ends) for column in columns],
+        "rows": rows,
         "stop_reason": rollout.stop_reason,
         "text": rollout.text,
         "reward": scored.reward.value,
@@ -155,20 +176,20 @@ class Recorder:
                 if micro.empty:
                     continue
                 for index, position in enumerate(micro.positions):
-                    length = int(micro.experience.mask_BT[index].sum())
+                    own_T = micro.experience.mask_BT[index].bool()
                     update = recorder._current
-                    update["advantage"][position] = micro.experience.advantage_BT[index, :length].tolist()
+                    update["advantage"][position] = micro.experience.advantage_BT[index, own_T].tolist()
                     update["weight"][position] = float(micro.experience.weight_B[index])
                     if micro.value_target_BT is not None:
-                        update["value_target"][position] = micro.value_target_BT[index, :length].tolist()
+                        update["value_target"][position] = micro.value_target_BT[index, own_T].tolist()
             return micro_batches
 
         def recorded_loss(micro, passes, **arguments):
             if not micro.empty:
                 logp_BT = passes["initial"].logp_BT.detach()
                 for index, position in enumerate(micro.positions):
-                    length = int(micro.experience.mask_BT[index].sum())
-                    recorder._current["logp"][position] = logp_BT[index, :length].tolist()
+                    own_T = micro.experience.mask_BT[index].bool()
+                    recorder._current["logp"][position] = logp_BT[index, own_T].tolist()
             return micro_loss(micro, passes, **arguments)
 
         def recorded_clip(module):

@@ -37,6 +37,8 @@ class Row:
     """By the reference's name: its log-probs over the vocabulary."""
     sampler: list = field(default_factory=list)
     """The sampler's log-probs over the vocabulary, where a score is centred."""
+    columns: list = field(default_factory=list)
+    """Where in the completion each token stands: between them are those of an environment, which a term never reads."""
 
     def __len__(self):
         return len(self.ids)
@@ -310,8 +312,11 @@ class Costs:
     """What a baseline is multiplied with: the ratio up to and including t."""
     pathwise: list
     """What is differentiated by itself."""
+    before_it: list
+    """F of a column of an environment whose next own token is this one: what is still to come, or all, or nothing."""
     after: float
     """F of a token after the end: all costs with credit total, else none."""
+    columns: list
 
 
 def credited(term, steps, t):
@@ -343,6 +348,7 @@ def costs_of(term, row):
         weight = ratios
         baseline_weight = ratios
     cost = [credited(term, steps, t) for t in range(len(row))]
+    before_it = [0.0 if term.credit == "own" else one for one in cost]
     pathwise = [ZERO] * len(row)
     if term.estimator not in SAMPLED:
         cost = [all_costs - own for all_costs, own in zip(cost, steps, strict=True)]
@@ -351,17 +357,29 @@ def costs_of(term, row):
         else:
             pathwise = [ratio * value for ratio, value in zip(ratios, values, strict=True)]
     after = sum(steps) if term.credit == "total" else 0.0
-    return Costs(cost, weight, baseline_weight, pathwise, after)
+    return Costs(cost, weight, baseline_weight, pathwise, before_it, after, row.columns)
+
+
+def cost_at(costs, column):
+    """F at a column of the completion, of whoever's token stands there."""
+    for t, own in enumerate(costs.columns):
+        if column == own:
+            return costs.cost[t]
+        if column < own:
+            return costs.before_it[t]
+    return costs.after
 
 
 def own_baseline(all_costs, groups, b, t):
-    """``sum_j W^j F^j / sum_j W^j`` over the other completions of the group that reach token t."""
+    """``sum_j W^j F^j / sum_j W^j`` over the other completions of the group with a token of their own in the column."""
+    column = all_costs[b].columns[t]
     above = 0.0
     below = 0.0
     for j, costs in enumerate(all_costs):
-        if j != b and groups[j] == groups[b] and t < len(costs.cost):
-            above += costs.weight[t] * costs.cost[t]
-            below += costs.baseline_weight[t]
+        if j != b and groups[j] == groups[b] and column in costs.columns:
+            other = costs.columns.index(column)
+            above += costs.weight[other] * costs.cost[other]
+            below += costs.baseline_weight[other]
     if below <= 0:
         return 0.0
     return above / below

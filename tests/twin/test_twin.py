@@ -3,7 +3,8 @@
 The twin (update.py) computes a run as loops over the tokens of one unpadded sequence at a time, in float64: prompts,
 draws, rewards, costs, advantages, losses, gradient, AdamW, references, coefficients, export. It is written from the
 equations and the docs. Of the package it uses records, the parsed config and what a KL term's fields are called, and
-nothing that computes; of the engine it takes the tokens of a completion, and draws its own to compare.
+nothing that computes; of the engine it takes the tokens of a completion, and draws its own to compare. Of a dialogue
+it takes what the environment wrote, and what each row read.
 
 Configs are drawn (draw.py) and trained by the engine in float64 (engine.py, a patch of torch for tests alone). Each
 quantity of an update, and the change of each tensor, must agree to 1e-6 of its norm (compare.py). A failure prints the
@@ -22,7 +23,7 @@ import pytest
 from tests.twin import algorithm, kl_terms
 from tests.twin.base import base_config
 from tests.twin.compare import compare
-from tests.twin.draw import built_in, covered, draw, draw_for_two, needed
+from tests.twin.draw import built_in, covered, draw, draw_dialogues, draw_for_two, needed, needed_of_dialogues
 from tests.twin.ranks import compare_two_ranks
 from tests.twin.shrink import report
 
@@ -34,6 +35,8 @@ DEFAULT_SEEDS = [
     *(731, 779, 785, 801, 823, 865, 890, 900, 905, 959, 986),
 ]
 """Together they cover :func:`tests.twin.draw.needed`: `python -m tests.twin cover` finds such a list."""
+DIALOGUE_SEEDS = (1, 2, 6, 7, 13, 16, 19, 29)
+"""Together they cover :func:`tests.twin.draw.needed_of_dialogues`."""
 SLOW_SEEDS = range(10_000, 10_040)
 SLOWLY = {
     "estimators": (ESTIMATORS, kl_terms.SAMPLED.keys() | kl_terms.EXACT.keys() | set(kl_terms.TOP_K)),
@@ -74,6 +77,23 @@ def test_few_draws_are_refused():
 @pytest.mark.parametrize("seed", DEFAULT_SEEDS)
 def test_a_drawn_config_trains_as_the_twin_says(seed):
     check(seed)
+
+
+def test_the_seeds_of_dialogues_cover_everything():
+    names = set()
+    for seed in DIALOGUE_SEEDS:
+        mapping, kill_at, _ = draw_dialogues(seed)
+        names |= covered(mapping, kill_at)
+    missing = needed_of_dialogues() - names
+    assert not missing, f"no seed of dialogues has {sorted(missing)}"
+
+
+@pytest.mark.parametrize("seed", DIALOGUE_SEEDS)
+def test_dialogues_train_as_the_twin_says(seed):
+    """A tool writes between the policy's turns, and some rollouts go on in a row of another context."""
+    mapping, _, _ = draw_dialogues(seed)
+    difference = compare(mapping)
+    assert difference is None, f"seed {seed}: {report(mapping, None, difference)}"
 
 
 @pytest.mark.slow

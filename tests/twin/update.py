@@ -238,9 +238,14 @@ class Twin:
     def distributions(self, weights, row):
         """Log-probs over the vocabulary before each token of a completion ``[T][V]``, and hidden states ``[T + 1, H]``.
 
-        The last hidden state is that after the last token.
+        Of the policy's own tokens; an environment's are read and no more. Each row of the completion is read by itself,
+        behind its own context. The last hidden state is that after the last token.
         """
-        hidden = hidden_states(weights, [*row["prompt"], *row["ids"]], self.sizes)[len(row["prompt"]) - 1 :]
+        before_own = []
+        for context, ids, trained in row["rows"]:
+            hidden = hidden_states(weights, [*context, *ids], self.sizes)[len(context) - 1 :]
+            before_own += [hidden[position] for position, is_own in enumerate(trained) if is_own]
+        hidden = torch.stack([*before_own, hidden[-1]])
         rounded = self.config.model.head_dtype == "bfloat16"
         logs = log_probs(weights, hidden[:-1], self.config.rollout.temperature, rounded=rounded)
         return list(logs.unbind()), hidden
@@ -403,6 +408,7 @@ def completion_of(twin, step, policy, row):
         policy=logs,
         references=references,
         sampler=references["sampler"],
+        columns=row["columns"],
     )
     old_logp = [number(old_logs[t][token]) for t, token in enumerate(row["ids"])]
     return Completion(row, terms, hidden, old_logp, old_values)
@@ -442,7 +448,7 @@ def losses_of(twin, completions, rewards, leaves, quantities):
         advantages = [[c] * length for c, length in zip(coefficients, lengths, strict=True)]
     else:
         shares = algorithm.sequence_weights(settings.reduction, lengths, kept, settings.reduction_constant)
-        advantages = advantages_of(twin, completions, rewards, lengths, groups, quantities)
+        advantages = advantages_of(twin, completions, rewards, groups, quantities)
     quantities["advantages"] = advantages
     quantities["shares of the completions"] = shares
     losses = {
@@ -469,9 +475,9 @@ def summed(shares, per_token):
     return total
 
 
-def returns_of(twin, completions, rewards, lengths, groups):
+def returns_of(twin, completions, rewards):
     """The weighted reward less the costs that enter before the baseline, up to the longest completion."""
-    width = max(lengths)
+    width = max(one.row["width"] for one in completions)
     returns = [[twin.config.algorithm.reward_weight * reward] * width for reward in rewards]
     for term, beta in zip(twin.terms, twin.betas, strict=True):
         if term.baseline != "before" or beta == 0:
@@ -479,31 +485,34 @@ def returns_of(twin, completions, rewards, lengths, groups):
         for b, one in enumerate(completions):
             costs = kl_terms.costs_of(term, one.terms)
             for t in range(width):
-                cost = costs.cost[t] if t < lengths[b] else costs.after
-                returns[b][t] -= beta * cost
+                returns[b][t] -= beta * kl_terms.cost_at(costs, t)
     return returns
 
 
-def advantages_of(twin, completions, rewards, lengths, groups, quantities):
+def advantages_of(twin, completions, rewards, groups, quantities):
     settings = twin.config.algorithm
-    returns = returns_of(twin, completions, rewards, lengths, groups)
+    returns = returns_of(twin, completions, rewards)
+    columns = [one.row["columns"] for one in completions]
     if not twin.value:
-        advantages = algorithm.ADVANTAGES[settings.advantage](returns, lengths, groups)
-        return [row[:length] for row, length in zip(advantages, lengths, strict=True)]
+        advantages = algorithm.ADVANTAGES[settings.advantage](returns, columns, groups)
+        return [[row[column] for column in own] for row, own in zip(advantages, columns, strict=True)]
     options = settings.value
     last_values = []
     for one in completions:
         bootstraps = options.bootstrap_truncated and one.truncated
         last_values.append(one.old_values[-1] if bootstraps else 0.0)
     values = [one.old_values for one in completions]
-    advantages = algorithm.gae(returns, lengths, values, last_values, gamma=options.gamma, lam=options.lam)
+    turns = None
+    if options.discount == "turn":
+        turns = [one.row["turns"] for one in completions]
+    advantages = algorithm.gae(returns, columns, values, last_values, turns, gamma=options.gamma, lam=options.lam)
     # The critic learns the lambda return, which whitening has no part in.
     targets = []
     for row, one in zip(advantages, completions, strict=True):
         targets.append([a + v for a, v in zip(row, one.old_values[:-1], strict=True)])
     quantities["targets of the critic"] = targets
     if options.normalize:
-        advantages = algorithm.whiten(advantages, lengths)
+        advantages = algorithm.whiten(advantages, [range(len(row)) for row in advantages])
     return advantages
 
 

@@ -58,6 +58,8 @@ ENGINE_SHARE = {"vllm": GPU_SHARE, "vllm_server": SERVER_GPU_SHARE}
 MAX_PROCESSES = 64
 """A remedy has at most so many."""
 DEVICES_OF_A_NODE = 8
+KEPT_ID_BYTES = 8
+"""Of an id in a kept set, and of a set's size, on the device."""
 HF = ("hf", "hf_server")
 """Samplers that start their kernels one by one, in the trainer's precision."""
 
@@ -316,6 +318,15 @@ class Plan:
             yield "head's gradient", table * max(size, 4) + table * size, "of head and embedding, before they are added"
         stored = load.update_tokens * (shape.hidden * size + 60)
         yield "kept passes", stored, "the reference's hidden states, ids, log-probs"
+        truncation = config.rollout.truncation
+        if truncation.is_on:
+            # Of top_p and min_p alone nothing bounds a set but the vocabulary: a warning says what an id takes.
+            kept_ids = load.update_tokens * (truncation.top_k + 1) * KEPT_ID_BYTES
+            yield (
+                "kept sets",
+                kept_ids + rows * shape.vocabulary,
+                "of truncated sampling, and a chunk's mask",
+            )
         if self.sharded:
             weights = 2 * shape.layer * self.compute_bytes + shape.root * size
             yield "gathered layers", weights + (shape.layer + shape.root) * size, "two layers, embedding and head"
@@ -333,15 +344,23 @@ class Plan:
         load = self.load
         size = self.compute_bytes
         # As the sampler's cache grows: by doubling, from its first capacity.
-        capacity = INITIAL_CAPACITY
-        while capacity < load.completion:
-            capacity *= 2
+        drawn = load.completion
+        prefix = load.prompt
         families = -(-load.wave_rows // self.config.rollout.group_size)
-        cached = 2 * shape.layers * shape.kv_width * (families * load.prompt + load.wave_rows * capacity)
+        environment = self.config.environment
+        if environment is not None and environment.turns > 1:
+            # The last turn of a dialogue: all that stands before it is its own prompt, which no other row shares.
+            drawn = min(drawn, environment.turn_tokens or max(1, drawn // environment.turns))
+            prefix = load.prompt + load.completion - drawn
+            families = load.wave_rows
+        capacity = INITIAL_CAPACITY
+        while capacity < drawn:
+            capacity *= 2
+        cached = 2 * shape.layers * shape.kv_width * (families * prefix + load.wave_rows * capacity)
         yield "KV cache", cached * size, f"{load.wave_rows} completions at a time"
         # Scores and log-probs in float32, probabilities in both.
         yield "logits of a token", load.wave_rows * shape.vocabulary * 20.0, "every row's"
-        yield "prompts' pass", families * load.prompt * shape.layer_values * size, "one layer, no gradient"
+        yield "prompts' pass", families * prefix * shape.layer_values * size, "one layer, no gradient"
 
     # --- engines -----------------------------------------------------------------------------------------------------
 
@@ -576,6 +595,15 @@ class Plan:
     def _mean_rows_of_an_engine(self) -> float:
         return self.config.rollout.prompts_per_batch * self.config.rollout.group_size / self.engines
 
+    @property
+    def _read_again(self) -> float:
+        """Tokens of its own prefixes that a dialogue passes again, because each turn after the first begins anew."""
+        environment = self.config.environment
+        if environment is None:
+            return 0.0
+        # Turns are equally long, so that half of the completion stands before a turn on average.
+        return (environment.turns - 1) * (self.load.prompt + self.load.completion / 2)
+
     def _drawing_of_hf(self) -> Drawing:
         """Waves of completions; each wave ends with its longest one."""
         rollout = self.config.rollout
@@ -602,6 +630,7 @@ class Plan:
             group=rollout.group_size,
             prompt=self.load.prompt,
             completion=self.load.completion,
+            read_again=self._read_again,
             steps=waves * self.longest,
             launch_s=launch_s,
             host_s=host_s,
@@ -623,6 +652,7 @@ class Plan:
             group=rollout.group_size,
             prompt=self.load.prompt,
             completion=self.load.completion,
+            read_again=self._read_again,
             steps=self.longest + (rows / at_once - 1) * self.load.completion,
             launch_s=self.shape.layers * self.assumed.engine_layer_s,
             host_s=self.assumed.engine_step_s,
@@ -714,6 +744,13 @@ class Plan:
             yield f"does not fit: {peak / GIB:.1f} GiB in one process, {limit / GIB:.1f} GiB on {device.name}"
         if not self.engine_fits:
             yield f"does not fit: an engine's weights and one completion on {self.engine_devices} x {device.name}"
+        truncation = config.rollout.truncation
+        if truncation.is_on and not truncation.top_k:
+            id_bytes = load.update_tokens * KEPT_ID_BYTES
+            yield (
+                "how many tokens top_p and min_p keep is not known before a run: "
+                f"{id_bytes / GIB:.3g} GiB for each token of a kept set are not counted"
+            )
         # docs/planning.md compares the estimate with measured peaks.
         if limit >= peak > 0.9 * limit:
             yield f"tight: {peak / limit:.0%} of the memory, and the estimate may be off by as much"

@@ -3,7 +3,7 @@
     engine, per batch    read weights     S max(W w / memory, launches), and the host's part of S steps
                          read caches      R c k (p / q + c / 2) / memory
                          draw             R c 2 (B / products + H / head products)
-                         read prompts     R / G p 2 B / products
+                         read prompts     R (p / G + d) 2 B / products
     engine               load weights     W w x the transport's seconds a byte
     rank, per update     body             t (2 B (f + b) + a (f + 2)) / products
                          head             s 2 H h / head products
@@ -17,7 +17,8 @@
 W parameters of w bytes, B of them in layers, E e bytes trained by one rank; H = vocabulary x hidden. R completions of c
 tokens after prompts of p, in groups of G, drawn in S steps; k bytes of keys and values of a token, q rows that read a
 prompt's together. t tokens pass the body, f times forward, b = 2 products of a backward (LoRA: 1), a FLOP of attention;
-s of them pass the head, h products each. docs/planning.md compares the predictions with runs.
+s of them pass the head, h products each. d: tokens of a dialogue's prefixes, which each turn passes anew.
+docs/planning.md compares the predictions with runs.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Drawing:
 
     ``steps``: passes of one token each; ``launch_s``: starting one, while the device works; ``host_s``: what it adds.
     ``weight_bytes`` are moved for each parameter in a step, ``value_bytes`` for a cached value. ``shared``: rows that
-    read the cache of their prompt together.
+    read the cache of their prompt together. ``read_again``: tokens that a dialogue passes again as prefixes of turns.
     """
 
     rows: float
@@ -146,6 +147,7 @@ class Drawing:
     weight_bytes: float = 2
     value_bytes: float = 2
     shared: int = 1
+    read_again: float = 0.0
 
 
 def drawing_parts(shape: Shape, rates: Rates, work: Drawing) -> dict[str, float]:
@@ -161,7 +163,7 @@ def drawing_parts(shape: Shape, rates: Rates, work: Drawing) -> dict[str, float]
         "read caches": tokens * shape.kv_values * work.value_bytes * context / rates.memory,
         # Two operations for each parameter and token: a product and a sum.
         "draw": tokens * 2 * (shape.body / rates.products + head / rates.head),
-        "read prompts": work.rows / work.group * work.prompt * 2 * shape.body / rates.products,
+        "read prompts": work.rows * (work.prompt / work.group + work.read_again) * 2 * shape.body / rates.products,
     }
 
 

@@ -183,7 +183,10 @@ class HFRollouts:
 
 
 class Converter:
-    """Makes a :class:`Rollout` of a completion; raises :class:`RunFailed` where a log-prob is missing or not finite."""
+    """Makes a :class:`Rollout` of a completion.
+
+    Raises :class:`RunFailed` where a log-prob is missing or not finite, and where a kept set lacks its token.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -202,17 +205,21 @@ class Converter:
         if completion.kept:
             sizes_N = torch.tensor([len(ids_K) for ids_K in completion.kept], dtype=torch.int32)
             kept = KeptSets(sizes_N, torch.cat(completion.kept))
-        return Rollout(
-            prompt=prompt,
-            group_id=group,
-            completion_ids=tuple(ids),
-            logps=tuple(logps),
-            versions=tuple(completion.versions),
-            stop_reason=completion.stop_reason,
-            text=self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
-            sampler_top=sampler_top,
-            kept=kept,
-        )
+        try:
+            return Rollout(
+                prompt=prompt,
+                group_id=group,
+                completion_ids=tuple(ids),
+                logps=tuple(logps),
+                versions=tuple(completion.versions),
+                stop_reason=completion.stop_reason,
+                text=self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+                sampler_top=sampler_top,
+                kept=kept,
+            )
+        except ValueError as error:
+            # A server may answer with kept sets that lack their token.
+            raise RunFailed(f"the sampler's group {group} is not usable; {error}") from None
 
 
 def uniform_numbers(seed: int, rows: int, tokens: int) -> Tensor:

@@ -92,6 +92,8 @@ class RolloutBuffer:
         self._indices = indices
         self._next_number = 0
         self._requested_in_order = 0
+        # Of the pending request, in the place of prompts whose rewards were equal.
+        self._substitutes: list[int] = []
 
     def next_request(self, version: int) -> Request | None:
         """The batch to draw next, pending until it arrives; None while none may be with the learner at ``version``."""
@@ -131,9 +133,15 @@ class RolloutBuffer:
             else:
                 chosen.append(index)
         self.returned.extendleft(reversed(repeated))
-        return chosen + self.next_in_order(size - len(chosen))
+        return chosen + self._next_in_order(size - len(chosen))
 
-    def next_in_order(self, count: int) -> list[int]:
+    def substitutes(self, count: int) -> list[int]:
+        """Prompts for the pending request, in the place of those whose rewards were equal."""
+        chosen = self._next_in_order(count)
+        self._substitutes += chosen
+        return chosen
+
+    def _next_in_order(self, count: int) -> list[int]:
         """The next prompts of the order, which nobody will be given again."""
         chosen = []
         for _ in range(count):
@@ -145,6 +153,7 @@ class RolloutBuffer:
     def arrive(self, number: int, rows: Sequence[Scored], indices: Sequence[int]) -> None:
         """Store what was drawn for a request: the groups of the prompts at ``indices``, in order, equally large."""
         del self.pending[number]
+        self._substitutes.clear()
         size = len(rows) // len(indices)
         for position, index in enumerate(indices):
             group_rows = rows[position * size : (position + 1) * size]
@@ -175,13 +184,13 @@ class RolloutBuffer:
 
     def snapshot(self, pack: Callable[[Sequence[Scored]], list[dict[str, Any]]]) -> dict[str, Any]:
         """Plain data, by the keys of stored checkpoints. Pending requests are drawn again after a restore, with weights
-        that may be newer."""
+        that may be newer; prompts that stood in for others of them are requested after that."""
         return {
             "next_number": self._next_number,
             "asked_in_order": self._requested_in_order,
             "taken": self.taken,
             "dropped": self.dropped,
-            "returned": list(self.returned),
+            "returned": [*self.returned, *self._substitutes],
             "pending": [[request.number, list(request.indices)] for request in self.pending.values()],
             "ready": [[group.index, group.number, pack(group.rows)] for group in self.ready],
         }
@@ -345,7 +354,7 @@ class Producer:
             request = self._wait_for_request()
             if request is None:
                 return
-            batch = self._prompts.draw_batch(request.indices, partial(self._draw, request.number), self._next_in_order)
+            batch = self._prompts.draw_batch(request.indices, partial(self._draw, request.number), self._substitutes)
             with self._changed:
                 self._replaced += batch.replaced
                 self.buffer.arrive(request.number, batch.rows, batch.indices)
@@ -370,10 +379,10 @@ class Producer:
             self._seconds["cpu"] += max(cpu_s, 0.0)  # a restarted engine begins at 0
         return rows
 
-    def _next_in_order(self, count: int) -> list[int]:
+    def _substitutes(self, count: int) -> list[int]:
         """Prompts in the place of those without signal. After a resume that request is drawn again, with others."""
         with self._changed:
-            return self.buffer.next_in_order(count)
+            return self.buffer.substitutes(count)
 
     def _wait_for_request(self) -> Request | None:
         """The next batch to draw, once one may be drawn; None when the run is over."""

@@ -10,9 +10,12 @@ import bisect
 import contextlib
 import hashlib
 import importlib
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
+
+import torch
 
 from kl_comedy.errors import RunFailed, UserError
 from kl_comedy.models import LoadedModel
@@ -97,6 +100,9 @@ def sampling_fields(sampling: Sampling, *, ends: Sequence[int], n: int, seed: in
         "ignore_eos": True,
         "detokenize": bool(sampling.stop),
     }
+    if sampling.records_kept:
+        # Only where it is asked for: vLLM has no such field.
+        fields["records_kept"] = True
     if sampling.stop:
         # The stop string is part of the completion, as with the hf backend, and may consist of special tokens.
         fields |= {"stop": list(sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False}
@@ -290,8 +296,16 @@ def _completions(answer: Mapping[str, Any], label: str) -> list[Completion]:
     for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
         ids = [int(token) for token in choice["token_ids"]]
         versions = token_versions(choice.get("weight_versions") or (), len(ids), label)
-        completions.append(Completion(ids=ids, logps=_logps(choice), versions=versions))
+        completions.append(Completion(ids=ids, logps=_logps(choice), versions=versions, kept=_kept(choice)))
     return completions
+
+
+def _kept(choice: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The ids that the truncation kept at each token; empty where the answer has none."""
+    kept_sets = choice.get("kept") or []
+    # One tensor and its parts: a tensor for each token would take most of the time that an answer takes to read.
+    ids_M = torch.tensor(list(itertools.chain.from_iterable(kept_sets)), dtype=torch.int32)
+    return list(torch.split(ids_M, [len(ids) for ids in kept_sets]))
 
 
 def _logps(choice: Mapping[str, Any]) -> list[float]:
@@ -360,4 +374,10 @@ class EngineOutput:
             # A text that has a stop string keeps it as it grows, so that the first such length is found by halving.
             stop_length = bisect.bisect_left(range(len(ids)), True, lo=1, key=lambda n: stops.in_text_of(ids[:n]))
         end, reason = ending(ids, self.ends, stop_length)
-        return Completion(ids=ids[:end], logps=row.logps[:end], versions=row.versions[:end], stop_reason=reason)
+        return Completion(
+            ids=ids[:end],
+            logps=row.logps[:end],
+            versions=row.versions[:end],
+            stop_reason=reason,
+            kept=row.kept[:end],
+        )

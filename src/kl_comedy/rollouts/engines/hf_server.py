@@ -245,6 +245,7 @@ class Engine:
             top_k=first["top_k"],
             min_p=first["min_p"],
             stop=first["stop"],
+            records_kept=first["records_kept"],
         )
         prompts = [Prompt(problem=NO_PROBLEM, text="", token_ids=tuple(group["token_ids"])) for group in groups]
         check_request(self.loaded, prompts, sampling)
@@ -286,7 +287,7 @@ class Engine:
         return torch.autocast(device_type, getattr(torch, dtype), cache_enabled=False)
 
     def choice(self, index: int, completion: Completion) -> dict[str, Any]:
-        """A completion as vLLM gives it."""
+        """A completion as vLLM gives it; beside that the ids that a truncation kept at each token, where asked for."""
         spans = []
         start = 0
         for version, tokens in itertools.groupby(completion.versions):
@@ -294,7 +295,10 @@ class Engine:
             spans.append({"version": self._labels[version], "start": start, "end": end})
             start = end
         logprobs = {"content": [{"logprob": logp} for logp in completion.logps]}
-        return {"index": index, "token_ids": completion.ids, "logprobs": logprobs, "weight_versions": spans}
+        choice = {"index": index, "token_ids": completion.ids, "logprobs": logprobs, "weight_versions": spans}
+        if completion.kept:
+            choice["kept"] = [ids_K.tolist() for ids_K in completion.kept]
+        return choice
 
     def _check_vocabulary(self, ids: Sequence[int]) -> None:
         """Raise :class:`UserError`, in vLLM's words, for an id without an embedding."""
@@ -346,6 +350,8 @@ class SamplingFields(Body):
     min_p: float = Field(0.0, ge=0, le=1)
     stop: list[str] = []
     stop_token_ids: list[TokenId] = []
+    # Not of vLLM: answers have the tokens that the truncation kept, for a learner that renormalizes over them.
+    records_kept: bool = False
     prompt_logprobs: int | None = Field(None, ge=0)
     logprobs: int | None = None
     ignore_eos: bool = True
@@ -382,11 +388,12 @@ class Groups(Body):
     @model_validator(mode="after")
     def _groups_agree(self) -> Groups:
         first = self.groups[0]
+        names = ("temperature", "max_tokens", "top_p", "top_k", "min_p", "records_kept", "stop", "stop_token_ids")
         for number, group in enumerate(self.groups):
             if group.autocast != first.autocast:
                 raise bad_value(f"groups.{number}.autocast", group.autocast, "that of the first group")
             # One batch is drawn with one sampling; only seeds and group sizes may differ.
-            for name in ("temperature", "max_tokens", "top_p", "top_k", "min_p", "stop", "stop_token_ids"):
+            for name in names:
                 value = getattr(group.sampling_params, name)
                 expected = getattr(first.sampling_params, name)
                 if value != expected:

@@ -8,6 +8,7 @@ generate: groups of prompts -> a server with a free slot -> token ids, log-probs
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -87,7 +88,7 @@ def build_vllm_server(config: RolloutConfig, *, loaded: LoadedModel, leader: boo
     "hf_server",
     source="transformers models, own loop, one process for each server",
     summary="One or many servers of ours over transformers, as vLLM's; for machines without vLLM.",
-    capabilities=CAPABILITIES,
+    capabilities=dataclasses.replace(CAPABILITIES, gives_kept=True),
     options=HFServerOptions,
 )
 def build_hf_server(config: RolloutConfig, *, loaded: LoadedModel, leader: bool = True) -> RolloutBackend:
@@ -275,6 +276,9 @@ class EngineRollouts:
         for group, prompt in enumerate(prompts):
             rows = completions[group]
             rollouts += self._output.rollouts(prompt, group, rows, group_size=group_size, stop=sampling.stop)
+        # Without the sets the learner would not renormalize, and no error would say so.
+        if sampling.records_kept and any(rollout.kept is None for rollout in rollouts):
+            raise RunFailed("an inference server does not say which tokens its truncation kept")
         return rollouts
 
     def publish(self, version: int) -> None:
