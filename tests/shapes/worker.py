@@ -38,6 +38,10 @@ def in_fork(action) -> None:
     if pid == 0:
         # The fork must end here, or it would read requests too.
         try:
+            import torch
+
+            # A fork makes torch's pool of threads anew at its first use. Left to autograd's threads, one may find none.
+            torch.set_num_threads(1)
             action()
         except BaseException:
             traceback.print_exc()
@@ -77,7 +81,6 @@ def main(folder: Path) -> None:
     load_guard()
     # What every case needs, so that a fork has it.
     import tests.shapes.trace  # noqa: F401
-    import torch
     import transformers.models.llama.modeling_llama
     import transformers.models.qwen2.modeling_qwen2
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
@@ -85,7 +88,6 @@ def main(folder: Path) -> None:
     import kl_comedy.models.sharding
     import kl_comedy.training.module
 
-    torch.set_num_threads(1)
     # Counts must not depend on when it runs: what only a collector frees counts as held.
     gc.disable()
     _ = kl_comedy.training.module
