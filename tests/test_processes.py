@@ -1,8 +1,6 @@
 """Child processes: groups that are killed whole, children that end with their parent, frames that never block."""
 
 import contextlib
-import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,10 +10,8 @@ import time
 
 import psutil
 import pytest
-import torch
 
-from commands import FORKS
-from kl_comedy.processes import FRAME_HEADER, BrokenChannel, ChildProcess, ForkedModule, FrameChannel, _run_forked
+from kl_comedy.processes import FRAME_HEADER, BrokenChannel, ChildProcess, FrameChannel
 
 PYTHON = [sys.executable, "-c"]
 PARENT_WITH_CHILD = (
@@ -186,79 +182,3 @@ def test_the_end_of_a_channel_breaks_it(pipes):
     os.close(pipes.write)
     with pytest.raises(BrokenChannel, match="end of file"):
         pipes.theirs.receive()
-
-
-REPORTS = """
-import json, os, sys
-import torch
-from kl_comedy.registry import KINDS
-looked_up = sorted(kind for kind, table in KINDS.items() if table._loaded)
-leads = os.getpid() == os.getsid(0)
-print(json.dumps([{version}, leads, os.getcwd(), sys.argv[1:], torch.get_num_threads(), looked_up]))
-print("error", file=sys.stderr)
-sys.exit(int(os.environ["CODE"]))
-"""
-
-
-VERSIONS = (1, 20)
-"""Of different lengths: Python takes a source of the same second and length for unchanged."""
-
-
-def forked(folder, *words, threads=None, **env):
-    return ForkedModule(
-        "edited", words, context=FORKS, log=folder / "logs/out.txt", env=os.environ | env, cwd=folder, threads=threads
-    )
-
-
-def test_a_forked_module_runs_as_python_m_does_with_its_source_as_it_is_now(tmp_path):
-    """Of a module that is edited between two processes of one server. No table of parts has loaded plugins before."""
-    for version in VERSIONS:
-        (tmp_path / "edited.py").write_text(REPORTS.format(version=version))
-        process = forked(tmp_path, "a", "b c", threads=3, CODE=str(version))
-        assert process.wait(60)
-        assert process.status == version
-        assert process.kill() == version
-    lines = (tmp_path / "logs/out.txt").read_text().splitlines()
-    assert lines.count("error") == len(VERSIONS)
-    reports = [json.loads(line) for line in lines if line != "error"]
-    assert reports == [[version, True, str(tmp_path), ["a", "b c"], 3, []] for version in VERSIONS]
-
-
-def test_a_forked_module_is_killed_with_what_it_started(tmp_path):
-    (tmp_path / "edited.py").write_text("import subprocess; subprocess.Popen(['sleep', '60']).wait()")
-    process = forked(tmp_path)
-    deadline = time.monotonic() + 60
-    while len(process._family()) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    (sleep,) = process._family()[1:]
-    assert not process.wait(0)
-    assert process.kill() == -signal.SIGKILL
-    assert not sleep.is_running() or sleep.status() == "zombie"
-
-
-def test_a_forked_module_where_cuda_cannot_be_used_starts_python_anew(tmp_path, monkeypatch):
-    """An import has asked for GPUs in the server: the process is the same, the interpreter a new one."""
-    replaced = []
-
-    def execute(program, words):
-        replaced.append(words)
-        raise SystemExit
-
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    monkeypatch.setattr(os, "execv", execute)
-    for name in ("setsid", "dup2", "chdir"):
-        monkeypatch.setattr(os, name, lambda *_: None)
-    ours, theirs = multiprocessing.Pipe()
-    ours.send_bytes(b"begin")
-    with pytest.raises(SystemExit):
-        _run_forked(theirs, "edited", ["a"], tmp_path / "log", dict(os.environ), ".", None)
-    assert replaced == [[sys.executable, "-m", "edited", "a"]]
-
-
-def test_a_forked_module_whose_parent_left_before_it_began_does_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "setsid", lambda: None)
-    ours, theirs = multiprocessing.Pipe()
-    ours.close()
-    _run_forked(theirs, "edited", [], tmp_path / "log", {}, ".", None)
-    assert not (tmp_path / "log").exists()

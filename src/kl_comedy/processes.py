@@ -8,9 +8,7 @@ then kills the process group, so the command cannot outlive its parent however t
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import runpy
 import signal
 import socket
 import struct
@@ -20,12 +18,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-    from multiprocessing.context import BaseContext
-    from multiprocessing.process import BaseProcess
+from typing import Any, BinaryIO
 
 LOOPBACK = "127.0.0.1"
 GROUP_END_S = 20.0
@@ -70,7 +63,7 @@ class ChildProcess:
                 stderr = subprocess.STDOUT
             if pipes:
                 stdout = subprocess.PIPE
-            self._process: subprocess.Popen[bytes] | _Fork = subprocess.Popen(
+            self._process = subprocess.Popen(
                 command,
                 stdin=stdin,
                 stdout=stdout,
@@ -170,102 +163,6 @@ class ChildProcess:
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-
-
-class _Fork:
-    """A process of multiprocessing, with what :class:`ChildProcess` uses of ``subprocess.Popen``."""
-
-    def __init__(self, process: BaseProcess) -> None:
-        self._process = process
-        assert process.pid is not None
-        self.pid: int = process.pid
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._process.exitcode
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit status. Raises ``subprocess.TimeoutExpired``."""
-        if timeout == math.inf:
-            timeout = None
-        self._process.join(timeout)
-        status = self.poll()
-        if status is None:
-            raise subprocess.TimeoutExpired(self._process.name, timeout or 0.0)
-        return status
-
-
-class ForkedModule(ChildProcess):
-    """``python -m MODULE WORDS`` in a process forked from the server of ``context``, which has its imports done.
-
-    Otherwise as a :class:`ChildProcess` with a log. ``threads``: those of torch, whose own number is the server's.
-    """
-
-    def __init__(
-        self,
-        module: str,
-        words: Sequence[str],
-        *,
-        context: BaseContext,
-        log: Path,
-        env: Mapping[str, str],
-        cwd: str | Path,
-        threads: int | None = None,
-    ) -> None:
-        self.log = log
-        self.stdin = None
-        self.stdout = None
-        log.parent.mkdir(parents=True, exist_ok=True)
-        channel, child_channel = context.Pipe()
-        with channel:
-            process = context.Process(  # type: ignore[attr-defined]  # every context has it
-                target=_run_forked, args=(child_channel, module, list(words), log, dict(env), str(cwd), threads)
-            )
-            process.start()
-            child_channel.close()
-            # Until it leads a group of its own, which kill() ends.
-            channel.recv_bytes()
-            self._process = _Fork(process)
-            # Until now a Ctrl-C here has closed the channel, and the child has ended: nobody would stop it.
-            channel.send_bytes(b"begin")
-
-
-def _run_forked(
-    channel: Connection,
-    module: str,
-    words: Sequence[str],
-    log: Path,
-    env: Mapping[str, str],
-    cwd: str,
-    threads: int | None,
-) -> None:
-    """What a :class:`ForkedModule` does in the child."""
-    os.setsid()
-    try:
-        channel.send_bytes(b"leads a group")
-        channel.recv_bytes()
-    except (EOFError, OSError):
-        return
-    with open(os.devnull, "rb") as nothing, open(log, "ab") as output:
-        os.dup2(nothing.fileno(), 0)
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    os.chdir(cwd)
-    # The server has the environment in which the first child was started.
-    os.environ.clear()
-    os.environ.update(env)
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda._is_in_bad_fork():
-        # An import has asked for GPUs in the server, and CUDA cannot be used in a fork of it.
-        os.execv(sys.executable, [sys.executable, "-m", module, *words])
-    if torch is not None and threads is not None:
-        torch.set_num_threads(threads)
-    # As `python -m` has them. The name of the program is set by runpy.
-    sys.path.insert(0, cwd)
-    sys.argv = [module, *words]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def last_error_line(lines: Sequence[str]) -> str:

@@ -221,12 +221,11 @@ class FakeWorker:
     most = 0
     started: list[tuple[str, str, str]]
 
-    def __init__(self, module, words, *, context, log, env, cwd, threads):
+    def __init__(self, command, *, log, env, cwd):
         self.pid = 1
         self.looks = 0
-        self.cell = words[-1]
-        assert env["OMP_NUM_THREADS"] == str(threads)
-        words = [word for word in words if not word.startswith("/") and not word.isdigit()]
+        self.cell = command[-1]
+        words = [word for word in command[3:] if not word.startswith("/") and not word.isdigit()]
         FakeWorker.started.append((" ".join(words), self.cell, env["OMP_NUM_THREADS"]))
         FakeWorker.running.append(self)
         FakeWorker.most = max(FakeWorker.most, len(FakeWorker.running))
@@ -250,7 +249,7 @@ def workers(monkeypatch):
     monkeypatch.setattr(FakeWorker, "running", [], raising=False)
     monkeypatch.setattr(FakeWorker, "started", [], raising=False)
     monkeypatch.setattr(FakeWorker, "most", 0)
-    monkeypatch.setattr(local_runs, "ForkedModule", FakeWorker)
+    monkeypatch.setattr(local_runs, "ChildProcess", FakeWorker)
     monkeypatch.setattr(local_runs, "POLL_S", 0.0)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -13,13 +13,11 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from kl_comedy.slurm.local import PRELOADED
-
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
     [
-        *PRELOADED,
         "fastapi",
+        "kl_comedy.cli.main",
         "kl_comedy.training.run",
         "lightning",
         "matplotlib.backends.backend_svg",

@@ -1,4 +1,4 @@
-"""Servers in forked processes: they begin with everything imported, which takes longer than a tiny run."""
+"""Servers and cells in forked processes: they begin with everything imported, which takes longer than a tiny run."""
 
 import json
 import math
@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 
 from commands import FORKS
+from kl_comedy.cli import main
 from kl_comedy.processes import ChildProcess
 from kl_comedy.rollouts.engines import hf_server, servers
 from kl_comedy.rollouts.engines.options import KEY_VARIABLE
@@ -17,7 +19,7 @@ from kl_comedy.slurm import local
 
 
 class ForkedChild(ChildProcess):
-    """In place of a server: ``target(*args)`` in a fork with the same log, process group and signals."""
+    """In place of a command: ``target(*args)`` in a fork with the same log, process group and signals."""
 
     def __init__(self, target, args, log):
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +64,15 @@ class ForkedServer(ForkedChild):
         super().__init__(serve, (settings, env[KEY_VARIABLE], parent), log)
 
 
+class ForkedCell(ForkedChild):
+    """In place of the process that a local sweep starts for a cell, an evaluation or a report."""
+
+    def __init__(self, command, *, log, env, cwd):
+        program = command.index("kl_comedy.cli")
+        words = command[program + 1 :]
+        super().__init__(command_line, (words, cwd), log)
+
+
 def in_a_fork():
     """Whether this process was forked by a test, and is not the tests' own."""
     return multiprocessing.parent_process() is not None
@@ -80,6 +91,12 @@ def end_with(parent):
     os.killpg(0, signal.SIGKILL)
 
 
+def command_line(words, cwd):
+    os.chdir(cwd)
+    sys.argv = ["kl-comedy", *words]
+    main.run()
+
+
 def run(target, args, log, ready):
     os.setsid()
     with log.open("ab") as output:
@@ -92,8 +109,7 @@ def run(target, args, log, ready):
 def install():
     """Start children this way from now on, in this process."""
     servers.ChildProcess = ForkedServer
-    # A process of these tests has everything imported, and a server of its own would import it again.
-    local.START_METHOD = "fork"
+    local.ChildProcess = ForkedCell
 
 
 if in_a_fork():  # a rank or a command of a test

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from kl_comedy.processes import ChildProcess, ForkedModule
+from kl_comedy.processes import ChildProcess
 from kl_comedy.slurm.manifest import RESUMABLE_EXIT_CODES, Submission, Sweep
-from kl_comedy.slurm.scripts import PROGRAM, stage_words
+from kl_comedy.slurm.scripts import stage_command
 from kl_comedy.slurm.submit import Work
 from kl_comedy.tracking.provenance import is_dead, process_tags
 
 POLL_S = 0.2
 GRACE_S = 60.0
 """How long workers may take to finish an update and save when this process is asked to stop."""
-PRELOADED = (
-    "kl_comedy.cli.main",
-    "kl_comedy.cli.sweep_job",
-    "kl_comedy.cli.summary",
-    "kl_comedy.training.fit",
-    "kl_comedy.tracking",
-)
-"""What a worker finds imported: a quarter of a run of half a minute. None of them imports a plugin, whose source may
-change while the sweep runs: each worker imports those itself."""
-START_METHOD = "forkserver"
-"""How multiprocessing starts a worker: forked from a server with the imports done. A fork of this process itself would
-have what its threads hold."""
 Report = Callable[[str], None]
 
 
@@ -85,13 +73,12 @@ def run_local(sweep: Sweep, work: Work, workers: int, report: Report, watch: Wat
         workers = limit
     # SIGTERM then raises KeyboardInterrupt, as Ctrl-C does, and the workers are stopped on the way out.
     handler_before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOADED))
     try:
         trained = _run_stage(sweep, "train", work.train, workers, report, watch)
         if sweep.manifest.evaluate is not None:
             _run_stage(sweep, "evaluate", (*work.evaluate, *trained), workers, report, watch)
         watch(StageState(stage="report", cells=(), running=(), ended=frozenset(), failures=frozenset()))
-        # In a process of its own, as on a cluster: its memory goes with it.
+        # In a process of its own, as on a cluster: the report imports pandas, and its memory goes with it.
         writer = _start(sweep, "report", None, 1)
         try:
             writer.wait(math.inf)
@@ -182,20 +169,13 @@ def _start(sweep: Sweep, stage: str, index: int | None, workers: int) -> ChildPr
         name = f"{name}_{index}"
         if stage == "train":
             processes = workers * sweep.cell(index).devices
-    env = dict(os.environ)
-    threads = None
     # Processes share the cores. A number that the user has set wins.
-    if "OMP_NUM_THREADS" not in env:
-        threads = max(1, (os.cpu_count() or 1) // processes)
-        env["OMP_NUM_THREADS"] = str(threads)
-    return ForkedModule(
-        PROGRAM,
-        stage_words(sweep, stage, index),
-        context=multiprocessing.get_context(START_METHOD),
+    threads = max(1, (os.cpu_count() or 1) // processes)
+    return ChildProcess(
+        [sys.executable, *stage_command(sweep, stage, index)],
         log=sweep.logs / f"{name}.out",
-        env=env,
+        env={"OMP_NUM_THREADS": str(threads), **os.environ},
         cwd=sweep.manifest.directory,
-        threads=threads,
     )
 
 

@@ -27,8 +27,6 @@ REPORT_MEMORY = "16G"
 MEMORY = re.compile(r"(\d+)([KMGTkmgt]?)")
 MIB_PER_UNIT = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
 
-PROGRAM = "kl_comedy.cli"
-"""The module that runs a stage of a cell."""
 STAGE_WORDS = {"train": ("cell",), "evaluate": ("cell", "--evaluate"), "report": ("sweep-report",)}
 """The subcommand of kl-comedy that each stage runs."""
 
@@ -167,7 +165,7 @@ def render(sweep: Sweep, shape: JobShape, stage: str) -> str:
         worker=worker,
         job=job,
         launcher=launcher(shape, gpus=job.gpus, folders=(sweep.manifest.directory, str(sweep.path))),
-        command=shlex.join(["-m", PROGRAM, *stage_words(sweep, stage)]),
+        command=shlex.join(stage_command(sweep, stage)),
         servers=servers,
         servers_per_node=servers_per_node,
         server_words=server_words,
@@ -260,9 +258,9 @@ def _server_words(sweep: Sweep, servers: Servers) -> str:
     return f"-- {shlex.join(shlex.split(servers.command))}"
 
 
-def stage_words(sweep: Sweep, stage: str, index: int | None = None) -> list[str]:
-    """The words after :data:`PROGRAM`. Without ``index`` the caller, as the batch script, appends the cell's."""
-    words = [*STAGE_WORDS[stage], str(sweep.path)]
+def stage_command(sweep: Sweep, stage: str, index: int | None = None) -> list[str]:
+    """The words after ``python``. Without ``index`` the caller, as the batch script, appends the cell's."""
+    words = ["-m", "kl_comedy.cli", *STAGE_WORDS[stage], str(sweep.path)]
     if index is not None:
         words.append(str(index))
     return words
