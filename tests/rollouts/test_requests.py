@@ -148,7 +148,7 @@ def test_our_server_ends_where_it_is_asked_to_and_draws_no_further(serve):
     """The client would cut what is too long; each token of it would have cost a pass."""
     server = serve()
     fields = {"n": 50, "seed": 3, "first_row": 0, **FIELDS, **STOPS, "stop_token_ids": [2], "temperature": 2.0}
-    fields |= {"top_p": 1.0, "top_k": 0, "max_tokens": 12}
+    fields |= {"top_p": 1.0, "top_k": 0, "max_tokens": 12, "records_kept": False}
     group = {"token_ids": list(PROMPT.token_ids), "sampling_params": fields, "autocast": None}
     (answer,) = server.engine.generate([group])
     tokenizer = server.engine.loaded.tokenizer
