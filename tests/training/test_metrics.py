@@ -301,3 +301,25 @@ def test_gold_and_trained_reward_are_means_of_the_same_completions(verdicts):
     assert metrics["train/reward"] == pytest.approx(2 * sum(hacked for _, hacked in verdicts) / count)
     assert metrics["train/reward/fixed_text"] == pytest.approx(sum(hacked for _, hacked in verdicts) / count)
     assert "train/reward/gold" not in metrics
+
+
+def test_a_term_counts_as_it_was_when_it_was_added():
+    """Terms are read later, all at once: what changes in between, and the graph that made them, must not be in them."""
+    weight = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    total = torch.tensor(2.0, dtype=torch.float64)
+    metrics = MetricAccumulator()
+    metrics.add("mean", total, 4)
+    metrics.maximum("largest", total)
+    metrics.add("loss", 2 * weight, torch.tensor(1))
+    total += 5
+    assert metrics.values() == {"mean": 0.5, "loss": 6.0, "largest": 2.0}
+    metrics.add("mean", total, 4)
+    assert metrics.values()["mean"] == (2 + 7) / 8
+
+
+def test_sums_are_added_in_the_order_of_their_terms():
+    terms = [1e16, 1.0, -1e16, torch.tensor(0.1)]
+    metrics = MetricAccumulator()
+    for term in terms:
+        metrics.add("sum", term, 0.25)
+    assert metrics.values()["sum"] == 0.0 + 1e16 + 1.0 - 1e16 + float(torch.tensor(0.1))

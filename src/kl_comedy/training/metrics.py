@@ -10,7 +10,9 @@ weights, mu the sampler; ``delta = log pi - log mu`` of a sampled token, ``rho =
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -69,22 +71,25 @@ _REDUCTIONS: dict[str, Callable[..., float]] = {
 
 
 class MetricAccumulator:
-    """Running sums, maxima and samples by metric name."""
+    """Running sums, maxima and samples by metric name.
+
+    What is on a device is read when values are asked for, all of it at once: each read alone would hold up the host.
+    """
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, str], list[float]] = {}
-        self._maxima: dict[str, float] = {}
+        self._terms: dict[tuple[str, str], list[list[float | Tensor]]] = {}
+        self._candidates: dict[str, list[float | Tensor]] = defaultdict(list)
         self._samples: dict[str, list[Tensor]] = defaultdict(list)
 
     def add(self, name: str, *terms: float | Tensor, reduction: str = "mean") -> None:
         """Add each term to its sum; the last term is a count. ``name`` is the ``reduction`` of all sums."""
         # Sums and counts, not means: micro-batches and ranks have different numbers of tokens.
-        sums = self._sums.setdefault((reduction, name), [0.0] * len(terms))
-        for position, term in enumerate(terms):
-            sums[position] += float(term)
+        sums = self._terms.setdefault((reduction, name), [[] for _ in terms])
+        for terms_of_sum, term in zip(sums, terms, strict=True):
+            terms_of_sum.append(_kept(term))
 
     def maximum(self, name: str, value: float | Tensor) -> None:
-        self._maxima[name] = max(self._maxima.get(name, -math.inf), float(value))
+        self._candidates[name].append(_kept(value))
 
     def sample(self, name: str, values_N: Tensor) -> None:
         """Store values for their quantiles; ``*`` in ``name`` becomes the percentage, as in ``01``."""
@@ -97,7 +102,7 @@ class MetricAccumulator:
             return self
         merged = MetricAccumulator()
         # The order of the ranks, and so the rounding of the sums, is the same on every rank.
-        for sums, maxima, samples in ranks.gather((self._sums, self._maxima, dict(self._samples))):
+        for sums, maxima, samples in ranks.gather((*self._read(), dict(self._samples))):
             for (reduction, name), terms in sums.items():
                 merged.add(name, *terms, reduction=reduction)
             for name, value in maxima.items():
@@ -108,15 +113,54 @@ class MetricAccumulator:
 
     def values(self) -> dict[str, float]:
         """The reduced metrics, without those whose count is 0."""
+        totals, maxima = self._read()
         reduced = {}
-        for (reduction, name), sums in self._sums.items():
+        for (reduction, name), sums in totals.items():
             count = sums[-1]
             if count:
                 reduced[name] = _REDUCTIONS[reduction](*sums)
         for name, values in self._samples.items():
             for percent, value in _quantiles(torch.cat(values), RATIO_PERCENTS).items():
                 reduced[name.replace("*", f"{percent:02d}")] = value
-        return reduced | self._maxima
+        return reduced | maxima
+
+    def _read(self) -> tuple[dict[tuple[str, str], list[float]], dict[str, float]]:
+        """All sums, and all maxima. What was on a device is on the host afterwards."""
+        lists = [*self._candidates.values()]
+        for sums in self._terms.values():
+            lists += sums
+        _read_together(lists)
+        totals = {key: [_total(terms) for terms in sums] for key, sums in self._terms.items()}
+        maxima = {}
+        for name, candidates in self._candidates.items():
+            maxima[name] = functools.reduce(max, map(float, candidates), -math.inf)
+        return totals, maxima
+
+
+def _kept(term: float | Tensor) -> float | Tensor:
+    """A number, or a copy of it in float64 where it is: neither its graph nor a later change of it is kept."""
+    if isinstance(term, Tensor):
+        return term.detach().to(torch.float64, copy=True)
+    return float(term)
+
+
+def _read_together(lists: Sequence[list[float | Tensor]]) -> None:
+    """Replace the tensors of all ``lists`` by their numbers, with one copy for each device."""
+    places: dict[torch.device, list[tuple[list[float | Tensor], int]]] = defaultdict(list)
+    tensors: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for terms in lists:
+        for position, term in enumerate(terms):
+            if isinstance(term, Tensor):
+                places[term.device].append((terms, position))
+                tensors[term.device].append(term.reshape(()))
+    for device, values in tensors.items():
+        for (terms, position), number in zip(places[device], torch.stack(values).cpu().tolist(), strict=True):
+            terms[position] = number
+
+
+def _total(terms: Sequence[float | Tensor]) -> float:
+    # One after the other: sum() of later Pythons compensates, and a sum would depend on the version.
+    return functools.reduce(operator.add, map(float, terms), 0.0)
 
 
 def _quantiles(values_N: Tensor, percents: Sequence[int]) -> dict[int, float]:
@@ -147,7 +191,7 @@ def accumulate_micro_batch(
     experience = micro.experience
     logp_BT = policy.logp_BT
     mask_BT = experience.mask_BT
-    tokens = float(mask_BT.sum())
+    tokens = mask_BT.sum()
     log_ratio_BT = torch.where(mask_BT, logp_BT - experience.ref_logp_BT, 0.0)
     accumulate_divergence(metrics, mask_BT, policy, log_ratio_BT)
     accumulate_kept(metrics, policy, mask_BT)
@@ -190,7 +234,7 @@ def accumulate_reference(
     for divergence, value_BT in divergences.items():
         if value_BT is not None:
             total = value_BT.double().sum()
-            metrics.add(_against(name, divergence, "token"), total, float(mask_BT.sum()))
+            metrics.add(_against(name, divergence, "token"), total, mask_BT.sum())
             metrics.add(_against(name, divergence, "sequence"), total, float(mask_BT.shape[0]))
 
 
@@ -227,7 +271,7 @@ def accumulate_divergence(
     The error of a token is its estimate minus the exact KL at its prefix; that of a completion is the sum over tokens.
     """
     # Each total has two counts: per token, and per completion.
-    tokens = float(mask_BT.sum())
+    tokens = mask_BT.sum()
     rows = float(mask_BT.shape[0])
     for token_name, sequence_name, value_BT in (
         ("kl/exact_reverse_token", "kl/exact_reverse_sequence", policy.kl_BT),
@@ -262,7 +306,7 @@ def accumulate_kept(metrics: MetricAccumulator, policy: TokenPass, mask_BT: Tens
     With S the kept tokens, ``KL(pi_S || ref) = KL(pi_S || ref_S) - log ref(S)``. A learner that did not renormalize
     would have the kept mass as the mean of its ratios on fresh samples.
     """
-    tokens = float(mask_BT.sum())
+    tokens = mask_BT.sum()
     if policy.log_kept_BT is not None:
         metrics.add("policy/kept_mass", policy.log_kept_BT[mask_BT].double().exp().sum(), tokens)
     if policy.reference_log_kept_BT is not None:
@@ -280,7 +324,7 @@ def accumulate_behaviour(metrics: MetricAccumulator, experience: Experience, log
     """
     mask_BT = experience.mask_BT
     versions_BT = experience.policy_version_BT
-    tokens = float(mask_BT.sum())
+    tokens = mask_BT.sum()
     # 0 outside the mask, where the padded log-probs mean nothing.
     delta_BT = torch.where(mask_BT, logp_BT - experience.behaviour_logp_BT, 0.0)
     delta_N = delta_BT[mask_BT].double()
@@ -314,7 +358,7 @@ def accumulate_behaviour(metrics: MetricAccumulator, experience: Experience, log
 
 def accumulate_policy(metrics: MetricAccumulator, parts: PolicyLossParts, mask_BT: Tensor) -> None:
     """Shares of tokens where the policy loss's bound and each policy correction acted."""
-    tokens = float(mask_BT.sum())
+    tokens = mask_BT.sum()
     if parts.clipped_BT is not None:
         metrics.add("policy/clip_fraction", parts.clipped_BT.sum(), tokens)
     for name, weights in parts.weights.items():
