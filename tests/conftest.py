@@ -39,6 +39,7 @@ ON_THE_CLUSTER = tuple(
 )
 TAKE_MINUTES = (
     *ON_THE_CLUSTER,
+    "tests/cli/test_results_export.py",
     "tests/docs/test_commands_as_typed.py",
     "tests/training/test_distributed.py",
     "tests/config/test_matrix.py",
