@@ -299,7 +299,7 @@ class LoadedCase:
         update = _counts(self._trace)
         # What only a collector frees is freed before the next update.
         gc.collect()
-        held = self._trace.bytes - before
+        left = self._trace.bytes - before
         self._trace.restart()
         _publish(self._module)
         publication = _counts(self._trace)
@@ -307,7 +307,7 @@ class LoadedCase:
             "load": self._load,
             "update": update,
             "publication": publication,
-            "held_bytes": held,
+            "left_bytes": left,
             "without_gradient": without_gradient,
         }
 

@@ -1,7 +1,7 @@
 """A CUDA device for shapes only: torch's CPU build, and fake tensors on ``cuda``.
 
 :func:`load_guard` must run before torch is imported, because torch asks once whether there is a GPU. The library that
-it loads is compiled by g++ in two to five seconds, and kept for this version of torch.
+it loads is compiled by g++ in two to five seconds, and stays beside compiled modules for this version of torch.
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-import tempfile
 import types
 from pathlib import Path
 
@@ -36,7 +35,9 @@ def _compiled(torch_folder: Path) -> Path:
     """The guard as a library. Another version of torch or of the source has a file of its own."""
     version = importlib.metadata.version("torch")
     digest = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]
-    library = Path(tempfile.gettempdir()) / f"kl_comedy_fake_cuda_{os.getuid()}_{digest}.so"
+    # In the checkout and not in a folder that all users may write to: it is loaded as code.
+    library = SOURCE.parent / "__pycache__" / f"fake_cuda_{digest}.so"
+    library.parent.mkdir(exist_ok=True)
     if library.exists():
         return library
     unfinished = library.with_suffix(f".{os.getpid()}")

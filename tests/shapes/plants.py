@@ -79,11 +79,11 @@ def a_rank_without_rows_makes_no_pass(rank):
 def logits_are_kept(rank):
     from kl_comedy.models import head
 
-    kept = []
+    passes = []
 
     def log_softmax(original, *args, **kwargs):
         logp_nV = original(*args, **kwargs)
-        kept.append(logp_nV)
+        passes.append(logp_nV)
         return logp_nV
 
     _wrap(head, "log_softmax", log_softmax)

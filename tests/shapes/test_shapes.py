@@ -22,7 +22,7 @@ SHAPE = "qwen2.5-7b"
 LAYERS = 2
 TOLERANCE = 0.05
 """The ratchet: a count that is worse by a larger share fails."""
-HELD_BYTES = 2**20
+MOST_LEFT_BYTES = 2**20
 """What an update may leave on the device: numbers of its metrics."""
 LAST = RANKS - 1
 """The rank that has no rows of its own."""
@@ -71,12 +71,12 @@ def faults(counts) -> list[str]:
     """What is wrong with an update, whatever its counts are."""
     if "error" in counts:
         return [counts["error"]]
-    found = [f"{name} has no gradient" for name in counts["without_gradient"]]
-    if counts["held_bytes"] > HELD_BYTES:
-        found.append(f"{counts['held_bytes']} bytes of an update are held after it")
+    messages = [f"{name} has no gradient" for name in counts["without_gradient"]]
+    if counts["left_bytes"] > MOST_LEFT_BYTES:
+        messages.append(f"{counts['left_bytes']} bytes of an update are left after it")
     for part in PARTS:
-        found += counts[part]["violations"]
-    return found
+        messages += counts[part]["violations"]
+    return messages
 
 
 def flat(part) -> dict[str, int]:

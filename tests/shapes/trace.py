@@ -248,8 +248,8 @@ class Trace(TorchDispatchMode):
                 positions.append(index)
                 continue
             with _disable_current_modes():
-                found = self.value(index).nonzero(as_tuple=True)
-            positions += [self._with_value(axis, index.device) for axis in found]
+                axes = self.value(index).nonzero(as_tuple=True)
+            positions += [self._with_value(axis, index.device) for axis in axes]
         value = self.value(tensor)
         if value is None:
             return (tensor, positions), None
