@@ -40,7 +40,7 @@ TARGETS_IN_WORDS = {
 AGES = ("k3_over_none_hack_tuned", "centred_over_none", "k3_over_none_hack")
 """The contrasts of a form and no KL whose settings are ordered by the effective sample size."""
 
-SYSTEMS_OF_MOST = ("trl", "verl", "openrlhf", "nemo-rl", "prime-rl", "slime")
+SHOWN_SYSTEMS = ("trl", "verl", "openrlhf", "nemo-rl", "prime-rl", "slime")
 """The systems whose flags stand on docs/decision.md; docs/peers.md has the others."""
 
 ORDINALS = {6: "six", 9: "nine"}
@@ -113,7 +113,7 @@ def flags() -> str:
     candidates = advice().candidates.values()
     head = ("system", "fresh samples: k1 in the reward, to go", *(f"stale: {item.words}" for item in candidates))
     rows = []
-    for name in SYSTEMS_OF_MOST:
+    for name in SHOWN_SYSTEMS:
         system = SYSTEMS[name]
         goals = {item.goal.name: item for item in advise(system)}
         cells = [_setting(goals["sequence"].flags)]

@@ -73,7 +73,7 @@ def first_answer(
         return lines
     lines += _trap(reading, asked, regimes, remarks)
     if asked.terms:
-        lines += _whether(asked.terms)
+        lines += _reward_advice(asked.terms)
         for samples in dict.fromkeys(SAMPLES_OF_REGIME[regime] for regime in regimes):
             lines += _what_to_set(reading, asked, samples, is_known=len(regimes) == 1)
     return lines
@@ -110,7 +110,7 @@ def recipe_answer(terms: Sequence[KLTerm], certificates: Sequence[Certificate]) 
     for regime in ("on_policy", "off_policy"):
         lines += _line(SAMPLES_OF_REGIME[regime].capitalize(), _follows_in_words(by_regime[regime]))
         lines += _pull(by_regime[regime])
-    lines += _whether(terms)
+    lines += _reward_advice(terms)
     for samples in REGIME_OF_SAMPLES:
         lines += _never(terms, samples)
         situation = advice().situation_for(terms, samples)
@@ -326,7 +326,7 @@ def _situation(asked: Reading, samples: str) -> Situation | None:
     return situation
 
 
-def _whether(terms: Sequence[KLTerm]) -> list[str]:
+def _reward_advice(terms: Sequence[KLTerm]) -> list[str]:
     """Whether each kind of reward needs a KL to a policy before the training; nothing for another reference."""
     situation = advice().situation_for(terms, "stale")
     if situation is None or situation.reference != "initial":
