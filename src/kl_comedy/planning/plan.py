@@ -343,7 +343,6 @@ class Plan:
         shape = self.shape
         load = self.load
         size = self.compute_bytes
-        # As the sampler's cache grows: by doubling, from its first capacity.
         drawn = load.completion
         prefix = load.prompt
         families = -(-load.wave_rows // self.config.rollout.group_size)
@@ -353,6 +352,7 @@ class Plan:
             drawn = min(drawn, environment.turn_tokens or max(1, drawn // environment.turns))
             prefix = load.prompt + load.completion - drawn
             families = load.wave_rows
+        # As the sampler's cache grows: by doubling, from its first capacity.
         capacity = INITIAL_CAPACITY
         while capacity < drawn:
             capacity *= 2

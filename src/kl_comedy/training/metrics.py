@@ -86,10 +86,10 @@ class MetricAccumulator:
         # Sums and counts, not means: micro-batches and ranks have different numbers of tokens.
         sums = self._terms.setdefault((reduction, name), [[] for _ in terms])
         for terms_of_sum, term in zip(sums, terms, strict=True):
-            terms_of_sum.append(_kept(term))
+            terms_of_sum.append(_in_float64(term))
 
     def maximum(self, name: str, value: float | Tensor) -> None:
-        self._candidates[name].append(_kept(value))
+        self._candidates[name].append(_in_float64(value))
 
     def sample(self, name: str, values_N: Tensor) -> None:
         """Store values for their quantiles; ``*`` in ``name`` becomes the percentage, as in ``01``."""
@@ -137,7 +137,7 @@ class MetricAccumulator:
         return totals, maxima
 
 
-def _kept(term: float | Tensor) -> float | Tensor:
+def _in_float64(term: float | Tensor) -> float | Tensor:
     """A number, or a copy of it in float64 where it is: neither its graph nor a later change of it is kept."""
     if isinstance(term, Tensor):
         return term.detach().to(torch.float64, copy=True)
@@ -194,7 +194,7 @@ def accumulate_micro_batch(
     tokens = mask_BT.sum()
     log_ratio_BT = torch.where(mask_BT, logp_BT - experience.ref_logp_BT, 0.0)
     accumulate_divergence(metrics, mask_BT, policy, log_ratio_BT)
-    accumulate_kept(metrics, policy, mask_BT)
+    accumulate_in_float64(metrics, policy, mask_BT)
     accumulate_behaviour(metrics, experience, logp_BT, version)
     accumulate_policy(metrics, result.policy, mask_BT)
     log_probs = {"logp_BT": logp_BT, "behaviour_logp_BT": experience.behaviour_logp_BT, "mask_BT": mask_BT}
@@ -300,7 +300,7 @@ def accumulate_divergence(
             metrics.add(f"kl_error/{name}_sequence_rms", error_B.square().sum(), rows, reduction="root_mean_square")
 
 
-def accumulate_kept(metrics: MetricAccumulator, policy: TokenPass, mask_BT: Tensor) -> None:
+def accumulate_in_float64(metrics: MetricAccumulator, policy: TokenPass, mask_BT: Tensor) -> None:
     """The mass that truncated sampling kept, under the policy, and what it alone adds to the KL to the reference.
 
     With S the kept tokens, ``KL(pi_S || ref) = KL(pi_S || ref_S) - log ref(S)``. A learner that did not renormalize

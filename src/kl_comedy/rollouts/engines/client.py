@@ -296,11 +296,11 @@ def _completions(answer: Mapping[str, Any], label: str) -> list[Completion]:
     for choice in sorted(answer["choices"], key=lambda choice: choice["index"]):
         ids = [int(token) for token in choice["token_ids"]]
         versions = token_versions(choice.get("weight_versions") or (), len(ids), label)
-        completions.append(Completion(ids=ids, logps=_logps(choice), versions=versions, kept=_kept(choice)))
+        completions.append(Completion(ids=ids, logps=_logps(choice), versions=versions, kept=_kept_sets(choice)))
     return completions
 
 
-def _kept(choice: Mapping[str, Any]) -> list[torch.Tensor]:
+def _kept_sets(choice: Mapping[str, Any]) -> list[torch.Tensor]:
     """The ids that the truncation kept at each token; empty where the answer has none."""
     kept_sets = choice.get("kept") or []
     # One tensor and its parts: a tensor for each token would take most of the time that an answer takes to read.
