@@ -37,7 +37,7 @@ TARGETS_IN_WORDS = {
     "token_forward": "the **forward** KL of each visited prefix",
 }
 
-AGES = ("k3_over_none_hack_tuned", "centred_over_none", "k3_over_none_hack")
+AGES = ("k3_over_none_hack_tuned", "k3_over_none_rates", "centred_over_none", "k3_over_none_hack")
 """The contrasts of a form and no KL whose settings are ordered by the effective sample size."""
 
 SHOWN_SYSTEMS = ("trl", "verl", "openrlhf", "nemo-rl", "prime-rl", "slime")
@@ -45,6 +45,10 @@ SHOWN_SYSTEMS = ("trl", "verl", "openrlhf", "nemo-rl", "prime-rl", "slime")
 
 ORDINALS = {6: "six", 9: "nine"}
 """Numbers of configurations as words at the beginning of a phrase; others stay digits."""
+
+
+def _often(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
 
 
 # --- docs/decision.md -------------------------------------------------------------------------------------------------
@@ -87,7 +91,7 @@ def rewards() -> str:
     for item in advice().rewards.values():
         counts = strength(item, measured())
         above, below = counts.supporting, counts.against
-        compared = f"In {counts.of} comparisons a KL ended above no KL {above} times, below it {below} times."
+        compared = f"In {counts.of} comparisons a KL ended above no KL {_often(above)}, below it {_often(below)}."
         paragraphs.append(f"**{_capital(item.words)}.** {item.advice} {compared}")
     return "\n\n".join(paragraphs)
 
