@@ -59,9 +59,11 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "max_steps": ("train.steps",),
     "model_name": ("source", "model.source"),
     "model_name_or_path": ("source", "model.source"),
+    "name": ("source",),
     "num_generations": ("group_size", "rollout.group_size"),
     "num_iterations": ("updates_per_batch", "algorithm.updates_per_batch"),
     "off_policy": ("replayed",),
+    "path": ("source",),
     "steps": ("train.steps",),
     "temperature": ("rollout.temperature",),
 }

@@ -263,6 +263,44 @@ def test_a_pasted_call_is_answered(kl_comedy):
     assert out.startswith("4 updates per batch")
 
 
+FLAGS = "--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl"
+PRIME_RL = "[orchestrator]\nbatch_size = 128\n\n[trainer.loss]\ntype = 'default'\nkl_tau = 0.001\n"
+NEMO_RL = (
+    "grpo:\n  num_prompts_per_step: 32\nloss_fn:\n  reference_policy_kl_penalty: 0.01\npolicy:\n  model_name: a/b\n"
+)
+VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.use_kl_loss=True"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "system", "shown"),
+    [
+        pytest.param(["args = GRPOConfig(beta=0.1, bf16=True)"], "TRL", "beta=0.1", id="one call"),
+        pytest.param([FLAGS], "slime", "kl_loss_coef=0.001", id="flags in quotes"),
+        pytest.param(FLAGS.split(), "slime", "kl_loss_coef=0.001", id="flags without quotes"),
+        pytest.param(VERL.split(), "verl", "use_kl_loss=true", id="a command without quotes"),
+        pytest.param([PRIME_RL], "prime-rl", "kl_tau=0.001", id="TOML"),
+        pytest.param([NEMO_RL], "NeMo-RL", "reference_policy_kl_penalty=0.01", id="YAML"),
+    ],
+)
+def test_what_is_pasted_is_read(kl_comedy, arguments, system, shown):
+    code, out, err = kl_comedy("explain", *arguments)
+    assert (code, err) == (0, "")
+    assert f"the pasted text: {system}, read with" in out
+    assert shown in out
+
+
+def test_a_pasted_text_that_may_be_of_two_systems_says_by_what_it_was_taken_for_one(kl_comedy):
+    _, out, _ = kl_comedy("explain", "use_kl_loss: true\nkl_loss_coef: 0.1\n")
+    assert "taken for slime by kl_loss_coef, use_kl_loss; if it is another system's" in out
+    _, out, _ = kl_comedy("explain", VERL)
+    assert "taken for" not in out
+
+
+def test_a_coefficient_that_the_user_set_to_0_is_called_no_default(kl_comedy):
+    _, out, _ = kl_comedy("explain", FLAGS.replace("0.001", "0.0"))
+    assert "kl_loss_coef is 0, so the KL is only logged" in out
+
+
 def test_json_has_the_row(kl_comedy):
     _, out, _ = kl_comedy("explain", "verl:use_kl_loss=true,train_batch_size=256", "--format", "json")
     freshness = json.loads(out)["freshness"]

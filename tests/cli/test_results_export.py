@@ -140,7 +140,7 @@ def test_frames_curves_and_completions_are_the_stores(exported_once, without_mlf
     [
         ({"experiment": "stdy"}, "--experiment: got 'stdy'"),
         ({"where": "sed = 1"}, "did you mean 'seed'"),
-        ({"where": "seed == 1"}, "cannot read"),
+        ({"where": "seed == 1"}, "cannot read 'seed == 1'; "),
         ({"where": "seed > '1'"}, "cannot read"),
         ({"where": "seed = 0 seed = 1"}, "cannot read"),
     ],

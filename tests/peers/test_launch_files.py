@@ -301,7 +301,7 @@ def aliases_of_aliases():
         pytest.param(
             "run.sh",
             "python train.py --lr 1\n",
-            "no system of trl, verl, .* recognised: cannot tell from this file, .*; name it with --system",
+            "no system recognised: cannot tell from this file, .*; name it with --system, one of trl, verl, ",
             id="no system",
         ),
         pytest.param(
@@ -376,7 +376,7 @@ def test_a_script_that_may_train_with_a_kl_is_read(tmp_path, command):
 
 @pytest.mark.parametrize("option", ["grpo_config.kl_weight", "kl_penalty_coef", "critic_type", "ppo_config.beta"])
 def test_one_option_that_anybody_may_have_tells_no_system(tmp_path, option):
-    with pytest.raises(UserError, match=r"no system of .* recognised"):
+    with pytest.raises(UserError, match="no system recognised"):
         read_launch_file(write(tmp_path, "run.sh", f"python training.py --{option} 0.1\n"))
 
 

@@ -14,7 +14,7 @@ from kl_comedy.cli import certify_output as output
 from kl_comedy.cli import common
 from kl_comedy.cli.common import Plugins, choice_option, load, load_plugins, message, options_in_a_record, progress_bar
 from kl_comedy.config.shipped import shipped_config
-from kl_comedy.errors import RunFailed, UserError, bad_value, nearest, unknown_key
+from kl_comedy.errors import RunFailed, UserError, bad_value, nearest, shown, unknown_key
 from kl_comedy.extras import require_module
 from kl_comedy.io import check_writable, parse_yaml, read_text
 
@@ -288,6 +288,8 @@ def _add_name(name: str, lists: dict[str, tuple[KLTerm, ...]], configs: dict[str
     if not is_config and not path.is_file() and shipped_config(name) is None:
         if meant_estimator(name) is not None:
             recipe(name, key="NAME")  # raises: it says what to write instead
+        if ":" in name:
+            raise UserError(f"{name}: the flags of another system are read by `kl-comedy explain {shown(name)}`")
         near = nearest(name, RECIPES.names())
         hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(f"{name}: neither a recipe nor a file{hint} (kl-comedy list recipes; {OWN_PART})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
@@ -34,6 +35,7 @@ LEGEND = (
     f"Means over {BATTERY_WORDS}."
 )
 PASTED = "the pasted text"
+OPTIONS = ("--system", "--as-config", "--full", "--plugin", "--format", "--help")
 FILES = (".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb", ".yaml", ".yml", ".json", ".toml")
 
 
@@ -42,8 +44,8 @@ def explain(
         list[str],
         typer.Argument(
             help="A recipe (kl-comedy list recipes), SYSTEM:FLAGS (kl-comedy list peers), a launch script or config of "
-            "another system (shell, Python, YAML, TOML), or a pasted command or GRPOConfig(...) in quotes; then "
-            "key=value for what it leaves open"
+            "another system (shell, Python, YAML, TOML), or the pasted text of one, such as GRPOConfig(...), in "
+            "quotes; then key=value for what it leaves open"
         ),
     ],
     system: Annotated[
@@ -72,7 +74,7 @@ def explain(
 
     load_plugins(plugin)
     text = " ".join(what)
-    first, *overrides = what
+    first, *overrides = _joined_paste(what)
     path = Path(first)
     # With a suffix it is meant as a file, so that a missing one is reported and not taken for a recipe. "verl:a.yaml"
     # has a colon.
@@ -100,11 +102,29 @@ def explain(
 
 
 def is_pasted(text: str) -> bool:
-    """Whether an argument is a command line or a call of Python, and neither flags of a system nor a recipe."""
+    """Whether an argument is a command, a call of Python or a config, and neither flags of a system nor a recipe."""
     # `verl: use_kl_loss=true` has spaces too; its colon comes first.
-    if re.match(r"\s*[\w-]+\s*:", text):
+    if "\n" not in text.strip() and re.match(r"\s*[\w-]+\s*:", text):
         return False
-    return bool(re.search(r"\S\s+\S", text) or re.search(r"[\w.]+\(", text))
+    return bool(re.search(r"\S\s+\S", text) or re.search(r"[\w.]+\(", text) or re.match(r"-[-\w]", text))
+
+
+def _joined_paste(what: Sequence[str]) -> Sequence[str]:
+    """The arguments; a command that was pasted without quotes around it is made one of them.
+
+    Raises :class:`UserError` for an unknown option beside a file, flags of a system, a recipe or a pasted text.
+    """
+    from kl_comedy.peers.systems import is_peer
+    from kl_comedy.registry import RECIPES
+
+    options = [word for word in what if re.fullmatch(r"-\S*", word)]
+    if not options:
+        return what
+    first = what[0]
+    is_command = first in options or not (is_pasted(first) or is_peer(first) or first in RECIPES)
+    if os.path.isfile(first) or not is_command:
+        raise bad_value("option", options[0], OPTIONS)
+    return [shlex.join(what)]
 
 
 def _pasted(text: str, system: str | None, overrides: Sequence[str]) -> LaunchFile:

@@ -29,6 +29,7 @@ from kl_comedy.cli import (
     sweep_job,
 )
 from kl_comedy.cli.common import ConfigArgument, Overrides, Plugins, command_line, load, process_rank, stderr_console
+from kl_comedy.cli.usage import usage_line
 from kl_comedy.cuda import set_variables
 from kl_comedy.errors import REQUEUE_EXIT_CODE, RunFailed, RunStopped, UserError
 from kl_comedy.extras import named_extras, require
@@ -119,7 +120,9 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
 }
 for panel, commands in PANELS.items():
     for name, command in commands.items():
-        app.command(name, rich_help_panel=panel)(command)
+        # A command pasted for `explain` has options of its own.
+        settings = {"ignore_unknown_options": name == "explain"}
+        app.command(name, rich_help_panel=panel, context_settings=settings)(command)
 app.add_typer(results.app, name="results", rich_help_panel="Results")
 # A sweep's jobs run these two. Nobody types them, so that the help leaves them out.
 app.command("cell", hidden=True)(sweep_job.cell)
@@ -162,9 +165,18 @@ def run() -> None:
     code: str | int | None = 0
     try:
         with named_extras():
-            app()
+            # It returns the code of an exit that a command asked for, and what a command returned: nothing.
+            code = app(standalone_mode=False)
     except SystemExit as end:
         code = end.code
+    except typer.TyperException as error:
+        line = usage_line(error)
+        code = 2
+        # It is empty for a group of commands without one: typer printed the help.
+        if line:
+            _print_error(stderr_console(), f"error: {one_line(line)}", code)
+    except typer.Abort:
+        code = 1
     except UserError as error:
         code = _print_error(stderr_console(), f"error: {one_line(_with_plugin_line(error))}", 2)
     except RunStopped as error:

@@ -41,6 +41,8 @@ __all__ = ["LaunchFile", "Parsed", "parse", "read_launch_file", "read_launch_tex
 
 ENOUGH_HINTS = 2
 """Marks that several systems share, each on its own a coincidence."""
+ENOUGH_PASTED_HINTS = 1
+"""A pasted text is what its reader took for the KL's settings, and has no imports by which a system could be told."""
 CLEARLY_MORE = 2
 """How many times the marks of any other a system must have to be chosen: a path may name a second system."""
 KL_KEY = re.compile(
@@ -104,7 +106,7 @@ def read_launch_file(path: Path, *, system: str | None = None, overrides: Sequen
 
 
 def read_launch_text(text: str, *, system: str | None = None, overrides: Sequence[str] = ()) -> LaunchFile:
-    """As :func:`read_launch_file`, of a command line, or of Python that is pasted in place of a file's name."""
+    """As :func:`read_launch_file`, of a command line, Python, YAML or TOML that is pasted in place of a file's name."""
     return launch_of(parse_text(text), system=system, overrides=overrides)
 
 
@@ -121,6 +123,8 @@ def launch_of(parsed: Parsed, *, system: str | None, overrides: Sequence[str]) -
         _refuse_code_elsewhere(values)
     assumed = _assumption(values)
     remarks = [assumed] if assumed else []
+    if parsed.is_pasted and system is None:
+        remarks += _guess_remarks(chosen, parsed)
     remarks += values.remarks()
     if not values.given and not remarks:
         remarks.append(f"no flag of the KL is set in the file: the answer is the defaults of {chosen.title}")
@@ -592,10 +596,15 @@ def recognise(parsed: Parsed) -> System:
         counts = {name: len(marks[name]) for name in candidates}
         candidates = _clearest(counts, parsed)
     if len(candidates) != 1:
-        problem = f"no system of {', '.join(SYSTEMS)} recognised{_where_the_kl_stands(parsed)}"
+        problem = f"no system recognised{_where_the_kl_stands(parsed)}"
+        names = list(SYSTEMS)
         if candidates:
             problem = f"could be {' or '.join(candidates)}"
-        raise UserError(f"{problem}; name it with --system (for a kl_comedy config: kl-comedy certify FILE)")
+            names = candidates
+        raise UserError(
+            f"{problem}; name it with --system, one of {', '.join(names)} (for a kl_comedy config: kl-comedy certify "
+            "FILE)"
+        )
     system = SYSTEMS[candidates[0]]
     _refuse_other_runs(system, parsed)
     return system
@@ -603,9 +612,10 @@ def recognise(parsed: Parsed) -> System:
 
 def _hinted(parsed: Parsed) -> list[str]:
     """The systems with the most hints in the file; none where each hint may be a coincidence."""
-    hints = {name: _count_hints(system, parsed) for name, system in SYSTEMS.items()}
+    hints = {name: len(_hints(system, parsed)) for name, system in SYSTEMS.items()}
     most = max(hints.values())
-    if most < ENOUGH_HINTS:
+    enough = ENOUGH_PASTED_HINTS if parsed.is_pasted else ENOUGH_HINTS
+    if most < enough:
         return []
     return [name for name, count in hints.items() if count == most]
 
@@ -626,17 +636,25 @@ def _clearest(counts: Mapping[str, int], parsed: Parsed) -> list[str]:
     return candidates
 
 
-def _count_hints(system: System, parsed: Parsed) -> int:
+def _guess_remarks(system: System, parsed: Parsed) -> Iterator[str]:
+    """By what a pasted text is taken for a system's, where another system may have the same flags."""
+    if not any(True for _ in _found(system.marks, parsed)):
+        hints = ", ".join(_hints(system, parsed)[:MAX_FLAGS_NAMED])
+        yield f"taken for {system.title} by {hints}; if it is another system's, name that with --system"
+
+
+def _hints(system: System, parsed: Parsed) -> list[str]:
+    """What of a file is a hint of the system's."""
     classes = _classes_of(system)
     settings = []
     for setting in parsed.settings:
         # In Python, what a class of the author's own has is no option of a system.
         if not setting.scope or any(pattern.fullmatch(setting.scope) for pattern in classes):
             settings.append(setting)
-    count = len(list(_found(system.hints, replace(parsed, settings=settings))))
+    hints = list(_found(system.hints, replace(parsed, settings=settings)))
     if parsed.is_config:
-        count += len(list(_found(system.config_hints, parsed)))
-    return count
+        hints += _found(system.config_hints, parsed)
+    return hints
 
 
 def _where_the_kl_stands(parsed: Parsed) -> str:

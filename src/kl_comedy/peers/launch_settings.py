@@ -67,6 +67,8 @@ class Parsed:
     """Modules from which a Python program imports a function that trains, by its name."""
     is_config: bool = False
     """Whether the file is YAML, JSON or TOML, and no program."""
+    is_pasted: bool = False
+    """Whether it is a text in place of a file."""
     is_imported: bool = False
     """Whether the file is a Python module that only defines classes and functions: another program imports it."""
     idle_trainer: str = ""

@@ -58,13 +58,31 @@ def parse(path: Path) -> Parsed:
 
 
 def parse_text(text: str) -> Parsed:
-    """Read a pasted command line, or pasted Python such as ``GRPOConfig(beta=0.04)``."""
-    parsed = Parsed(readers=READERS)
+    """Read a pasted command line, Python such as ``GRPOConfig(beta=0.04)``, YAML or TOML."""
+    suffix = _suffix_of(text)
+    parsed = Parsed(is_config=suffix in CONFIG_SUFFIXES, is_pasted=True, readers=READERS)
     with _reasons():
-        parsed.read(text, ".py" if is_python(text) else "")
+        parsed.read(text, suffix)
         # Configs that the command names lie where the user is.
         _read_configs(parsed, Path("pasted"))
     return parsed
+
+
+def _suffix_of(text: str) -> str:
+    """The suffix of a file with such a text; empty for shell."""
+    if is_python(text):
+        return ".py"
+    # A config has several lines; one line with a colon or an equals sign may be a command's.
+    if "\n" not in text.strip():
+        return ""
+    for suffix, reader in ((".toml", toml), (".yaml", _yaml)):
+        config = Parsed(readers=READERS)
+        with contextlib.suppress(UserError, ValueError, RecursionError):
+            reader(text, config)
+        # A command is YAML too, as one string that sets no key.
+        if config.settings:
+            return suffix
+    return ""
 
 
 def is_python(text: str) -> bool:

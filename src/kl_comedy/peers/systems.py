@@ -663,7 +663,7 @@ def split(text: str) -> tuple[str, list[tuple[str, str | None]]]:
             lone_key, _ = pairs.pop()
             pairs.append((lone_key, word))
         else:
-            raise bad_value(f"{system}:", word, "key=value, --key value or --switch, with commas or spaces between")
+            raise bad_value(system, word, "key=value, --key value or --switch, with commas or spaces between")
     return system, pairs
 
 

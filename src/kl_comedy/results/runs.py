@@ -699,7 +699,7 @@ def matching(frame: pd.DataFrame, where: str) -> list[bool]:
     while position < len(text.rstrip()):
         match = _CONDITION.match(text, position)
         if match is None:
-            raise UserError(f"--where: cannot read {text[position:].strip()!r}; {WHERE_EXAMPLE}")
+            raise _cannot_read(text[position:])
         position = match.end()
         key = match["key"].strip("`")
         if match["entity"] != "attributes":
@@ -715,11 +715,17 @@ def matching(frame: pd.DataFrame, where: str) -> list[bool]:
                 quoted = re.findall(r"'[^']*'|\"[^\"]*\"", value)
                 condition = _condition(sign, [word[1:-1] for word in quoted])
         except (ValueError, IndexError, KeyError):
-            raise UserError(f"--where: cannot read {match[0].strip()!r}; {WHERE_EXAMPLE}") from None
+            raise _cannot_read(match[0]) from None
         matches = [
             matches_so_far and condition(value) for matches_so_far, value in zip(matches, frame[column], strict=True)
         ]
     return matches
+
+
+def _cannot_read(text: str) -> UserError:
+    """Of a part of the translated filter, with its names as they were typed."""
+    typed = re.sub(r"(?:params|tags|metrics)\.`([^`]*)`", r"\1", text.strip())
+    return UserError(f"--where: cannot read {typed!r}; {WHERE_EXAMPLE} (texts have quotes)")
 
 
 def _condition(sign: str, given: float | list[str]) -> Callable[[Any], bool]:

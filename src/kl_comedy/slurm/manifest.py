@@ -453,6 +453,8 @@ def _find_sweep(path: Path) -> Path:
         hint = f"; did you mean {near!r}?"
     elif names:
         hint = f"; there are: {', '.join(names)}"
+    else:
+        hint = "; `kl-comedy sweep GRID` makes one, in sweeps/"
     raise UserError(f"no sweep at {path}{hint}")
 
 
