@@ -545,8 +545,9 @@ def test_where_the_sampler_is_the_reference_a_kind_is_what_it_is_against_any(awa
     not_least = by_kind["difference"] | by_kind["repulsion"]
     generator = torch.Generator().manual_seed(3)
     direction_D = torch.randn(4, generator=generator, dtype=torch.float64)
-    # Both ways and not far: k_lambda with lam = 0.5 is flat at the sampler up to the third order.
-    lines = [size * direction_D for size in (0.2, -0.2, 3.0)]
+    # Near and both ways: k_lambda with lam = 0.5 is flat at the sampler up to the third order. Far: the forward KL that
+    # a difference takes away grows without bound, and the reverse KL does not.
+    lines = [size * direction_D for size in (0.2, -0.2, 8.0)]
     rises = rises_along(lines, instance, sampler_D, not_least)
     assert {label for label, values in rises.items() if min(values) > 0} == set()
     assert len(rises) > 20

@@ -17,7 +17,15 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from kl_comedy.kl.claims import TARGETS, claimed_target, own_targets, targets_of, to_the_sampler
+from kl_comedy.kl.claims import (
+    SAMPLER,
+    SAMPLER_TARGETS,
+    TARGETS,
+    claimed_target,
+    own_targets,
+    targets_of,
+    to_the_sampler,
+)
 from kl_comedy.kl.oracle.certificate_record import Certificate, is_bounded, relative_terms, stated_target
 from kl_comedy.kl.oracle.drawn import TOLERANCE as DRAWN_TOLERANCE
 from kl_comedy.kl.oracle.drawn import Setting, drawn_settings, worst_case
@@ -352,7 +360,7 @@ def _certificate(name: str, question: Question, measured: Measured, judged: Judg
     if judged.target != "zero":
         target_of_best = judged.target or measured.near_target or question.stated
         # Against the best term for what is hit, or a term for an easy target would look quiet.
-        least = _least_variance(target_of_best, question.stated, question.targets, question.regime, question.tree)
+        least = _least_variance(target_of_best, question.regime, question.tree)
         if least:
             variance_ratio = variance / least
     pull = ""
@@ -408,13 +416,14 @@ def _target_hit(pairs: Sequence[tuple[BatteryInstance, Moments]], preferred: str
 
 # Cached, because a matrix of hundreds of terms asks for the same few.
 @lru_cache(maxsize=64)
-def _least_variance(target: str, stated: str, targets: tuple[str, ...], regime: str, main: Tree) -> float | None:
+def _least_variance(target: str, regime: str, main: Tree) -> float | None:
     """The variance of the least noisy yardstick that hits ``target`` in a regime, in the certificate's unit."""
     variances = []
+    targets = SAMPLER_TARGETS if SAMPLER in target else TARGETS
     cases = battery(regime, targets=targets, main=main)
     for term in yardsticks_of(target):
         pairs = [(case, exact_moments(case.instance, terms_loss((term,)))) for case in cases]
         if _target_hit(pairs, target) == target:
-            shown = [moments.figures(case.targets[stated]) for case, moments in pairs if case.shown]
+            shown = [moments.figures(case.targets[targets[0]]) for case, moments in pairs if case.shown]
             variances.append(sum(figures["variance"] for figures in shown) / len(shown))
     return min(variances, default=None)
