@@ -11,12 +11,13 @@ from claim_tree import TREE
 from kl_comedy.errors import UserError
 from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target, recipe, resolve_terms
 from kl_comedy.kl import surrogate as surrogate_module
-from kl_comedy.kl.claims import all_terms
+from kl_comedy.kl.claims import SAMPLER_TARGETS, all_terms, target_words
 from kl_comedy.kl.oracle import (
     Instance,
     InstanceSettings,
     exact_moments,
     expected_gradient,
+    log_probs,
     target_gradient,
     terms_loss,
 )
@@ -104,19 +105,45 @@ def test_the_verdict_on_no_term_says_that_nothing_holds_the_policy():
     assert certificate_of(()).verdict == "no KL term: nothing holds the policy to the reference"
 
 
-def test_a_trust_region_is_called_one_and_has_no_yardstick():
+def test_a_squared_log_ratio_to_the_sampler_is_certified_against_the_sampler():
+    """The errors of a certificate, by gradients of divergences from the sampler that are written out here."""
     certificate = certificate_of([KLTerm("k2", placement="loss", reference="sampler")], "off_policy")
-    assert certificate.verdict.startswith("a trust region: pulls towards the sampler")
-    assert certificate.variance_ratio is None
+    assert certificate.verdict.startswith("a loss with its minimum at the sampler: the mean of k2 over the samples; ")
+    assert certificate.pull == "above the sampler linear, below it linear"
+    errors = {"sequence_sampler_reverse": [], "sequence_sampler_forward": []}
+    for case in battery("off_policy", targets=SAMPLER_TARGETS):
+        if not case.shown:
+            continue
+        where = case.instance
+        theta_D = where.theta_D.clone().requires_grad_(True)
+        logp_B = log_probs(where.tree, where.policy_logp(theta_D)).sum(-1)
+        sampler_logp_B = log_probs(where.tree, where.sampler_logp_NV).sum(-1)
+        divergences = {
+            "sequence_sampler_reverse": (logp_B.exp() * (logp_B - sampler_logp_B)).sum(),
+            "sequence_sampler_forward": (sampler_logp_B.exp() * (sampler_logp_B - logp_B)).sum(),
+        }
+        squares_BT = (
+            log_probs(where.tree, where.policy_logp(theta_D)) - log_probs(where.tree, where.sampler_logp_NV)
+        ) ** 2
+        half_square = (sampler_logp_B.exp() * squares_BT.sum(-1)).sum() / 2
+        (actual_D,) = torch.autograd.grad(half_square, theta_D, retain_graph=True)
+        for name, divergence in divergences.items():
+            (target_D,) = torch.autograd.grad(divergence, theta_D, retain_graph=True)
+            errors[name].append(float((actual_D - target_D).norm() / target_D.norm()))
+    for name, values in errors.items():
+        assert certificate.relative_bias[name] == pytest.approx(sum(values) / len(values), rel=1e-9)
 
 
 TO_SAMPLER = {
-    "exact in loss": (KLTerm("exact", placement="loss", reference="sampler"), "token_reverse"),
-    "exact_forward in loss": (KLTerm("exact_forward", placement="loss", reference="sampler"), "token_forward"),
-    "exact in reward": (KLTerm("exact", correction="prefix_previous", reference="sampler"), "sequence_reverse"),
+    "exact in loss": (KLTerm("exact", placement="loss", reference="sampler"), "token_sampler_reverse"),
+    "exact_forward in loss": (
+        KLTerm("exact_forward", placement="loss", reference="sampler"),
+        "sequence_sampler_forward",
+    ),
+    "exact in reward": (KLTerm("exact", correction="prefix_previous", reference="sampler"), "sequence_sampler_reverse"),
     "k1 with its exact baseline": (
         KLTerm("k1", correction="prefix", baseline="exact", reference="sampler"),
-        "sequence_reverse",
+        "sequence_sampler_reverse",
     ),
 }
 
@@ -126,10 +153,12 @@ TO_SAMPLER = {
 def test_an_exact_trust_region_has_the_gradient_of_the_kl_to_the_sampler(term, target, regime):
     """Of what it has to the initial policy, where that is the sampler; the gradient is by tables of prefixes."""
     where = Instance.random(TREE, InstanceSettings(regime=regime, seed=4, parameters=5, staleness=0.7))
-    to_sampler_D = target_gradient(replace(where, ref_logp_NV=where.recorded_logp_NV), target)
+    to_sampler_D = target_gradient(replace(where, ref_logp_NV=where.recorded_logp_NV), target.replace("_sampler_", "_"))
     actual_D = expected_gradient(where, [term]).gradient_D
     assert float((actual_D - to_sampler_D).norm()) < 1e-10 * float(to_sampler_D.norm())
-    assert f"pulls towards the sampler ({target})" in certificate_of([term], regime).verdict
+    certificate = certificate_of([term], regime)
+    assert certificate.target == certificate.claimed == target
+    assert f"optimizes {target_words(target)}" in certificate.verdict
 
 
 def test_figures_do_not_depend_on_beta():
@@ -190,12 +219,12 @@ def test_a_window_that_acts_on_long_completions_only_is_told_apart():
 
 
 # --- the yardsticks -------------------------------------------------------------------------------------------------
-def mean_variance(term, settings):
+def mean_variance(term, settings, stated="sequence_reverse"):
     """Mean over settings of the variance relative to the sequence-level reverse KL."""
     total = 0.0
     for setting in settings:
         moments = exact_moments(setting.instance, terms_loss([term]))
-        total += moments.figures(setting.targets["sequence_reverse"])["variance"]
+        total += moments.figures(setting.targets[stated])["variance"]
     return total / len(settings)
 
 
@@ -214,6 +243,20 @@ def test_yardsticks_are_the_least_noisy_unbiased_terms_of_all(regime):
             assert yardstick == pytest.approx(min(variances[target]), rel=1e-9), target
         else:
             assert yardstick is None, target
+
+
+def test_yardsticks_to_the_sampler_are_the_least_noisy_terms_of_all():
+    shown = [setting for setting in battery("off_policy", targets=SAMPLER_TARGETS) if setting.shown]
+    variances = {target: [] for target in SAMPLER_TARGETS if target != "zero"}
+    for to_reference in all_terms(BUILT_IN, RATIOS):
+        if to_reference.anchor == "behaviour":
+            continue  # the log-ratio of the sampler to itself
+        term = replace(to_reference, reference="sampler")
+        target = claimed_target(term, "off_policy")
+        if target in variances:
+            variances[target].append(mean_variance(term, shown, SAMPLER_TARGETS[0]))
+    for target, of_terms in variances.items():
+        assert _least_variance(target, "off_policy", TREE) == pytest.approx(min(of_terms), rel=1e-9), target
 
 
 @pytest.mark.parametrize("regime", REGIMES)

@@ -12,10 +12,10 @@ import torch
 
 import brute
 from kl_comedy.kl import REGIMES, TARGETS, KLTerm, claimed_target, term_warnings
-from kl_comedy.kl.claims import all_terms, verdict
+from kl_comedy.kl.claims import SAMPLER_TARGETS, all_terms, verdict
 from kl_comedy.kl.estimators import k1, k3
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, exact_moments, expected_gradient, target_gradient
-from kl_comedy.kl.oracle.gradients import terms_loss
+from kl_comedy.kl.oracle.gradients import exact_moments_by_loss, terms_loss
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 
 TREE = Tree.build(vocabulary=4, length=3)
@@ -55,6 +55,24 @@ def test_every_term_hits_exactly_the_target_that_it_claims_of_a_truncated_sample
             wrong.append(f"{term.label()}: hits {hit}, claims {claim}")
     assert not wrong, "\n".join(wrong)
     assert claimed > 20
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_a_truncated_sampler_as_the_reference_gives_every_kept_token_mass(regime):
+    """So the claims of a sampler that keeps all tokens hold, k3 as a cost to go included."""
+    where = instance(regime)
+    targets = {name: target_gradient(where, name) for name in SAMPLER_TARGETS}
+    terms = [dataclasses.replace(term, reference="sampler") for term in TERMS if term.anchor == "current"]
+    moments = exact_moments_by_loss(where, {term.label(): terms_loss((term,)) for term in terms})
+    wrong = []
+    for term in terms:
+        # On fresh samples the policy is the sampler, and every target is zero.
+        hit = {name for name, target_D in targets.items() if moments[term.label()].equals(target_D, 1e-10)}
+        claim = claimed_target(term, regime, truncated=True)
+        expected = set(targets) if regime == "on_policy" else {claim} - {None}
+        if hit != expected:
+            wrong.append(f"{term.label()}: hits {sorted(hit)}, claims {claim}")
+    assert not wrong, "\n".join(wrong)
 
 
 class Slow:

@@ -18,9 +18,11 @@ from kl_comedy.kl.claims import (
     NO_TARGET,
     all_terms,
     claimed_target,
+    dropped_token_words,
     kind_in,
     kind_of_terms,
     off_policy_kind,
+    term_warnings,
     verdict,
 )
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, exact_moments, exact_moments_by_loss, terms_loss
@@ -74,23 +76,32 @@ def gradients_at(instance, theta_D, terms):
 def test_a_kind_says_whether_there_is_a_function(away):
     """The Jacobian of a gradient is symmetric; with mu fixed it is not for ``no_function``."""
     instance, _ = away
-    step = 1e-4
-    columns = []
-    for direction_D in torch.eye(4, dtype=torch.float64):
-        above = gradients_at(instance, instance.theta_D + step * direction_D, WITH_KIND)
-        below = gradients_at(instance, instance.theta_D - step * direction_D, WITH_KIND)
-        columns.append({label: (above[label] - below[label]) / (2 * step) for label in above})
     wrong = []
-    for label, term in WITH_KIND.items():
-        jacobian_DD = torch.stack([column[label] for column in columns])
-        # Of these policies a centred score is a constant, and so is the gradient of a frozen cost times it: its
-        # Jacobian is rounding.
-        size = max(float(jacobian_DD.norm()), 1e-4)
-        asymmetry = float((jacobian_DD - jacobian_DD.T).norm()) / size
+    for label, asymmetry in asymmetries(instance, WITH_KIND).items():
         is_a_gradient = asymmetry < 1e-6
-        if is_a_gradient == (off_policy_kind(term).kind == "no_function") or 1e-6 <= asymmetry < 1e-4:
+        if is_a_gradient == (off_policy_kind(WITH_KIND[label]).kind == "no_function") or 1e-6 <= asymmetry < 1e-4:
             wrong.append(f"{label}: {asymmetry:.1e}")
     assert not wrong, "\n".join(wrong)
+
+
+def asymmetries(instance, terms):
+    """``u J v - v J u`` of each term's Jacobian J, over its size, for two drawn directions: 0 where J is symmetric."""
+    step = 1e-4
+    generator = torch.Generator().manual_seed(2)
+    directions = torch.randn(2, len(instance.theta_D), generator=generator, dtype=torch.float64)
+    slopes = []
+    for direction_D in directions:
+        above = gradients_at(instance, instance.theta_D + step * direction_D, terms)
+        below = gradients_at(instance, instance.theta_D - step * direction_D, terms)
+        slopes.append({label: (above[label] - below[label]) / (2 * step) for label in above})
+    by_term = {}
+    for label in terms:
+        first_D, second_D = (slope[label] for slope in slopes)
+        # Of these policies a centred score is a constant, and so is the gradient of a frozen cost times it: its
+        # Jacobian is rounding.
+        size = max(float(first_D.norm() + second_D.norm()), 1e-4)
+        by_term[label] = abs(float(directions[1] @ first_D - directions[0] @ second_D)) / size
+    return by_term
 
 
 def test_a_proper_loss_is_least_at_the_reference_and_a_difference_is_not(away):
@@ -99,17 +110,8 @@ def test_a_proper_loss_is_least_at_the_reference_and_a_difference_is_not(away):
     terms = {label: term for label, term in WITH_KIND.items() if off_policy_kind(term).kind != "no_function"}
     at_reference = gradients_at(instance, reference_D, terms)
     generator = torch.Generator().manual_seed(3)
-    rises = {label: [] for label in terms}
-    places, weights = numpy.polynomial.legendre.leggauss(8)
-    for size in (1.0, -2.0, 6.0):
-        direction_D = size * torch.randn(4, generator=generator, dtype=torch.float64)
-        rise = dict.fromkeys(terms, 0.0)
-        for place, weight in zip(places, weights, strict=True):
-            theta_D = reference_D + (place + 1) / 2 * direction_D
-            for label, gradient_D in gradients_at(instance, theta_D, terms).items():
-                rise[label] += weight / 2 * float(gradient_D @ direction_D)
-        for label, value in rise.items():
-            rises[label].append(value)
+    lines = [size * torch.randn(4, generator=generator, dtype=torch.float64) for size in (1.0, -2.0, 6.0)]
+    rises = rises_along(lines, instance, reference_D, terms)
     wrong = []
     for label, term in terms.items():
         slope = float(at_reference[label].norm())
@@ -117,6 +119,21 @@ def test_a_proper_loss_is_least_at_the_reference_and_a_difference_is_not(away):
         if is_least != (off_policy_kind(term).kind == "proper_loss"):
             wrong.append(f"{label}: slope {slope:.1e}, rises {rises[label]}")
     assert not wrong, "\n".join(wrong)
+
+
+def rises_along(lines, instance, start_D, terms):
+    """By term, how far its function rises from ``start_D`` to the end of each line, by the integral of its gradient."""
+    rises = {label: [] for label in terms}
+    places, weights = numpy.polynomial.legendre.leggauss(5)
+    for line_D in lines:
+        rise = dict.fromkeys(terms, 0.0)
+        for place, weight in zip(places, weights, strict=True):
+            theta_D = start_D + (place + 1) / 2 * line_D
+            for label, gradient_D in gradients_at(instance, theta_D, terms).items():
+                rise[label] += weight / 2 * float(gradient_D @ line_D)
+        for label, value in rise.items():
+            rises[label].append(value)
+    return rises
 
 
 # --- the functions that have a formula --------------------------------------------------------------------------------
@@ -465,6 +482,160 @@ def test_a_cost_is_a_centred_part_and_its_mean_times_a_repulsion(regime, estimat
         assert float((with_baseline.gradient_D - variance_D).norm()) < 1e-12
 
 
+# --- where the sampler is the reference -------------------------------------------------------------------------------
+TO_SAMPLER = {
+    label: dataclasses.replace(term, reference="sampler") for label, term in TERMS.items() if term.anchor == "current"
+}
+
+
+def jensen_shannon(p, n):
+    """Half of KL(pi, m) and half of KL(mu, m), with m their mean, of next tokens at prefix ``n``."""
+    total = 0.0
+    for v in p.vocabulary:
+        mean = ((p.pi[n, v].exp() + p.mu[n, v].exp()) / 2).log()
+        total = total + p.pi[n, v].exp() * (p.pi[n, v] - mean) / 2 + p.mu[n, v].exp() * (p.mu[n, v] - mean) / 2
+    return total
+
+
+# Each by its definition, in loops; prefixes of the sampler are held fixed.
+DIVERGENCES_FROM_SAMPLER = {
+    "sequence_sampler_reverse": lambda p: p.sequence_kl(p.pi, p.mu),
+    "token_sampler_reverse": lambda p: p.over_prefixes(p.mu, p.kl(p.pi, p.mu)),
+    "sequence_sampler_forward": lambda p: p.sequence_kl(p.mu, p.pi),
+    "sequence_sampler_mixture": lambda p: p.over_prefixes(p.pi, lambda n: jensen_shannon(p, n)),
+    "token_sampler_mixture": lambda p: p.over_prefixes(p.mu, lambda n: jensen_shannon(p, n)),
+    "zero": lambda p: 0.0 * p.pi.sum(),
+}
+
+
+@pytest.mark.parametrize("regime", ["on_policy", "off_policy", "mixed"])
+def test_every_term_to_the_sampler_hits_exactly_the_target_it_claims(regime):
+    """Fails where a claim does not hold, and where a target is hit that nothing claims."""
+    instance = Instance.random(SMALL, InstanceSettings(regime=regime, seed=11, staleness=0.5))
+    theta_D = instance.theta_D.clone().requires_grad_(True)
+    policies = Policies(instance, theta_D)
+    targets = {}
+    for name, divergence in DIVERGENCES_FROM_SAMPLER.items():
+        (targets[name],) = torch.autograd.grad(divergence(policies), theta_D, retain_graph=True)
+    wrong = []
+    for label, gradient_D in gradients_at(instance, instance.theta_D, TO_SAMPLER).items():
+        hit = {name for name, target_D in targets.items() if float((gradient_D - target_D).norm()) < 1e-12}
+        claimed = claimed_target(TO_SAMPLER[label], regime)
+        # Fresh samples are those of the policy: every divergence is least there, and has the gradient zero.
+        expected = set(targets) if regime == "on_policy" else {claimed} - {None}
+        if hit != expected or (regime == "on_policy" and claimed != "zero"):
+            wrong.append(f"{label}: hits {sorted(hit)}, claims {claimed}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_where_the_sampler_is_the_reference_a_kind_is_what_it_is_against_any(away):
+    """A function is one against any reference, and a proper loss is least at any; the other two could be more here."""
+    instance, sampler_D = away
+    sampler_logp_NV = instance.ref_logp_NV
+    instance = dataclasses.replace(instance, sampler_logp_NV=sampler_logp_NV, recorded_logp_NV=sampler_logp_NV)
+    by_kind = {kind: {} for kind in KINDS}
+    for label, term in TO_SAMPLER.items():
+        kind = off_policy_kind(term)
+        if kind is not None:
+            assert kind.kind == off_policy_kind(dataclasses.replace(term, reference="initial")).kind
+            by_kind[kind.kind][label] = term
+    asymmetric = asymmetries(instance, by_kind["no_function"])
+    assert {label for label, asymmetry in asymmetric.items() if asymmetry < 1e-6} == set()
+    assert len(asymmetric) > 50
+    not_least = by_kind["difference"] | by_kind["repulsion"]
+    generator = torch.Generator().manual_seed(3)
+    direction_D = torch.randn(4, generator=generator, dtype=torch.float64)
+    # Near and both ways: k_lambda with lam = 0.5 is flat at the sampler up to the third order. Far: the forward KL that
+    # a difference takes away grows without bound, and the reverse KL does not.
+    lines = [size * direction_D for size in (0.2, -0.2, 8.0)]
+    rises = rises_along(lines, instance, sampler_D, not_least)
+    assert {label for label, values in rises.items() if min(values) > 0} == set()
+    assert len(rises) > 20
+
+
+def is_kept(p, n, v, cap):
+    return float((p.pi[n, v] - p.mu[n, v]).detach().exp()) <= cap
+
+
+def kept_parts(p, f, cap):
+    """The sum over kept tokens of ``f(log p_v, l_v)`` at the sampler's prefixes."""
+
+    def at(n):
+        kept = [v for v in p.vocabulary if is_kept(p, n, v, cap)]
+        return sum(f(p.pi[n, v], p.pi[n, v] - p.mu[n, v]) for v in kept) + 0.0 * p.pi[n, 0]
+
+    return p.over_prefixes(p.mu, at)
+
+
+MASKED = {"reference": "sampler", "cap": 1.1, "cap_mode": "mask"}
+TO_SAMPLER_FUNCTIONS = {
+    # prime-rl's kl_tau: (log-ratio)^2 of every trained token, kept by the policy loss or not.
+    "twice k2 in loss": (
+        loss("k2", beta=2.0, reference="sampler"),
+        lambda p: p.over_prefixes(
+            p.mu, lambda n: sum(p.mu[n, v].exp() * (p.pi[n, v] - p.mu[n, v]) ** 2 for v in p.vocabulary)
+        ),
+    ),
+    "k1 in loss": (loss("k1", reference="sampler"), lambda p: -p.sequence_kl(p.mu, p.pi)),
+    "k1 before the token": (
+        loss("k1", correction="prefix_previous", reference="sampler"),
+        lambda p: -p.over_prefixes(p.pi, p.kl(p.mu, p.pi)),
+    ),
+    # p l, with its slope l + 1; the ones do not add up to zero over the kept tokens.
+    "k1 masked": (
+        loss("k1", correction="token", **MASKED),
+        lambda p: kept_parts(p, lambda logp, ratio: logp.exp() * ratio, 1.1),
+    ),
+    # p l - p + mu, with the slope l.
+    "k3 masked": (
+        loss("k3", correction="token", **MASKED),
+        lambda p: kept_parts(p, lambda logp, ratio: logp.exp() * (ratio - 1), 1.1),
+    ),
+    "k2 masked": (
+        loss("k2", correction="token_detached", **MASKED),
+        lambda p: kept_parts(p, lambda logp, ratio: logp.exp() * (ratio - 1), 1.1),
+    ),
+    "k1 in the reward masked": (
+        KLTerm("k1", credit="own", correction="token", **MASKED),
+        lambda p: kept_parts(p, lambda logp, ratio: logp.exp() * (ratio - 1), 1.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TO_SAMPLER_FUNCTIONS)
+def test_a_term_to_the_sampler_has_the_gradient_of_its_function(name):
+    term, function = TO_SAMPLER_FUNCTIONS[name]
+    instance = drawn("off_policy", 1, False)
+    theta_D = instance.theta_D.clone().requires_grad_(True)
+    (expected_D,) = torch.autograd.grad(function(Policies(instance, theta_D)), theta_D)
+    gradient_D = exact_moments(instance, terms_loss((term,))).gradient_D
+    assert float((gradient_D - expected_D).norm()) < 1e-12 * max(1.0, float(expected_D.norm()))
+    assert float(expected_D.norm()) > 1e-2
+
+
+def test_k1_in_loss_pushes_a_dropped_token_up_by_its_own_probability():
+    """Beside k3, whose kept tokens pull the same and leave the dropped ones alone."""
+    instance = drawn("off_policy", 1, False)
+    gradients = [
+        exact_moments(instance, terms_loss((loss(name, correction="token", **MASKED),))).gradient_D
+        for name in ("k1", "k3")
+    ]
+    theta_D = instance.theta_D.clone().requires_grad_(True)
+    p = Policies(instance, theta_D)
+
+    def dropped(n):
+        above = [v for v in p.vocabulary if not is_kept(p, n, v, MASKED["cap"])]
+        return sum((p.pi[n, v].exp() for v in above), 0.0 * p.pi[n, 0])
+
+    (probability_D,) = torch.autograd.grad(p.over_prefixes(p.mu, dropped), theta_D)
+    torch.testing.assert_close(gradients[0], gradients[1] - probability_D, rtol=1e-12, atol=1e-12)
+    words = "at a ratio above 1.1 a token is dropped, and nothing pulls it back"
+    assert dropped_token_words(loss("k3", correction="token", **MASKED)) == words
+    pushed = f"{words}: the kept tokens push it up by its own probability"
+    assert dropped_token_words(loss("k1", correction="token", **MASKED)) == pushed
+    assert dropped_token_words(loss("k2", reference="sampler")) == ""
+
+
 # --- words ------------------------------------------------------------------------------------------------------------
 def test_a_verdict_says_the_kind():
     assert verdict(loss("k3"), "off_policy") == (
@@ -481,8 +652,39 @@ def test_a_verdict_says_the_kind():
     assert off_policy_kind(loss("k2", input_clamp=5.0)).function == "the mean of k2 over the samples, as clamped"
 
 
-def test_nothing_is_said_of_a_pull_to_the_sampler():
-    assert off_policy_kind(loss("k3", reference="sampler")) is None
+def test_a_verdict_names_the_sampler_where_it_is_the_reference():
+    squared = loss("k2", reference="sampler")
+    assert off_policy_kind(squared).words == "a loss with its minimum at the sampler: the mean of k2 over the samples"
+    assert verdict(loss("k1", reference="sampler"), "off_policy") == (
+        "a repulsion from the samples: -KL(sampler, policy)"
+    )
+    before = loss("k1", correction="prefix_previous", reference="sampler")
+    assert off_policy_kind(before).function == "-KL(sampler, policy) of each prefix that the policy visits"
+    assert verdict(KLTerm("k1", correction="prefix", reference="sampler"), "off_policy") == (
+        "sequence_sampler_reverse: a trust region, optimizes the reverse KL of completions to the sampler"
+    )
+    assert verdict(squared, "on_policy") == "zero: zero expected gradient, as the policy is the sampler"
+
+
+def test_warnings_of_a_term_to_the_sampler():
+    """None where it holds the policy to the sampler on stale samples; on fresh ones it does nothing."""
+    for estimator in ("k2", "k3", "exact_forward"):
+        assert term_warnings(loss(estimator, reference="sampler"), off_policy=True) == []
+    (warning,) = term_warnings(loss("k1", reference="sampler"), off_policy=True)
+    assert "a repulsion from the samples" in warning
+    (warning,) = term_warnings(loss("k2", reference="sampler"), off_policy=False)
+    assert "as the policy is the sampler" in warning
+
+
+@pytest.mark.parametrize(("lam", "name"), [(0.0, "k1"), (1.0, "k3")])
+@pytest.mark.parametrize("regime", ["on_policy", "off_policy"])
+def test_the_ends_of_k_lambda_claim_what_k1_and_k3_do(regime, lam, name):
+    for term in PLAIN_TERMS:
+        if term.estimator == "k_lambda":
+            end = dataclasses.replace(term, options={"lam": lam})
+            plain = dataclasses.replace(term, estimator=name, options={})
+            assert claimed_target(end, regime) == claimed_target(plain, regime)
+            assert kind_in(end, regime) == kind_in(plain, regime)
 
 
 def test_terms_together_are_a_proper_loss_where_each_is_one():

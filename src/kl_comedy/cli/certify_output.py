@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from kl_comedy.kl.oracle.ranges import Ranges, Span
 
 TERM_LEGEND = (
-    "bias, cosine: of the expected gradient, against that of the sequence-level reverse KL; noise: the variance of one "
-    f"completion's gradient over that of the least noisy unbiased term. Means over {BATTERY_WORDS}"
+    "bias, cosine: of the expected gradient, against that of the sequence-level reverse KL (to the sampler where that "
+    "is the reference); noise: the variance of one completion's gradient over "
+    f"that of the least noisy unbiased term. Means over {BATTERY_WORDS}"
 )
 BRIEF_LEGEND = (
     "optimizes -: the gradient of no KL; the verdict of a row as a sentence: --term with its mapping, or --format json"
@@ -185,7 +186,7 @@ def term_csv_row(certificate: Certificate) -> dict[str, Any]:
 
 
 def term_table_row(certificate: Certificate) -> dict[str, Any]:
-    """A certificate as a row to read, against the sequence-level reverse KL."""
+    """A certificate as a row to read, against its :attr:`~Certificate.stated` target."""
     noise = "-"
     if certificate.variance_ratio is not None:
         noise = f"{certificate.variance_ratio:.3g}x"
@@ -193,8 +194,8 @@ def term_table_row(certificate: Certificate) -> dict[str, Any]:
         "name": certificate.name,
         "regime": certificate.regime,
         "optimizes": certificate.optimizes,
-        "bias": three_digits(certificate.relative_bias["sequence_reverse"]),
-        "cosine": cosine_text(certificate.cosine["sequence_reverse"]),
+        "bias": three_digits(certificate.relative_bias[certificate.stated]),
+        "cosine": cosine_text(certificate.cosine[certificate.stated]),
         "noise": noise,
         "verdict": certificate.verdict,
     }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kl_comedy.errors import UserError
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, expected_gradient, target_gradient
+from kl_comedy.kl.oracle.certificate_record import stated_target
 from kl_comedy.kl.oracle.gradients import initial_beta
 from kl_comedy.results.figures import (
     COLUMN,
@@ -129,7 +130,7 @@ def _label(group: Sequence[_Configuration]) -> str:
 
 
 def _bias(certificate: Certificate) -> float:
-    return certificate.relative_bias["sequence_reverse"]
+    return certificate.relative_bias[certificate.stated]
 
 
 def _mark(style: LineLook) -> dict[str, Any]:
@@ -147,10 +148,12 @@ def _biases_by_length(configurations: Mapping[str, Sequence[KLTerm]]) -> dict[st
         # Binary and without an end token: the tree has 2^length leaves, which must stay enumerable at the longest.
         tree = Tree.build(vocabulary=2, length=length, ends=False)
         instance = Instance.random(tree, InstanceSettings(regime="on_policy", seed=0, parameters=6, distance=0.5))
-        target_D = target_gradient(instance, "sequence_reverse")
         for name, terms in configurations.items():
             # Terms may be weighed against each other; their common scale is no bias.
             scale = max(initial_beta(term) for term in terms) or 1.0
+            target_D = target_gradient(instance, stated_target(terms))
+            # A KL to the sampler is 0 on fresh samples, and so is its gradient: the error is then the gradient's norm.
+            size = float(target_D.norm()) or 1.0
             gradient_D = expected_gradient(instance, terms).gradient_D / scale
-            biases[name].append(float((gradient_D - target_D).norm() / target_D.norm()))
+            biases[name].append(float((gradient_D - target_D).norm()) / size)
     return biases

@@ -254,8 +254,6 @@ def _kl_terms(config: Config) -> dict[str, str]:
     rows = {}
     for position, term in enumerate(resolve_terms(config.kl)):
         meaning = f"{regime.replace('_', '-')} {verdict(term, regime, truncated=truncated)}"
-        if term.reference == "sampler":
-            meaning = "pulls towards the policy that sampled"
         if term.beta == 0:
             meaning = "does not act, is measured only"
         rows[f"kl.{position}"] = f"{term.label()}, beta {term.beta:g}: {meaning}"

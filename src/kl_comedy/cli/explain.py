@@ -16,6 +16,7 @@ import typer
 from kl_comedy.cli.certify_output import cosine_text
 from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
+from kl_comedy.kl.claims import target_words, targets_of
 from kl_comedy.kl.oracle.certificate_record import BATTERY_WORDS
 from kl_comedy.redaction import one_line
 
@@ -427,17 +428,13 @@ def _print_numbers(certificates: Sequence[Certificate]) -> None:
 
 
 def _numbers(certificate: Certificate) -> tuple[str, ...]:
-    from kl_comedy.cli.first_answer import nearest_in_words, target_in_words
+    from kl_comedy.cli.first_answer import nearest_in_words
 
     row = _dashed(certificate.regime)
-    # Against the reference a trust region has no error to show: it is not about the reference.
-    if all(term.reference == "sampler" for term in certificate.terms):
-        pull = "zero" if certificate.regime == "on_policy" else "towards the sampler"
-        return (row, pull, "-", "-", "-")
     target = certificate.target or certificate.near_target
     follows = f"{certificate.untargeted}; {nearest_in_words(certificate)}"
     if target is not None:
-        follows = target_in_words(target)
+        follows = target_words(target)
         if certificate.target is None:
             follows += ", while no bound acts"
     meant = _meant(certificate, target)
@@ -447,10 +444,11 @@ def _numbers(certificate: Certificate) -> tuple[str, ...]:
 
 def _meant(certificate: Certificate, target: str | None) -> str:
     """The reverse KL that a term is taken for, as in the register: the one that it hits, else by its placement."""
-    if target in ("sequence_reverse", "token_reverse"):
+    sequence, token = targets_of(certificate.terms)[:2]
+    if target in (sequence, token):
         return target
     per_token = all(term.placement == "loss" or term.credit == "own" for term in certificate.terms)
-    return "token_reverse" if per_token else "sequence_reverse"
+    return token if per_token else sequence
 
 
 def _plain(reading: Reading) -> dict[str, Any]:

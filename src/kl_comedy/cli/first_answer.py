@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kl_comedy.kl.claims import TARGET_WORDS
+from kl_comedy.kl.claims import SELF_WORDS, target_words
 from kl_comedy.peers.advice import (
     REGIME_OF_SAMPLES,
     Candidate,
@@ -224,18 +224,16 @@ def _follows_in_words(certificate: Certificate) -> str:
     """The direction of the expected gradient. Its noise is a column of the table behind ``--full``."""
     from kl_comedy.kl.oracle.certificate_record import pulls_to_sampler
 
-    if pulls_to_sampler(certificate.terms):
-        return "a pull to the policy that sampled (a trust region), not to a reference"
     target = certificate.target or certificate.near_target
-    if target == "zero":
-        return TARGET_WORDS["zero"]
+    if target == "zero" and pulls_to_sampler(certificate.terms) and certificate.regime == "on_policy":
+        return SELF_WORDS
     if target is None:
         text = certificate.untargeted
         # A function that has a name needs no neighbour.
         if certificate.kind is None or not certificate.kind.function:
             text += f"; {nearest_in_words(certificate)}"
         return text
-    text = target_in_words(target)
+    text = target_words(target)
     if certificate.target is None:
         text += ", while no bound acts"
     return text
@@ -253,15 +251,6 @@ def _pull(certificate: Certificate) -> list[str]:
     return lines
 
 
-def target_in_words(target: str) -> str:
-    """A target as a divergence."""
-    base = target.removesuffix("_weighted")
-    words = TARGET_WORDS[base]
-    if base != target:
-        words += ", weighted by certainty"
-    return words
-
-
 def nearest_in_words(certificate: Certificate) -> str:
     """The divergence whose gradient is nearest, with the distance."""
     distances = {name: value for name, value in certificate.relative_bias.items() if name != "zero"}
@@ -269,7 +258,7 @@ def nearest_in_words(certificate: Certificate) -> str:
     # Further away than zero: it is no help to name it.
     if distances[nearest] >= 1:
         return "none is near it"
-    return f"nearest is {target_in_words(nearest)} ({distances[nearest]:.0%} off, on {POLICIES})"
+    return f"nearest is {target_words(nearest)} ({distances[nearest]:.0%} off, on {POLICIES})"
 
 
 # --- the trap ---------------------------------------------------------------------------------------------------------

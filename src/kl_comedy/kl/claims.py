@@ -13,6 +13,12 @@ for a Jensen-Shannon divergence, and with ``weight`` names that end in ``_weight
 times their weights, which are not differentiated. tests/exact enumerates every possible term, and fails both when a
 claim here does not hold and when a term hits a target that nothing here claims.
 
+Where the reference is the sampler mu, the targets have ``sampler`` in their names (:data:`SAMPLER_TARGETS`):
+``sequence_sampler_reverse`` and ``token_sampler_reverse`` are of KL(pi || mu), ``sequence_sampler_forward`` of
+KL(mu || pi). What is proved of any reference holds for mu, which is held fixed. Two things hold for it alone. The
+samples' prefixes are its own, so that the forward KLs of the visited prefixes add up to that of completions: both are
+one target. On fresh samples it is the policy: every KL is 0 there, and its gradient too.
+
 Where the sampler truncates, pi is the policy renormalized over the tokens S that it kept, and S is held fixed. The
 reverse KL to the whole reference is finite; the forward one is infinite, and ``token_forward`` is then its part over S,
 which is the reference's mass on S times the forward KL from the reference renormalized over S. ``exp(-l)`` has mean
@@ -34,10 +40,15 @@ from kl_comedy.kl.term import ANCHORS, CREDITS, GRADIENTS, LEVELS, KLTerm
 from kl_comedy.registry import CORRECTIONS, ESTIMATORS
 
 TARGETS = ("sequence_reverse", "token_reverse", "token_forward", "sequence_forward", "zero")
+SAMPLER_TARGETS = ("sequence_sampler_reverse", "token_sampler_reverse", "sequence_sampler_forward", "zero")
+"""In place of :data:`TARGETS`, where the sampler is the reference."""
 REGIMES = ("on_policy", "off_policy", "mixed")
 
 WEIGHTED = "_weighted"
 """Ending of the name of a target whose divergences are weighted by the token's certainty."""
+
+SAMPLER = "_sampler_"
+"""In the name of a target that is measured against the sampler."""
 
 # By the target of an estimate per token, that of the same estimate of a completion, which is then like one token.
 _AT_SEQUENCE = {"token_reverse": "sequence_reverse", "token_forward": "sequence_forward", "zero": "zero"}
@@ -50,8 +61,14 @@ def claimed_target(term: KLTerm, regime: str, *, truncated: bool = False) -> str
 
     ``mixed`` (several policy versions within a completion) obeys the off-policy claims: the sum of the recorded
     log-probs per token is that of the behaviour policy. A capped ratio and recorded log-probs (``anchor``) claim
-    nothing off-policy, a term that pulls towards the sampler claims nothing at all.
+    nothing off-policy.
     """
+    term = _plain_estimator(term)
+    if term.reference == "sampler":
+        # A truncating sampler is renormalized over the tokens that it kept, as the policy is: it gives them all mass.
+        truncated = False
+        if regime == "on_policy":
+            return "zero" if _is_zero_at_reference(term) else None
     # What holds for the reverse KL of a prefix holds for any divergence of a prefix, so one derivation serves all.
     target = _claimed_as_reverse(term, on_policy=regime == "on_policy", truncated=truncated)
     # Zero is zero for every divergence, and needs no other name.
@@ -61,7 +78,29 @@ def claimed_target(term: KLTerm, regime: str, *, truncated: bool = False) -> str
         target = target.replace("reverse", "mixture")
     if term.weight != "none":
         target += WEIGHTED
+    if term.reference == "sampler":
+        target = to_the_sampler(target)
     return target
+
+
+def to_the_sampler(target: str) -> str:
+    """The name of a target where the sampler is the reference.
+
+    >>> to_the_sampler("token_reverse"), to_the_sampler("token_forward")
+    ('token_sampler_reverse', 'sequence_sampler_forward')
+    """
+    level, _, divergence = target.partition("_")
+    if divergence == "forward":
+        # sum_h mu(h) KL(mu_h || pi_h) is KL(mu || pi) of completions.
+        level = "sequence"
+    return f"{level}{SAMPLER}{divergence}"
+
+
+def targets_of(terms: Sequence[KLTerm]) -> tuple[str, ...]:
+    """The targets that a list of terms is compared with: those against the sampler where all of them are."""
+    if terms and all(term.reference == "sampler" for term in terms):
+        return SAMPLER_TARGETS
+    return TARGETS
 
 
 def own_targets(term: KLTerm) -> tuple[str, ...]:
@@ -74,7 +113,31 @@ def own_targets(term: KLTerm) -> tuple[str, ...]:
         return ()
     if term.weight != "none":
         names = tuple(name + WEIGHTED for name in names)
+    if term.reference == "sampler":
+        names = tuple(to_the_sampler(name) for name in names)
     return names
+
+
+def _plain_estimator(term: KLTerm) -> KLTerm:
+    """The term, with the ends of ``k_lambda`` by their names: it is k1 where ``lam`` is 0, and k3 where it is 1."""
+    if term.estimator == "k_lambda" and _mix(term) in (0, 1):
+        name = "k1" if _mix(term) == 0 else "k3"
+        return dataclasses.replace(term, estimator=name, options={})
+    return term
+
+
+def _is_zero_at_reference(term: KLTerm) -> bool:
+    """Whether the expected gradient is zero where the policy is the reference.
+
+    There every log-ratio is 0: a cost is 0, and an estimate has one slope, times a score of mean zero.
+    """
+    claims = claims_of(term, on_policy=True)
+    if _is_built_in(term):
+        # Those without a claim are forms of a top-k KL that are biased, of which not every one is 0 there.
+        return bool(claims)
+    # An estimate with the mean of a KL is 0 where both policies are one. Another may have a constant, which tokens are
+    # credited with by how many follow them.
+    return any(claim.startswith("value:") for claim in claims)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +214,6 @@ def _claimed_as_reverse(term: KLTerm, *, on_policy: bool, truncated: bool) -> st
 
 def _options_bias_it(term: KLTerm, *, on_policy: bool) -> bool:
     """Whether an option keeps the term from every target, whatever its estimator and its correction are."""
-    if term.reference == "sampler":
-        return True
     # The estimate's own gradient ends at a clamp, and no target has a gradient that ends. That of k2 does not end: such
     # a term claims too little.
     if term.input_clamp is not None or term.output_clamp is not None:
@@ -326,15 +387,17 @@ class OffPolicyKind:
     - ``no_function``: of none, as its Jacobian is not symmetric.
 
     ``function`` names the function in words, with ``KL(a, b)`` for ``KL(a || b)``; empty for ``no_function``.
+    ``reference``: what the divergence is measured against, ``reference`` or ``sampler``.
     """
 
     kind: str
     function: str = ""
+    reference: str = "reference"
 
     @property
     def words(self) -> str:
         """The kind, and the function that it is the gradient of."""
-        text = KIND_WORDS[self.kind]
+        text = KIND_WORDS[self.kind].replace("reference", self.reference)
         if self.function:
             text += f": {self.function}"
         return text
@@ -347,11 +410,12 @@ def off_policy_kind(term: KLTerm) -> OffPolicyKind | None:
     """What a term that hits no target optimizes on stale samples (``off_policy``, ``mixed``), the sampler held fixed.
 
     A baseline of a group or of a batch is not counted. None where a target is hit, and where nothing is proved: a part
-    of a plugin, a pull to the sampler, and bounds that change one kind into another.
+    of a plugin, and bounds that change one kind into another.
 
     >>> off_policy_kind(KLTerm("k1", placement="loss")).words
     'a repulsion from the samples: -KL(sampler, policy)'
     """
+    term = _plain_estimator(term)
     if not _may_have_a_kind(term, "off_policy"):
         return None
     facts = _Facts.of(term, on_policy=False)
@@ -365,9 +429,16 @@ def off_policy_kind(term: KLTerm) -> OffPolicyKind | None:
         kind = _kind_of_frozen_cost(term, facts)
     else:
         kind = _kind_of_sampled_cost(term, facts)
-    if kind is None or not kind.function:
-        return kind
-    return OffPolicyKind(kind.kind, kind.function + _bounds_in_words(term))
+    if kind is None:
+        return None
+    function = kind.function
+    if function:
+        function += _bounds_in_words(term)
+    if term.reference == "sampler":
+        # What a term is against any reference it is against this one.
+        function = function.replace("KL(sampler, reference) - ", "-").replace("reference", "sampler")
+        return OffPolicyKind(kind.kind, function, reference="sampler")
+    return OffPolicyKind(kind.kind, function)
 
 
 def kind_in(term: KLTerm, regime: str) -> OffPolicyKind | None:
@@ -378,6 +449,7 @@ def kind_in(term: KLTerm, regime: str) -> OffPolicyKind | None:
     """
     if regime != "on_policy":
         return off_policy_kind(term)
+    term = _plain_estimator(term)
     if term.placement == "reward":
         return _fresh_kind_of_cost(term)
     # Fresh samples are those of a sampler that is the policy, held fixed.
@@ -403,7 +475,7 @@ def kind_of_terms(terms: Sequence[KLTerm], regime: str) -> OffPolicyKind | None:
 
 def _may_have_a_kind(term: KLTerm, regime: str) -> bool:
     """Whether a term hits no target, and is of a form that is proved about."""
-    if term.reference == "sampler" or claimed_target(term, regime) is not None or not _is_built_in(term):
+    if claimed_target(term, regime) is not None or not _is_built_in(term):
         return False
     # A weight that depends on the policy, and is not differentiated, is in no function's gradient; what it does to the
     # force is a factor of at most 1.
@@ -498,8 +570,6 @@ def _kind_of_signed(term: KLTerm, facts: _Facts) -> OffPolicyKind | None:
     if facts.scope == "none":
         if lam == 0:
             return OffPolicyKind("repulsion", "-KL(sampler, policy)")
-        if lam == 1:
-            return OffPolicyKind("proper_loss", "the mean of k3 over the samples")
         return OffPolicyKind(
             "difference", f"{lam:g} times the mean of k3 over the samples + {1 - lam:g} times -KL(sampler, policy)"
         )
@@ -592,7 +662,7 @@ def _kind_of_uncorrected_cost(term: KLTerm) -> OffPolicyKind | None:
         lam = _mix(term)
     if lam == 0:
         return OffPolicyKind("proper_loss", f"the mean of k2{of} over the samples")
-    if lam is None or lam == 1:
+    if lam is None:
         return OffPolicyKind("repulsion", "each pushed down by its cost")
     if _is_clamped(term):
         return None
@@ -681,10 +751,10 @@ def _kind_of_centred_score(term: KLTerm) -> OffPolicyKind | None:
         return OffPolicyKind(
             "difference", "the mean of the frozen cost times log-prob, less its mean at the prefix, over the samples"
         )
-    is_k1 = term.estimator == "k1" or (term.estimator == "k_lambda" and _mix(term) == 0)
     # The gradient of l is the score itself, and that of its variance the covariance of the two. A later cost depends on
     # the policy at prefixes whose score is not this one.
-    if is_k1 and term.level == "token" and term.credit == "own" and not _is_clamped(term):
+    is_of_own_token = term.level == "token" and term.credit == "own"
+    if term.estimator == "k1" and is_of_own_token and not _is_clamped(term):
         return OffPolicyKind("proper_loss", "half the variance of the log-ratio over the samples of each prefix")
     return NO_FUNCTION
 
@@ -714,13 +784,50 @@ TARGET_MEANINGS = {
 }
 
 
+SELF_WORDS = "zero expected gradient, as the policy is the sampler"
+"""What a term whose reference is the sampler is on fresh samples."""
+
+
+def target_words(target: str) -> str:
+    """The divergence of a target, for a line or a cell.
+
+    >>> target_words("token_sampler_reverse")
+    'the reverse KL of each visited prefix to the sampler'
+    """
+    base = target.removesuffix(WEIGHTED)
+    words = TARGET_WORDS[base.replace(SAMPLER, "_")]
+    if SAMPLER in base:
+        words += " to the sampler"
+    if base != target:
+        words += ", weighted by certainty"
+    return words
+
+
 def target_meaning(target: str) -> str:
     """What a target optimizes, in words."""
     base = target.removesuffix(WEIGHTED)
-    meaning = TARGET_MEANINGS[base]
+    if SAMPLER in base:
+        meaning = f"a trust region, optimizes {target_words(base)}"
+    else:
+        meaning = TARGET_MEANINGS[base]
     if base != target:
         meaning += ", weighted by the tokens' certainty, which is held fixed"
     return meaning
+
+
+def dropped_token_words(term: KLTerm) -> str:
+    """What happens at a token that a mask drops, where the sampler is the reference; empty for another term.
+
+    The ratio to the sampler is the token's own distance then, so that the tokens furthest above it are dropped.
+    """
+    if term.reference != "sampler" or term.cap is None or term.cap_mode != "mask":
+        return ""
+    words = f"at a ratio above {term.cap:g} a token is dropped, and nothing pulls it back"
+    has_constant_slope = term.estimator == "k1" and term.placement == "loss" and term.gradient == "natural"
+    if has_constant_slope and term.correction == "token":
+        # The slope of rho k1 is rho (l + 1): the ones have mean zero over all tokens, and not over those that are kept.
+        words += ": the kept tokens push it up by its own probability"
+    return words
 
 
 def words_without_target(term: KLTerm, regime: str) -> str:
@@ -738,7 +845,7 @@ def words_without_target(term: KLTerm, regime: str) -> str:
     target = claimed_target(unbounded, regime)
     if target is None:
         return NO_TARGET
-    return f"{TARGET_WORDS[target.removesuffix(WEIGHTED)]} while no bound acts, biased beyond"
+    return f"{target_words(target)} while no bound acts, biased beyond"
 
 
 TRUNCATED_WORDS = (
@@ -756,9 +863,11 @@ def verdict(term: KLTerm, regime: str, *, truncated: bool = False) -> str:
     'zero: zero expected gradient: no regularization, only noise that grows with beta and length'
     """
     target = claimed_target(term, regime, truncated=truncated)
+    if target == "zero" and term.reference == "sampler" and regime == "on_policy":
+        return f"zero: {SELF_WORDS}"
     if target is not None:
         return f"{target}: {target_meaning(target)}"
-    if truncated:
+    if truncated and term.reference != "sampler":
         return "no divergence that is proved of a truncated sampler"
     without_target = words_without_target(term, regime)
     if without_target != NO_TARGET or _is_built_in(term):
@@ -769,18 +878,26 @@ def verdict(term: KLTerm, regime: str, *, truncated: bool = False) -> str:
 
 def term_warnings(term: KLTerm, *, off_policy: bool, truncated: bool = False) -> list[str]:
     """Warnings for a user who trains with this term; empty where it regularizes as its value suggests."""
-    if term.reference == "sampler" or term.beta == 0:
+    if term.beta == 0:
         return []
     regime = "on_policy"
     if off_policy:
         regime = "off_policy"
     target = claimed_target(term, regime, truncated=truncated)
     if target is not None:
+        # Every divergence from the sampler holds the policy to it.
+        if SAMPLER in target:
+            return []
         # A forward KL per token is expected of a term that says forward, and a surprise in one that says reverse (k3).
         expected = ("sequence_reverse", "token_reverse", *own_targets(term))
         if target.removesuffix(WEIGHTED) in expected:
             return []
         if target.startswith("token_forward") and term.direction == "forward":
+            return []
+    elif term.reference == "sampler":
+        # As the squared log-ratio, which is no KL and is least where the policy is the sampler.
+        kind = kind_in(term, regime)
+        if kind is not None and kind.kind == "proper_loss":
             return []
     return [f"{term.label()}: {regime.replace('_', '-')} {verdict(term, regime, truncated=truncated)}"]
 

@@ -92,15 +92,27 @@ def _force_per_sample(term: KLTerm, distance_N: Tensor) -> Tensor:
 
 
 def pulls(term: KLTerm, *, expected: bool) -> tuple[Pull, Pull] | None:
-    """The pull above and below the reference; None for a term that reads whole distributions or pulls to the sampler.
+    """The pull above and below the reference; None for a term that reads whole distributions.
 
     ``expected`` is that of fresh samples, or of stale ones with the token's ratio; otherwise per sample.
     """
-    if term.needs != "log_ratio" or term.reference == "sampler" or term.weight != "none" or term.baseline == "exact":
+    if term.needs != "log_ratio" or term.weight != "none" or term.baseline == "exact":
         return None
     # A centred score takes a constant of the prefix out of the mean force, as a baseline does: not its growth.
-    bare = dataclasses.replace(term, score_centring=None)
-    return _pull(bare, 1.0, expected), _pull(bare, -1.0, expected)
+    # By the distance a force is the same, whichever policy is the reference.
+    bare = dataclasses.replace(term, score_centring=None, reference="initial")
+    above = _pull(bare, 1.0, expected)
+    below = _pull(bare, -1.0, expected)
+    if term.reference == "sampler" and term.cap is not None and _drops_by_its_own_ratio(term):
+        # The ratio that a mask bounds is then exp of the distance itself.
+        dropped_from = max(math.log(term.cap), 0.0)
+        if above.cut is None or dropped_from < above.cut:
+            above = dataclasses.replace(above, cut=dropped_from)
+    return above, below
+
+
+def _drops_by_its_own_ratio(term: KLTerm) -> bool:
+    return term.cap_mode == "mask" and CORRECTIONS.get(term.correction).facts.get("scope") == "token"
 
 
 def is_idle(term: KLTerm) -> bool:
@@ -202,9 +214,13 @@ def _acts(term: KLTerm, distance: float) -> bool:
 def pull_in_words(term: KLTerm, regime: str) -> str:
     """The pull on samples of a regime, in a line; empty where :func:`pulls` has none.
 
+    Fresh samples have no distance from the sampler, and a KL to it has no pull there.
+
     >>> pull_in_words(KLTerm("k3", placement="loss"), "off_policy")
     'above the reference at most beta, below it exponential'
     """
+    if term.reference == "sampler" and regime == "on_policy":
+        return "none"
     # A ratio that contains the token's own makes a stale sample like a fresh one.
     ratio = CORRECTIONS.get(term.correction).facts
     has_own_ratio = ratio.get("scope") != "none" and bool(ratio.get("own", True))
@@ -214,4 +230,5 @@ def pull_in_words(term: KLTerm, regime: str) -> str:
     above, below = sides
     if above.growth == below.growth == "none":
         return "none"
-    return f"above the reference {above.words}, below it {below.words}"
+    reference = "the sampler" if term.reference == "sampler" else "the reference"
+    return f"above {reference} {above.words}, below it {below.words}"

@@ -31,7 +31,8 @@ def term_tags(config: Config, terms: Sequence[KLTerm]) -> dict[str, str]:
     """A run's tags for its KL configuration: a label for tables, and its certificates by enumeration.
 
     ``kl.*`` is the certificate of the whole list in the run's regime, ``kl.N.*`` that of each term alone; bias, cosine
-    and variance are against the sequence-level reverse KL. Warns where a declared claim does not hold.
+    and variance are against the sequence-level reverse KL, to the sampler where all terms are. Warns where a declared
+    claim does not hold.
     """
     # Imported here, because the oracle is needed where a run starts, and not by what only reads labels.
     from kl_comedy.kl.oracle.certificate import certify
@@ -48,8 +49,8 @@ def term_tags(config: Config, terms: Sequence[KLTerm]) -> dict[str, str]:
         tags[f"{name}.target"] = target
         tags[f"{name}.strength"] = _rounded(certificate.strength)
         tags[f"{name}.variance"] = _rounded(certificate.variance)
-        tags[f"{name}.relative_bias"] = _rounded(certificate.relative_bias["sequence_reverse"])
-        tags[f"{name}.cosine"] = _rounded(certificate.cosine["sequence_reverse"])
+        tags[f"{name}.relative_bias"] = _rounded(certificate.relative_bias[certificate.stated])
+        tags[f"{name}.cosine"] = _rounded(certificate.cosine[certificate.stated])
         # The certificate of a list of one is that of its term, which warns below.
         is_repeated = name == "kl" and len(terms) == 1
         acts = any(term.beta != 0.0 for term in listed)

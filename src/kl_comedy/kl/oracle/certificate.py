@@ -17,15 +17,22 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from kl_comedy.kl.claims import TARGETS, claimed_target, own_targets
-from kl_comedy.kl.oracle.certificate_record import Certificate, is_bounded, pulls_to_sampler, relative_terms
+from kl_comedy.kl.claims import (
+    SAMPLER,
+    SAMPLER_TARGETS,
+    TARGETS,
+    claimed_target,
+    own_targets,
+    targets_of,
+    to_the_sampler,
+)
+from kl_comedy.kl.oracle.certificate_record import Certificate, is_bounded, relative_terms, stated_target
 from kl_comedy.kl.oracle.drawn import TOLERANCE as DRAWN_TOLERANCE
 from kl_comedy.kl.oracle.drawn import Setting, drawn_settings, worst_case
 from kl_comedy.kl.oracle.enumeration import REGIMES, Environment, Instance, InstanceSettings, Tree
 from kl_comedy.kl.oracle.gradients import (
     TOLERANCE,
     Moments,
-    against_the_sampler,
     exact_moments,
     target_gradient,
     terms_loss,
@@ -63,6 +70,17 @@ YARDSTICKS: dict[str, tuple[KLTerm, ...]] = {
 """Per target, the terms among which the least noisy unbiased one is chosen (tests search the whole matrix)."""
 
 
+def yardsticks_of(target: str) -> tuple[KLTerm, ...]:
+    """The terms of :data:`YARDSTICKS` for a target; none for one that no term there hits."""
+    if target in YARDSTICKS:
+        return YARDSTICKS[target]
+    # To the sampler the forward KLs of visited prefixes are that of completions.
+    by_target = {"sequence_sampler_forward": YARDSTICKS["token_forward"]}
+    for name in ("sequence_reverse", "token_reverse"):
+        by_target[to_the_sampler(name)] = YARDSTICKS[name]
+    return tuple(dataclasses.replace(term, reference="sampler") for term in by_target.get(target, ()))
+
+
 @dataclass(frozen=True, kw_only=True)
 class BatteryInstance:
     """An instance with the gradients ``[D]`` of its targets."""
@@ -86,7 +104,7 @@ class BatteryInstance:
 
 @lru_cache(maxsize=16)
 def battery(
-    regime: str, *, sampler_is_reference: bool = False, main: Tree = TREE, seed: int | None = None
+    regime: str, *, targets: tuple[str, ...] = TARGETS, main: Tree = TREE, seed: int | None = None
 ) -> tuple[BatteryInstance, ...]:
     """The instances on which a certificate of ``regime`` rests; with a seed, the drawn settings too."""
     near = InstanceSettings(regime=regime, seed=0, parameters=SHARED, distance=DISTANCE, staleness=STALENESS)
@@ -101,16 +119,16 @@ def battery(
             # instances that do are averaged into figures.
             is_shown = parameters is not None
             instance = Instance.random(main, settings)
-            cases.append(with_targets(instance, sampler_is_reference, near=True, shown=is_shown))
+            cases.append(with_targets(instance, targets, near=True, shown=is_shown))
     # Caps, clamps and windows act on these two, which separates what always holds from what holds while none acts.
-    cases.append(with_targets(Instance.random(main, far), sampler_is_reference))
-    cases.append(with_targets(Instance.random(LONG, near), sampler_is_reference))
+    cases.append(with_targets(Instance.random(main, far), targets))
+    cases.append(with_targets(Instance.random(LONG, near), targets))
     for parameters in (None, SHARED):
         dialogue = dialogue_on(main, dataclasses.replace(near, parameters=parameters))
-        cases.append(with_targets(dialogue, sampler_is_reference, near=True))
+        cases.append(with_targets(dialogue, targets, near=True))
     if seed is not None:
         for setting in drawn_settings(seed):
-            cases.append(with_targets(setting.instance(regime), sampler_is_reference, setting=setting))
+            cases.append(with_targets(setting.instance(regime), targets, setting=setting))
     return tuple(cases)
 
 
@@ -126,19 +144,16 @@ def dialogue_on(main: Tree, settings: InstanceSettings) -> Instance:
 
 def with_targets(
     instance: Instance,
-    sampler_is_reference: bool = False,
+    targets: tuple[str, ...] = TARGETS,
     *,
     near: bool = False,
     shown: bool = False,
     setting: Setting | None = None,
 ) -> BatteryInstance:
-    """An instance with the gradients of all targets, against the sampler where that is the reference."""
-    measured = instance
-    if sampler_is_reference:
-        measured = against_the_sampler(instance)
+    """An instance with the gradients of ``targets``."""
     # All of them, whatever is claimed: a verdict names the nearest where none is hit.
-    targets = {name: target_gradient(measured, name) for name in TARGETS}
-    return BatteryInstance(instance=instance, targets=targets, near=near, shown=shown, setting=setting)
+    gradients = {name: target_gradient(instance, name) for name in targets}
+    return BatteryInstance(instance=instance, targets=gradients, near=near, shown=shown, setting=setting)
 
 
 def certify(
@@ -200,9 +215,14 @@ class Question:
         )
 
     @property
-    def to_sampler(self) -> bool:
-        """Whether every term pulls towards the sampler, so that targets are measured against it."""
-        return pulls_to_sampler(self.terms)
+    def targets(self) -> tuple[str, ...]:
+        """The targets that the terms are compared with."""
+        return targets_of(self.terms)
+
+    @property
+    def stated(self) -> str:
+        """The target that errors, cosines and noise are against."""
+        return stated_target(self.terms)
 
     @property
     def centred(self) -> bool:
@@ -256,7 +276,7 @@ class Judged:
 
 def _measure(question: Question, seed: int | None, search_seconds: float) -> Measured:
     """Enumerate the terms on the battery, and on the worst setting that a search of ``search_seconds`` finds."""
-    cases = battery(question.regime, sampler_is_reference=question.to_sampler, main=question.tree, seed=seed)
+    cases = battery(question.regime, targets=question.targets, main=question.tree, seed=seed)
     # One loss for all instances: betas are relative, and nothing in it belongs to an instance.
     loss = terms_loss(question.enumerated)
     pairs = []
@@ -287,7 +307,7 @@ def _search(question: Question, not_finite: bool, seed: int | None, seconds: flo
     assert claimed is not None
 
     def case_of(setting: Setting) -> BatteryInstance:
-        case = with_targets(setting.instance(question.regime), question.to_sampler, setting=setting)
+        case = with_targets(setting.instance(question.regime), question.targets, setting=setting)
         return question.with_own_targets(case)
 
     def error_of(setting: Setting) -> float:
@@ -310,7 +330,7 @@ def _judge(question: Question, measured: Measured) -> Judged:
     if question.exceeds_every_instance or question.centred:
         target = None
     # A term without a claim is compared with what it should be.
-    compared = question.claimed or measured.near_target or "sequence_reverse"
+    compared = question.claimed or measured.near_target or question.stated
     worst_error = 0.0
     worst_setting = ""
     for case, moments in measured.moments:
@@ -334,11 +354,11 @@ def _certificate(name: str, question: Question, measured: Measured, judged: Judg
             cosine[target] = math.nan  # the direction of rounding errors means nothing
         else:
             cosine[target] = measured.mean(target, "cosine")
-    variance = measured.mean("sequence_reverse", "variance")
+    variance = measured.mean(question.stated, "variance")
     variance_ratio = None
-    # Noise is compared among terms that regularize: not with zero, and not where the pull is towards the sampler.
-    if judged.target != "zero" and not question.to_sampler:
-        target_of_best = judged.target or measured.near_target or "sequence_reverse"
+    # Noise is compared among terms that regularize, and not with zero.
+    if judged.target != "zero":
+        target_of_best = judged.target or measured.near_target or question.stated
         # Against the best term for what is hit, or a term for an easy target would look quiet.
         least = _least_variance(target_of_best, question.regime, question.tree)
         if least:
@@ -361,7 +381,7 @@ def _certificate(name: str, question: Question, measured: Measured, judged: Judg
         cosine=cosine,
         variance=variance,
         variance_ratio=variance_ratio,
-        strength=measured.mean("sequence_reverse", "strength"),
+        strength=measured.mean(question.stated, "strength"),
         worst_error=judged.worst_error,
         worst_setting=judged.worst_setting,
         not_finite=measured.not_finite,
@@ -397,11 +417,13 @@ def _target_hit(pairs: Sequence[tuple[BatteryInstance, Moments]], preferred: str
 # Cached, because a matrix of hundreds of terms asks for the same few.
 @lru_cache(maxsize=64)
 def _least_variance(target: str, regime: str, main: Tree) -> float | None:
-    """The variance of the least noisy yardstick that hits a target in a regime, in the certificate's unit."""
+    """The variance of the least noisy yardstick that hits ``target`` in a regime, in the certificate's unit."""
     variances = []
-    for term in YARDSTICKS.get(target, ()):
-        pairs = [(case, exact_moments(case.instance, terms_loss((term,)))) for case in battery(regime, main=main)]
+    targets = SAMPLER_TARGETS if SAMPLER in target else TARGETS
+    cases = battery(regime, targets=targets, main=main)
+    for term in yardsticks_of(target):
+        pairs = [(case, exact_moments(case.instance, terms_loss((term,)))) for case in cases]
         if _target_hit(pairs, target) == target:
-            shown = [moments.figures(case.targets["sequence_reverse"]) for case, moments in pairs if case.shown]
+            shown = [moments.figures(case.targets[targets[0]]) for case, moments in pairs if case.shown]
             variances.append(sum(figures["variance"] for figures in shown) / len(shown))
     return min(variances, default=None)

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kl_comedy.kl.beta import first_value
-from kl_comedy.kl.claims import NO_TARGET, OffPolicyKind, kind_of_terms, target_meaning
+from kl_comedy.kl.claims import (
+    NO_TARGET,
+    SELF_WORDS,
+    OffPolicyKind,
+    dropped_token_words,
+    kind_of_terms,
+    target_meaning,
+    targets_of,
+)
 from kl_comedy.kl.term import KLTerm
 
 BATTERY_WORDS = (
@@ -38,12 +46,12 @@ class Certificate:
     cosine: dict[str, float]
     """Both against each target."""
     variance: float
-    """The trace variance of one completion's gradient, over the square of the sequence-level reverse-KL gradient."""
+    """The trace variance of one completion's gradient, over the square of the gradient of :attr:`stated`."""
     variance_ratio: float | None
-    """That over the variance of the least noisy unbiased term for the target that is hit; where none is hit, for the
-    sequence-level reverse KL."""
+    """That over the variance of the least noisy unbiased term for the target that is hit; where none is hit, for
+    :attr:`stated`."""
     strength: float
-    """The multiple of the sequence-level reverse-KL gradient that it contains: the beta one gets for a beta of 1."""
+    """The multiple of the gradient of :attr:`stated` that it contains: the beta one gets for a beta of 1."""
     worst_error: float = 0.0
     """The largest error from the claimed target, in the drawn setting :attr:`worst_setting`."""
     worst_setting: str = ""
@@ -55,6 +63,11 @@ class Certificate:
     batch_bias: Mapping[int, float] = field(default_factory=dict)
     """With a baseline of the batch's mean, by the number of completions in the batch: the relative distance of the
     expected gradient from that without the baseline, which the other figures are of."""
+
+    @property
+    def stated(self) -> str:
+        """The target that bias, cosine, variance and strength are shown against."""
+        return stated_target(self.terms)
 
     @property
     def kind(self) -> OffPolicyKind | None:
@@ -112,14 +125,19 @@ class Certificate:
             return f"{finite.verdict}; not finite where a token is impossible under the reference"
         if not self.terms:
             return "no KL term: nothing holds the policy to the reference"
-        if pulls_to_sampler(self.terms):
-            return self._verdict_of_a_trust_region()
+        dropped = [words for words in map(dropped_token_words, self.terms) if words]
+        return "; ".join([self._judgement(), *dropped])
+
+    def _judgement(self) -> str:
+        """The target or the bias, then the noise."""
         if self.batch_bias:
             sizes = " and ".join(f"{bias:.0%} off with {completions}" for completions, bias in self.batch_bias.items())
             limit = self.near_target or "no target"
             reason = "its mean contains the token's own estimate"
             return f"{limit} as the batch grows, {sizes} completions: {reason}{self._noise()}"
         if self.target == "zero":
+            if pulls_to_sampler(self.terms) and self.regime == "on_policy":
+                return SELF_WORDS
             # A multiple of the noise of "the least noisy unbiased term" for zero would divide by nothing.
             return target_meaning(self.target)
         if self.target is not None:
@@ -129,14 +147,6 @@ class Certificate:
         if self.kind is not None:
             return f"{self.kind.words}; {self._bias()}{self._noise()}"
         return f"{self._bias()}{self._noise()}"
-
-    def _verdict_of_a_trust_region(self) -> str:
-        if self.regime == "on_policy" and self.target is not None:
-            return "a trust region: zero expected gradient, as the policy is the sampler"
-        hit = ""
-        if self.target not in (None, "zero"):
-            hit = f" ({self.target})"
-        return f"a trust region: pulls towards the sampler{hit}, not towards the reference"
 
     def _noise(self) -> str:
         """The end of a verdict: the variance as a multiple of the best; empty where none is known."""
@@ -149,8 +159,11 @@ class Certificate:
 
     def _bias(self) -> str:
         """How far a gradient that equals no target is from the sequence-level reverse KL, and what it is nearest to."""
-        error = self.relative_bias["sequence_reverse"]
-        cosine = self.cosine["sequence_reverse"]
+        error = self.relative_bias[self.stated]
+        cosine = self.cosine[self.stated]
+        stated = "the sequence-level reverse KL"
+        if pulls_to_sampler(self.terms):
+            stated += " to the sampler"
         if error < 0.01:
             size = "less than 1%"
         elif error < 10:
@@ -158,13 +171,13 @@ class Certificate:
         else:
             size = f"{error:.0f}x"
         if cosine < 0:
-            text = f"points away: cosine {cosine:.2f} with the sequence-level reverse KL, {size} off it"
+            text = f"points away: cosine {cosine:.2f} with {stated}, {size} off it"
         else:
-            text = f"biased: {size} off the sequence-level reverse KL, cosine {cosine:.2f}"
+            text = f"biased: {size} off {stated}, cosine {cosine:.2f}"
         divergences = [target for target in self.relative_bias if target != "zero"]
         nearest = min(divergences, key=lambda target: self.relative_bias[target])
         # Nearly as near is not worth a word: the sentence names another target where it is nearer by a tenth.
-        if nearest != "sequence_reverse" and self.relative_bias[nearest] < 0.9 * error:
+        if nearest != self.stated and self.relative_bias[nearest] < 0.9 * error:
             text += f", nearest to {nearest} ({self.relative_bias[nearest]:.0%} off)"
         return text
 
@@ -218,6 +231,11 @@ def is_bounded(terms: Sequence[KLTerm]) -> bool:
         if any(getattr(term, name) is not None for name in BOUNDS):
             return True
     return False
+
+
+def stated_target(terms: Sequence[KLTerm]) -> str:
+    """The reverse KL of completions, to the sampler where all terms are measured against it."""
+    return targets_of(terms)[0]
 
 
 def pulls_to_sampler(terms: Sequence[KLTerm]) -> bool:

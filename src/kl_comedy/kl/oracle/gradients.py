@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kl_comedy.errors import UserError, bad_value
 from kl_comedy.kl.beta import first_value
-from kl_comedy.kl.claims import TARGETS, WEIGHTED, own_targets
+from kl_comedy.kl.claims import SAMPLER, SAMPLER_TARGETS, TARGETS, WEIGHTED, own_targets
 from kl_comedy.kl.estimators import certainty, jensen_shannon
 from kl_comedy.kl.oracle.enumeration import IMPOSSIBLE, Completions, Instance, Loss, Rows, log_probs
 from kl_comedy.kl.surrogate import NotFinite, batch_baseline, kl_parts, kl_surrogate, own_baseline
@@ -33,6 +33,9 @@ CHUNK = 8192
 
 TOLERANCE = 1e-9
 """Relative difference up to which an enumerated gradient equals a target."""
+
+ROUNDING = 1e-12
+"""The norm below which a target is rounding, as that of a KL to the sampler on fresh samples, and counts as zero."""
 
 SMALLEST_SCALE = 1e-3
 """The least size that an error is measured against."""
@@ -59,28 +62,28 @@ class Moments:
     def relative_bias(self, target_D: Tensor) -> float:
         """``|g - target| / |target|``; for a zero target, ``|g|``."""
         size = float(target_D.norm())
-        if size == 0:
+        if size < ROUNDING:
             size = 1.0
         return float((self.gradient_D - target_D).norm()) / size
 
     def cosine(self, target_D: Tensor) -> float:
         """The cosine with a target; NaN where either is zero."""
         sizes = float(self.gradient_D.norm()) * float(target_D.norm())
-        if sizes == 0:
+        if sizes == 0 or float(target_D.norm()) < ROUNDING:
             return math.nan
         return float(self.gradient_D @ target_D) / sizes
 
     def strength(self, target_D: Tensor) -> float:
         """The multiple of a target that the gradient contains; 0 for a zero target."""
         square = float(target_D.square().sum())
-        if square == 0:
+        if square < ROUNDING**2:
             return 0.0
         return float(self.gradient_D @ target_D) / square
 
     def figures(self, target_D: Tensor) -> dict[str, float]:
         """Relative bias, cosine, strength, and the variance over the target's square (over 1 for a zero target)."""
         square = float(target_D.square().sum())
-        if square == 0:
+        if square < ROUNDING**2:
             square = 1.0
         return {
             "relative_bias": self.relative_bias(target_D),
@@ -400,11 +403,14 @@ def target_gradient(instance: Instance, target: str, term: KLTerm | None = None)
     weighted by the visits of the policy (differentiated), the reference, or the sampler (constant). Raises
     :class:`UserError` for an unknown target.
     """
-    allowed: tuple[str, ...] = TARGETS
+    allowed: tuple[str, ...] = (*TARGETS, *SAMPLER_TARGETS)
     if term is not None:
-        allowed = (*TARGETS, *own_targets(term))
+        allowed += own_targets(term)
     if target not in allowed:
         raise bad_value("target", target, allowed)
+    if SAMPLER in target:
+        instance = against_the_sampler(instance)
+        target = target.replace(SAMPLER, "_")
     theta_D = instance.theta_D.clone().requires_grad_(True)
     if target == "zero":
         return torch.zeros_like(theta_D)

@@ -15,9 +15,9 @@ from statistics import median
 
 from kl_comedy.kl import KLTerm
 from kl_comedy.kl.oracle import Instance, InstanceSettings, Tree, exact_moments_by_loss, target_gradient, terms_loss
-from kl_comedy.kl.oracle.certificate import YARDSTICKS, Question
+from kl_comedy.kl.oracle.certificate import Question, yardsticks_of
 from kl_comedy.kl.oracle.certificate_record import Certificate
-from kl_comedy.kl.oracle.gradients import Moments, against_the_sampler
+from kl_comedy.kl.oracle.gradients import Moments
 from kl_comedy.kl.oracle.trajectory import sampled_by_an_older_policy
 
 TREES = (Tree.build(vocabulary=4, length=3), Tree.build(vocabulary=8, length=3))
@@ -38,8 +38,9 @@ class Ranges:
     """The ranges of one list of terms in one regime; ``noise`` is None where a certificate has none.
 
     ``age``: the updates that the sampler is behind; None where it differs by drawn noise, or not at all. ``error``,
-    ``strength``: against the gradient of the sequence-level reverse KL. ``noise``: the variance over that of the least
-    noisy unbiased term on the same policy. ``kl_per_prefix`` (nats): of the policies from the reference.
+    ``strength``: against the gradient of the certificate's :attr:`~Certificate.stated` target. ``noise``: the variance
+    over that of the least noisy unbiased term on the same policy. ``kl_per_prefix`` (nats): of the policies from the
+    reference.
     """
 
     age: int | None
@@ -117,22 +118,19 @@ def ranges(certificate: Certificate, policies: Sequence[Instance], *, age: int |
     """The ranges of a certificate's terms over some policies; it says what the noise is measured against."""
     question = Question.of(certificate.terms, certificate.regime)
     losses = {"": terms_loss(question.enumerated)}
-    hit = certificate.target or certificate.near_target or "sequence_reverse"
+    hit = certificate.target or certificate.near_target or certificate.stated
     has_noise = certificate.variance_ratio is not None
     if has_noise:
-        losses |= {term.label(): terms_loss((term,)) for term in YARDSTICKS[hit]}
+        losses |= {term.label(): terms_loss((term,)) for term in yardsticks_of(hit)}
     distances, errors, strengths, noises = [], [], [], []
     for instance in policies:
-        measured = instance
-        if question.to_sampler:
-            measured = against_the_sampler(instance)
         moments = exact_moments_by_loss(instance, losses)
-        target_D = target_gradient(measured, "sequence_reverse")
+        target_D = target_gradient(instance, certificate.stated)
         distances.append(kl_per_prefix(instance))
         errors.append(moments[""].relative_bias(target_D))
         strengths.append(moments[""].strength(target_D))
         if has_noise:
-            noises.append(moments[""].variance / _least(moments, YARDSTICKS[hit], measured, hit))
+            noises.append(moments[""].variance / _least(moments, yardsticks_of(hit), instance, hit))
     return Ranges(
         age=age,
         policies=len(distances),
