@@ -315,11 +315,10 @@ def packages() -> str:
 # pandas and the studies are imported inside: a check of one page needs neither.
 def open_problem() -> str:
     """The table of docs/open_problem.md: errors at 16 tokens and 1024 completions."""
-    import pandas as pd
     from research.studies.open_problem import error_table
-    from research.studies.pages import markdown
+    from research.studies.pages import markdown, read_frame
 
-    frame = pd.read_csv(ROOT / "results" / "open_problem" / "open_problem.csv")
+    frame = read_frame(ROOT / "results" / "open_problem" / "open_problem.parquet")
     selected = frame[(frame.length == 16) & frame.staleness.isin((0.0, 0.3, 0.6, 1.0))]
     return markdown(error_table(selected, 1024))
 

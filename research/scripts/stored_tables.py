@@ -33,11 +33,11 @@ def read_json(name: str) -> Any:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
-def read_frame(name: str) -> pd.DataFrame:
-    """A CSV file of results/."""
-    import pandas as pd
+def study_data(name: str) -> pd.DataFrame:
+    """The data of a study in results/."""
+    from research.studies.pages import read_frame
 
-    return pd.read_csv(RESULTS / name)
+    return read_frame(RESULTS / name)
 
 
 # --- pages of research/studies --------------------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def values() -> str:
     from research.studies.pages import markdown
     from research.studies.values import error_table, gaussian_table
 
-    errors = markdown(error_table(read_frame("values/errors.csv")))
+    errors = markdown(error_table(study_data("values/errors.parquet")))
     return f"{errors}\n\n{markdown(gaussian_table())}"
 
 
@@ -56,8 +56,8 @@ def open_problem() -> str:
     from research.studies.open_problem import parts
     from research.studies.pages import page
 
-    frame = read_frame("open_problem/open_problem.csv")
-    lambdas = read_frame("open_problem/k_lambda.csv")
+    frame = study_data("open_problem/open_problem.parquet")
+    lambdas = study_data("open_problem/k_lambda.parquet")
     return page(parts(frame, lambdas, command=""))
 
 
@@ -65,14 +65,14 @@ def open_problem_comparisons() -> str:
     from research.studies.open_problem import comparison_table
     from research.studies.pages import markdown
 
-    return markdown(comparison_table(read_frame("open_problem/open_problem.csv")))
+    return markdown(comparison_table(study_data("open_problem/open_problem.parquet")))
 
 
 def policy_corrections() -> str:
     from research.studies.pages import page
     from research.studies.policy_corrections import parts
 
-    return page(parts(read_frame("policy_corrections/policy_corrections.csv"), command=""))
+    return page(parts(study_data("policy_corrections/policy_corrections.parquet"), command=""))
 
 
 def synthetic(part: str) -> str:
@@ -286,9 +286,11 @@ def lags_heldout() -> str:
 
 def quickstart() -> str:
     """The quickstart's row of results/shipped_configs, from its runs.csv."""
+    import pandas as pd
+
     from kl_comedy.results.tables import markdown
 
-    runs = read_frame("shipped_configs/runs.csv")
+    runs = pd.read_csv(RESULTS / "shipped_configs/runs.csv")
     runs = runs[runs["name"] == "quickstart"]
     metrics = ["eval/heldout/reward", "train/reward", "kl/exact_reverse_sequence"]
     means = [_mean_cell(list(runs[name])) for name in metrics]

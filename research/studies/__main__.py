@@ -81,7 +81,7 @@ def synthetic(
         command = f"python -m research.studies synthetic {name}{options}"
         with progress_bar(name, size.steps(name)) as advance:
             run_part(name, out, size, command=command, done=advance)
-        message(f"{name}: {out / f'{name}.csv'}")
+        message(f"{name}: {out / f'{name}.parquet'}")
 
 
 @app.command()
@@ -118,14 +118,14 @@ def open_problem(
 
     Example: `python -m research.studies open-problem --out results/open_problem`
     """
-    import pandas as pd
 
     from research.studies.open_problem import BATCH, BATCHES, LENGTHS, STALENESS, lambda_study, study, write_report
+    from research.studies.pages import read_frame
 
     if figures_only:
         # The number of seeds is in the data; a quick study's would be wrong here, and is not published.
-        frame = pd.read_csv(out / "open_problem.csv")
-        lambdas = pd.read_csv(out / "k_lambda.csv")
+        frame = read_frame(out / "open_problem.parquet")
+        lambdas = read_frame(out / "k_lambda.parquet")
         command = f"python -m research.studies open-problem --seeds {frame.seed.nunique()}"
         write_report(frame, lambdas, out, command=command)
         return

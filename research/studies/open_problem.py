@@ -44,7 +44,8 @@ from research.studies.pages import (
     figure,
     lines_by_length,
     looks_of,
-    save_csv,
+    read_frame,
+    save_frame,
     write_page,
 )
 
@@ -423,7 +424,7 @@ def _mean_capped(kl: float, tokens_T: Tensor, cap: float) -> Tensor:
     return below_cap_T + cap * above_cap_T
 
 
-# The names of candidates are stored in open_problem.csv, and figures and tables select by them.
+# The names of candidates are stored in open_problem.parquet, and figures and tables select by them.
 HEADLINE = (
     "sequence IS, k1 total",
     "per decision, k1",
@@ -465,9 +466,8 @@ def regret_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 def draw(out: Path) -> None:
     """The figures, from the data in ``out``."""
-    import pandas as pd
 
-    frame = pd.read_csv(out / "open_problem.csv")
+    frame = read_frame(out / "open_problem.parquet")
     looks = looks_of(HEADLINE)
     label = {"error_1024": "error of the gradient at N = 1024,\nrelative to |G*| (log axis)"}
     lines_by_length(frame, out / "error.svg", looks, label, "mean")
@@ -647,14 +647,13 @@ def comparison_table(frame: pd.DataFrame, shortest: int = 8) -> pd.DataFrame:
 
 def write_report(frame: pd.DataFrame, lambdas: pd.DataFrame, out: Path, *, command: str) -> None:
     """Write data, figures and a README with every table into ``out``; ``command`` is what regenerates them."""
-    import pandas as pd
 
-    save_csv(frame, out / "open_problem.csv")
-    save_csv(lambdas, out / "k_lambda.csv")
+    save_frame(frame, out / "open_problem.parquet")
+    save_frame(lambdas, out / "k_lambda.parquet")
     draw(out)
     # Read back: the page shows the six digits of the files, from which it can be printed again.
-    stored = pd.read_csv(out / "open_problem.csv")
-    stored_lambdas = pd.read_csv(out / "k_lambda.csv")
+    stored = read_frame(out / "open_problem.parquet")
+    stored_lambdas = read_frame(out / "k_lambda.parquet")
     write_page(out, parts(stored, stored_lambdas, command=command))
 
 

@@ -289,7 +289,7 @@ STATIONARY = 1e-5
 PATH_POINTS = 60
 """Points stored of each path, evenly spread over the logarithm of the step."""
 
-# The names are stored in optimum.csv.
+# The names are stored in optimum.parquet.
 SETTINGS: dict[str, Optimization] = {
     "on-policy": Optimization(steps=3000, rate=0.05),
     "sampler 20 steps old": Optimization(steps=3000, rate=0.05, sampler="lagging", lag=20),

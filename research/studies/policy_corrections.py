@@ -18,7 +18,7 @@ from kl_comedy.objective import PolicyTerm
 from kl_comedy.results.looks import other_look
 from research.studies.bias_variance import relative_figures
 from research.studies.open_problem import PARAMETERS, STALENESS, errors_at, random_settings
-from research.studies.pages import by_length_and_staleness, lines_by_length, save_csv, write_page
+from research.studies.pages import by_length_and_staleness, lines_by_length, read_frame, save_frame, write_page
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LENGTHS = (4, 8, 12)
 SAMPLES = (64, 1024, 16384)
 
-# The names are stored in policy_corrections.csv; docs/decision.md shows some of them (doc_tables/policy_terms.py).
+# The names are stored in policy_corrections.parquet; docs/decision.md shows some of them (doc_tables/policy_terms.py).
 CANDIDATES: dict[str, PolicyTerm] = {
     "reinforce (no ratio)": PolicyTerm(),
     "token": PolicyTerm(corrections={"token": {}}),
@@ -123,9 +123,8 @@ def winners(frame: pd.DataFrame) -> pd.DataFrame:
 
 def draw(out: Path) -> None:
     """The figure, from the data in ``out``."""
-    import pandas as pd
 
-    frame = pd.read_csv(out / "policy_corrections.csv")
+    frame = read_frame(out / "policy_corrections.parquet")
     labels = {
         "bias": "relative bias\n(0 shown as 0.001, log axis)",
         "error_1024": "error at N = 1024,\nrelative to |G| (log axis)",
@@ -136,13 +135,12 @@ def draw(out: Path) -> None:
 
 
 def write_report(frame: pd.DataFrame, out: Path, *, command: str) -> None:
-    """Write CSV, figure and README into ``out``; ``command`` is what regenerates them."""
-    import pandas as pd
+    """Write data, figure and README into ``out``; ``command`` is what regenerates them."""
 
-    save_csv(frame, out / "policy_corrections.csv")
+    save_frame(frame, out / "policy_corrections.parquet")
     draw(out)
     # Read back: the page shows the six digits of the file, from which it can be printed again.
-    stored = pd.read_csv(out / "policy_corrections.csv")
+    stored = read_frame(out / "policy_corrections.parquet")
     write_page(out, parts(stored, command=command))
 
 

@@ -21,7 +21,7 @@ from kl_comedy.tracking import provenance_tags
 from research.studies import bias_variance, optimum
 from research.studies.bias_variance import CLAMPED, OPTIMIZED, RECOVERING, gap_table
 from research.studies.optimum import Optimization
-from research.studies.pages import figure, looks_of, markdown, save_csv, three_digits, update_page
+from research.studies.pages import figure, looks_of, markdown, read_frame, save_frame, three_digits, update_page
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -237,9 +237,8 @@ def drawn(frame: pd.DataFrame, figure: str) -> Iterator[tuple[str, Look, pd.Data
 
 def draw_length(out: Path) -> None:
     """Exact bias and variance against length, one row of panels per regime; the same sampled."""
-    import pandas as pd
 
-    frame = pd.read_csv(out / "length.csv")
+    frame = read_frame(out / "length.parquet")
     exact = frame[frame.method == "exact"]
     with figure(out / "length.svg", 2, 2, 2.6) as (drawing, panels):
         for row, regime in zip(panels, ("on_policy", "off_policy"), strict=True):
@@ -291,9 +290,8 @@ def _error_bars(points: pd.DataFrame, value: str) -> list[pd.Series[float]]:
 
 def draw_distance(out: Path) -> None:
     """Bias, cosine and variance against the logit distance; clamped forms in a row of their own."""
-    import pandas as pd
 
-    frame = pd.read_csv(out / "distance.csv")
+    frame = read_frame(out / "distance.parquet")
     with figure(out / "distance.svg", 2, 3, 2.4) as (drawing, panels):
         for row, group in zip(panels, ("on_policy", "clamped"), strict=True):
             for axes, value in zip(row, ("bias", "cosine", "variance"), strict=True):
@@ -306,11 +304,10 @@ def draw_distance(out: Path) -> None:
 
 def draw_optimum(out: Path) -> None:
     """KL to the closed-form optimum during optimization, one panel per setting, at the smallest beta."""
-    import pandas as pd
 
-    frame = pd.read_csv(out / "optimum_paths.csv")
+    frame = read_frame(out / "optimum_paths.parquet")
     # The paths are of all games at once, and do not name them.
-    games = pd.read_csv(out / "optimum.csv").seed.nunique()
+    games = read_frame(out / "optimum.parquet").seed.nunique()
     beta = frame.beta.min()
     settings = list(frame.setting.unique())
     with figure(out / "optimum.svg", math.ceil(len(settings) / 2), 2, 2.6, sharey=True) as (drawing, panels):
@@ -332,9 +329,8 @@ def draw_optimum(out: Path) -> None:
 
 def draw_modes(out: Path) -> None:
     """Updates until a lost mode is back, by how lost it was; what never came back is drawn at the top."""
-    import pandas as pd
 
-    frame = pd.read_csv(out / "modes.csv")
+    frame = read_frame(out / "modes.parquet")
     lost = frame[frame.kind == "lost"]
     settings = list(frame.setting.unique())
     looks = looks_of(list(lost.configuration.unique()))
@@ -448,29 +444,29 @@ def _measure_length(out: Path, size: Size, done: Callable[[], None]) -> None:
     seeds = size.of("length")
     frame = bias_variance.length_study(lengths=size.lengths, seeds=seeds, rounds=rounds, samples=samples, done=done)
     memory = bias_variance.memory_study(lengths=size.memory_lengths, seeds=seeds)
-    save_csv(frame, out / "length.csv")
-    save_csv(memory, out / "memory.csv")
+    save_frame(frame, out / "length.parquet")
+    save_frame(memory, out / "memory.parquet")
 
 
 def _measure_distance(out: Path, size: Size, done: Callable[[], None]) -> None:
     frame = bias_variance.distance_study(seeds=size.of("distance"), done=done)
     gaps = bias_variance.gap_study(seeds=10 if size.quick else 100)
-    save_csv(frame, out / "distance.csv")
-    save_csv(gaps, out / "gaps.csv")
+    save_frame(frame, out / "distance.parquet")
+    save_frame(gaps, out / "gaps.parquet")
 
 
 def _measure_optimum(out: Path, size: Size, done: Callable[[], None]) -> None:
     ends, paths = optimum.optimum_study(seeds=size.of("optimum"), settings=size.settings(optimum.SETTINGS), done=done)
-    save_csv(ends, out / "optimum.csv")
+    save_frame(ends, out / "optimum.parquet")
     # Over games, because the path of each would be a file of megabytes; their ends are in the other table.
     keys = ["setting", "configuration", "beta", "step"]
     by_step = paths.groupby(keys, sort=False).to_optimum.agg(["median", "min", "max"]).reset_index()
-    save_csv(by_step, out / "optimum_paths.csv")
+    save_frame(by_step, out / "optimum_paths.parquet")
 
 
 def _measure_modes(out: Path, size: Size, done: Callable[[], None]) -> None:
     frame = optimum.mode_study(seeds=size.of("modes"), settings=size.settings(optimum.MODE_SETTINGS), done=done)
-    save_csv(frame, out / "modes.csv")
+    save_frame(frame, out / "modes.parquet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -521,7 +517,7 @@ PARTS = {
 
 
 def run_part(part: str, out: Path, size: Size, *, command: str, done: Callable[[], None] = lambda: None) -> None:
-    """Measure one of :data:`PARTS` into ``out``: CSV, figures, its block of README.md."""
+    """Measure one of :data:`PARTS` into ``out``: data, figures, its block of README.md."""
     out.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     # Before the measurement, which may take minutes in which the checkout changes.
@@ -545,9 +541,8 @@ def run_part(part: str, out: Path, size: Size, *, command: str, done: Callable[[
 
 def stored_tables(part: str, out: Path) -> str:
     """The tables of a part, from the data in ``out``."""
-    import pandas as pd
 
-    frames = [pd.read_csv(out / f"{name}.csv") for name in PARTS[part].frames]
+    frames = [read_frame(out / f"{name}.parquet") for name in PARTS[part].frames]
     return PARTS[part].tables(*frames)
 
 

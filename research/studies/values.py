@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kl_comedy.registry import ESTIMATORS
 from kl_comedy.results.figures import legend_below
-from research.studies.pages import figure, looks_of, markdown, save_csv, three_digits
+from research.studies.pages import figure, looks_of, markdown, read_frame, save_frame, three_digits
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -151,9 +151,8 @@ def _geometric_mean(values: pd.Series[float]) -> float:
 
 def draw(out: Path) -> None:
     """The figure, from the data in ``out``."""
-    import pandas as pd
 
-    frame = pd.read_csv(out / "errors.csv")
+    frame = read_frame(out / "errors.parquet")
     with figure(out / "error.svg", 1, len(KLS), 2.0, sharey=True) as (drawing, (panels,)):
         for axes, kl in zip(panels, KLS, strict=True):
             for name, style in LOOKS.items():
@@ -166,13 +165,12 @@ def draw(out: Path) -> None:
 
 
 def write_report(frame: pd.DataFrame, out: Path, *, command: str) -> None:
-    """Write ``errors.csv``, ``error.svg`` and ``README.md`` into ``out``."""
-    import pandas as pd
+    """Write ``errors.parquet``, ``error.svg`` and ``README.md`` into ``out``."""
 
-    save_csv(frame, out / "errors.csv")
+    save_frame(frame, out / "errors.parquet")
     draw(out)
     # Read back: the page shows the six digits of the file, from which it can be printed again.
-    frame = pd.read_csv(out / "errors.csv")
+    frame = read_frame(out / "errors.parquet")
     page = PAGE.format(
         vocabulary=f"{VOCABULARY:,}",
         seeds=frame.seed.nunique(),

@@ -14,6 +14,7 @@ from kl_comedy.results.runs import history, runs_frame
 from kl_comedy.results.values import tidy, with_values
 from kl_comedy.tracking.store import sqlite_file
 from study_runs import COMMIT, EVAL, track
+from svg_texts import texts_of, tree_of
 
 K1 = "k1_reverse_token in reward total"
 K3 = "k3_reverse_token in loss"
@@ -315,7 +316,7 @@ def plot(kl_comedy, study, tmp_path):
 )
 def test_a_picture_is_labelled_in_words(plot, kind, drawn, absent):
     svg = plot("a.svg", "--group", "kl.family", "--kind", *kind).decode()
-    text = " ".join(re.findall(r"<!-- (.*?) -->", svg, re.DOTALL))
+    text = " ".join(texts_of(tree_of(svg)))
     for phrase in drawn:
         assert phrase in text
     assert absent not in text

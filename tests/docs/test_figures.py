@@ -13,6 +13,7 @@ from research.studies.pages import FAMILIES
 from kl_comedy.results.looks import METHODS, VARIANTS, family_look
 from kl_comedy.results.plots import plain_words
 from kl_comedy.results.runs import NO_KL
+from svg_texts import texts_of, tree_of
 
 ROOT = Path(__file__).parents[2]
 FIGURES = sorted((ROOT / "results").rglob("*.svg"))
@@ -46,16 +47,6 @@ def is_grey(colour):
     return colour[1:3] == colour[3:5] == colour[5:7] and colour not in ("#000000", "#ffffff")
 
 
-def tree_of(path):
-    """The SVG with its comments: matplotlib draws a text as outlines, and writes it into a comment before them."""
-    parser = ElementTree.XMLParser(target=ElementTree.TreeBuilder(insert_comments=True))
-    return ElementTree.parse(path, parser).getroot()
-
-
-def comments(element):
-    return [node.text.strip() for node in element.iter() if node.tag is ElementTree.Comment]
-
-
 def colours(element):
     """The colours of all lines and fills in an element."""
     return set(re.findall(r"(?:stroke|fill): (#[0-9a-f]{6})", ElementTree.tostring(element, encoding="unicode")))
@@ -72,7 +63,7 @@ def legend_entries(root):
             if part.get("id", "").startswith("text_"):
                 # The legend's title has no handle.
                 if handle:
-                    entries.append((" ".join(" ".join(comments(part)).split()), handle))
+                    entries.append((" ".join(" ".join(texts_of(part)).split()), handle))
                 handle = set()
             else:
                 handle |= colours(part)
@@ -92,7 +83,7 @@ def name_of(path):
 
 @pytest.fixture(scope="module", params=FIGURES, ids=name_of)
 def figure(request):
-    return tree_of(request.param)
+    return tree_of(request.param.read_text("utf-8"))
 
 
 def test_pictures_of_results_can_be_read():
@@ -105,7 +96,7 @@ def test_every_form_of_a_claim_has_a_look():
 
 
 def test_labels_are_words(figure):
-    texts = comments(figure)
+    texts = texts_of(figure)
     assert texts
     assert [text for text in texts if RAW_KEY.search(text)] == []
 
@@ -132,7 +123,7 @@ def test_grey_is_no_kl_and_nothing_else(figure):
 
 
 def test_the_number_of_seeds_is_said(figure):
-    text = " ".join(" ".join(comments(figure)).split())
+    text = " ".join(" ".join(texts_of(figure)).split())
     assert NUMBER.search(text), text
 
 
@@ -153,7 +144,7 @@ def ticks_of(axis):
     for tick in axis:
         direction = "x" if tick.get("id", "").startswith("xtick") else "y"
         marks = [node.get(direction) for node in tick.iter() if str(node.tag).endswith("}use") and node.get(direction)]
-        values = [value_of_tick(text) for text in comments(tick)]
+        values = [value_of_tick(text) for text in texts_of(tick)]
         if marks and len(values) == 1 and values[0] is not None:
             ticks.append((values[0], float(marks[0])))
     return ticks
@@ -175,7 +166,7 @@ def correlation(values, positions):
 
 
 def test_a_logarithmic_axis_is_said(figure):
-    texts = comments(figure)
+    texts = texts_of(figure)
     axes = [node for node in figure.iter() if node.get("id", "").startswith("matplotlib.axis_")]
     assert axes, "no axis is found"
     has_one = any(POWER_OF_TEN in text for text in texts) or any(is_logarithmic(ticks_of(axis)) for axis in axes)

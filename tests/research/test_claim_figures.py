@@ -1,8 +1,8 @@
 """The figure of a claim, read from its SVG: levels before differences, looks of families, no interval of few seeds."""
 
-import re
-
 from research.studies.claim_figures import draw
+
+from svg_texts import texts_of, tree_of
 
 
 def row(contrast, forms, *, at="learning rate 0.0001", pairs=5, a=0.5, b=0.4):
@@ -15,7 +15,7 @@ def row(contrast, forms, *, at="learning rate 0.0001", pairs=5, a=0.5, b=0.4):
 def words_and_paths(rows, folder):
     draw(rows, folder / "claim.svg")
     svg = (folder / "claim.svg").read_text()
-    return re.findall(r"<!-- (.*?) -->", svg, re.DOTALL), svg
+    return texts_of(tree_of(svg)), svg
 
 
 FIRST = row("k1 in reward - k3 in loss", ("k1 in reward", "k3 in loss"))

@@ -1,11 +1,9 @@
 """The off-policy study on small instances: what must be unbiased is, and the report is written."""
 
-import pandas as pd
 import pytest
 from research.studies import open_problem
-from research.studies.open_problem import (
-    write_report,
-)
+from research.studies.open_problem import write_report
+from research.studies.pages import read_frame
 
 UNBIASED = (
     "sequence IS, k1 total",
@@ -37,10 +35,10 @@ def test_the_report_is_written(frame, tmp_path):
     write_report(frame, lambdas, tmp_path, command="python -m research.studies open-problem --quick")
     assert {path.name for path in tmp_path.iterdir()} == {
         "README.md",
-        "open_problem.csv",
-        "k_lambda.csv",
+        "open_problem.parquet",
+        "k_lambda.parquet",
         "error.svg",
         "variance.svg",
         "knobs.svg",
     }
-    assert len(pd.read_csv(tmp_path / "open_problem.csv")) == len(frame)
+    assert len(read_frame(tmp_path / "open_problem.parquet")) == len(frame)

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import pandas as pd
 import pytest
 from research.studies.__main__ import app
+from research.studies.pages import read_frame
 from research.studies.policy_corrections import CANDIDATES, study
 from typer.testing import CliRunner
 
-STORED = Path(__file__).parents[2] / "results" / "policy_corrections" / "policy_corrections.csv"
+STORED = Path(__file__).parents[2] / "results" / "policy_corrections" / "policy_corrections.parquet"
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def bias(frame, name, staleness):
 
 
 def test_the_stored_results_are_those_of_this_code(frame):
-    stored = pd.read_csv(STORED)
+    stored = read_frame(STORED)
     assert set(stored.candidate) == set(CANDIDATES)
     keys = ["length", "staleness", "seed", "candidate"]
     both = frame.merge(stored, on=keys, suffixes=("", "_stored"))
@@ -38,4 +38,4 @@ def test_the_command_writes_data_figure_and_page(tmp_path):
     assert "| sequence_tis 8 |" in page
     assert (tmp_path / "policy_corrections.svg").stat().st_size > 10_000
     # Two lengths, three stalenesses and two seeds.
-    assert len(pd.read_csv(tmp_path / "policy_corrections.csv")) == 2 * 3 * 2 * len(CANDIDATES)
+    assert len(read_frame(tmp_path / "policy_corrections.parquet")) == 2 * 3 * 2 * len(CANDIDATES)

@@ -68,7 +68,12 @@ def test_one_step_of_gradient_descent_is_the_gradient_of_the_oracle(name):
 def test_the_command_writes_data_figures_and_page(tmp_path):
     result = CliRunner().invoke(app, ["synthetic", "distance", "--quick", "--seeds", "1", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert {path.name for path in tmp_path.iterdir()} == {"distance.csv", "gaps.csv", "distance.svg", "README.md"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "distance.parquet",
+        "gaps.parquet",
+        "distance.svg",
+        "README.md",
+    }
     assert "python -m research.studies synthetic distance --quick --seeds 1" in (tmp_path / "README.md").read_text()
 
 
@@ -81,4 +86,4 @@ def test_every_part_runs_in_the_small(tmp_path, monkeypatch):
     for part in study.PARTS:
         study.run_part(part, tmp_path, study.Size(quick=True, seeds=1), command="test")
     assert len(list(tmp_path.glob("*.svg"))) == 5
-    assert len(list(tmp_path.glob("*.csv"))) == 7
+    assert len(list(tmp_path.glob("*.parquet"))) == 7

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
+from research.studies.pages import read_frame
 from research.studies.values import moments, token_errors
 
-STORED = Path(__file__).parents[2] / "results" / "values" / "errors.csv"
+STORED = Path(__file__).parents[2] / "results" / "values" / "errors.parquet"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,6 @@ def frame():
 
 
 def test_the_stored_results_are_those_of_the_code(frame):
-    stored = pd.read_csv(STORED)
+    stored = read_frame(STORED)
     of_these_seeds = stored[stored.seed < 2].sort_values(["seed"], kind="stable")
     np.testing.assert_allclose(frame.error, of_these_seeds.error, rtol=1e-4)

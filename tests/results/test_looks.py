@@ -16,6 +16,7 @@ from kl_comedy.results.looks import (
 )
 from kl_comedy.results.plots import frontier, plot_curves
 from kl_comedy.results.runs import sort_by_groups, with_derived
+from svg_texts import texts_of, tree_of
 
 LABEL = "tags.kl.label"
 FAMILY = "tags.kl.family"
@@ -69,8 +70,7 @@ def colours(things, kind, family=""):
 
 
 def words(figure):
-    """The texts of a figure, which matplotlib writes as comments above their outlines."""
-    return re.findall(r"<!-- (.*?) -->", svg(figure), re.DOTALL)
+    return texts_of(tree_of(svg(figure)))
 
 
 def test_a_family_has_one_colour_in_figures_of_different_kinds_and_subsets():

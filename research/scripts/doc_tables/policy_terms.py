@@ -113,9 +113,9 @@ CHOSEN_CANDIDATES = (
 
 def policy_term() -> str:
     """Medians over seeds at the longest length of the study: bias and error at 1024 completions, by staleness."""
-    import pandas as pd
+    from research.studies.pages import read_frame
 
-    frame = pd.read_csv(ROOT / "results/policy_corrections/policy_corrections.csv")
+    frame = read_frame(ROOT / "results/policy_corrections/policy_corrections.parquet")
     stale = frame[(frame.length == frame.length.max()) & (frame.staleness > 0)]
     levels = sorted(stale.staleness.unique())
     # In the head, because the share and not the staleness is what a reader can measure in his own run.
