@@ -41,6 +41,7 @@ GRIDS = {
     "hack_target": "hack/target.yaml",
     "centring": "centring/centring.yaml",
     "rates": "rates/rates.yaml",
+    "hack_smollm2": "hack/smollm2.yaml",
 }
 MARGIN = 0.015
 GOLD = "metrics.eval/heldout/reward"
@@ -80,6 +81,7 @@ ARMS = {
     "hack_target": ("lag", "form"),
     "centring": ("lag", "form"),
     "rates": ("lag", "form", "rate"),
+    "hack_smollm2": ("form",),
 }
 """What a row of a block's table is."""
 HEAD = """\
@@ -119,6 +121,7 @@ WORDS = {
     "hack_target": "Block 1, judged at one nat",
     "centring": "Block 3: centring",
     "rates": "Block 2: the best rate, with a reward that is right",
+    "hack_smollm2": "Block 1 on SmolLM2-135M, an illustration",
 }
 CENTRED = {
     "exact-c0": "c = 0",
@@ -146,6 +149,8 @@ def read(export: Path) -> pd.DataFrame:
     first = with_values(str(export), runs, [GOLD], "first")[GOLD]
     frame = runs.reindex(columns=list(COLUMNS)).rename(columns=COLUMNS)
     frame["collapsed"] = frame["gold"] < COLLAPSED * first
+    # A model that is no pocket policy has one warm start: itself.
+    frame["start"] = frame["start"].fillna(0)
     for name in ("start", "seed", "lag"):
         frame[name] = frame[name].astype(int)
     frame["rate"] = frame["rate"].astype(float)

@@ -189,10 +189,10 @@ def run() -> None:
         code = 1
     except Exception as error:
         # A bug of ours needs its traceback; one in a plugin is the user's, who wants its line.
-        line = plugin_line(error)
+        place = plugin_line(error)
         text = traceback.format_exc()
-        if line is not None:
-            text = f"failed: {type(error).__name__}: {error} (plugin {line})"
+        if place is not None:
+            text = f"failed: {type(error).__name__}: {error} (plugin {place})"
         code = _print_error(Console(stderr=True), text, 1)
 
     launched_by_a_run = "KL_COMEDY_LAUNCHED" in os.environ  # kl_comedy.training.distributed.LAUNCHED
