@@ -352,6 +352,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "decision.md": {**advice.DECISION, **kl_terms.PARTS},
     "loss_or_reward.md": kl_terms.PLACEMENTS,
+    "references.md": {"to the sampler": kl_terms.to_the_sampler},
     "../README.md": advice.README,
     "../results/advice/README.md": advice.RESULTS,
     "algorithms.md": {**policy_terms.PARTS, **groups_without_signal.PARTS},
@@ -362,7 +363,7 @@ PAGES: dict[str, dict[str, Callable[[], str]]] = {
 ADVISED = ("decision.md", "open_problem.md", "../README.md", "../results/advice/README.md")
 """Pages with parts that come from the advice."""
 
-ENUMERATED = ("decision.md", "loss_or_reward.md", *kl_terms.WHOLE)
+ENUMERATED = ("decision.md", "loss_or_reward.md", "references.md", *kl_terms.WHOLE)
 """Pages that need a certificate of every term (about half a minute)."""
 
 

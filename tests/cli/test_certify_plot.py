@@ -72,7 +72,9 @@ def test_no_gradient_is_a_bias_of_one_and_a_beta_is_no_bias(lengths):
 # --- marks ------------------------------------------------------------------------------------------------------------
 def certificate(name, regime, bias, variance, term=K3_IN_LOSS):
     others = {"token_reverse": 0.77, "sequence_reverse": bias}
-    return SimpleNamespace(name=name, regime=regime, relative_bias=others, variance=variance, terms=(term,))
+    return SimpleNamespace(
+        name=name, regime=regime, relative_bias=others, variance=variance, terms=(term,), stated="sequence_reverse"
+    )
 
 
 @pytest.fixture

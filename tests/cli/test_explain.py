@@ -54,7 +54,14 @@ def test_json_holds_everything(kl_comedy):
         ("trl:", ["No KL", "Switched on, as trl:beta=0.04", "the reverse KL of each visited prefix"]),
         ("areal", ["No term of ours is equivalent", "entropy bonus"]),
         ("slime:kl_coef=0.1", ["Does nothing", "kl_coef with advantage_estimator=grpo"]),
-        ("prime-rl:", ["towards the sampler"]),
+        (
+            "prime-rl:",
+            [
+                "k2 to the sampler, in the loss",
+                "a loss with its minimum at the sampler: the mean of k2 over the samples",
+                "zero expected gradient, as the policy is the sampler",
+            ],
+        ),
         ("verl:use_kl_in_reward=true,loss_mode=gspo", ["off-policy, mixed: no term of ours is equivalent"]),
         ("verl:use_kl_in_reward=true,loss_mode=dro", ["on-policy, off-policy, mixed: no term of ours is equivalent"]),
     ],
@@ -212,7 +219,7 @@ def test_where_the_age_of_the_samples_is_not_known_the_answer_is_as_short(kl_com
     _, out, _ = kl_comedy("explain", flags)
     lines = out.splitlines()
     assert lines[0].startswith("The number of updates per batch is rollout_batch_size / global_batch_size, not given")
-    assert len(lines) <= 16
+    assert len(lines) <= 17
     assert [line.split()[0] for line in lines if line.startswith(("Fresh", "Stale", "To change"))] == [
         "Fresh",
         "Stale",

@@ -264,7 +264,11 @@ def test_the_words_of_terms_with_a_bound_and_without_a_pull():
     assert pull_in_words(loss("k1"), "on_policy") == "none"
     assert pull_in_words(loss("k1"), "mixed") == "above the reference at most beta, below it at most beta away"
     assert pull_in_words(loss("exact"), "on_policy") == ""
-    assert pull_in_words(loss("k2", reference="sampler"), "off_policy") == ""
+    squared = loss("k2", reference="sampler")
+    assert pull_in_words(squared, "off_policy") == "above the sampler linear, below it linear"
+    assert pull_in_words(squared, "on_policy") == "none"
+    masked = loss("k3", reference="sampler", correction="token", cap=2.0, cap_mode="mask")
+    assert pull_in_words(masked, "off_policy") == "above the sampler linear (0 from 0.693 nats), below it fades"
 
 
 VERL = loss("k3", input_clamp=20.0, output_clamp=10.0)

@@ -55,8 +55,8 @@ def outcome(certificate: Certificate) -> str:
     """The target, or the relative bias and cosine against the sequence-level reverse KL."""
     if certificate.target is not None:
         return code_span(certificate.target)
-    bias = percent(certificate.relative_bias["sequence_reverse"])
-    text = f"{bias} off, cosine {certificate.cosine['sequence_reverse']:.2f}"
+    bias = percent(certificate.relative_bias[certificate.stated])
+    text = f"{bias} off, cosine {certificate.cosine[certificate.stated]:.2f}"
     if certificate.near_target:
         # Hit close to the reference, where no bound acts, and missed elsewhere.
         return f"{code_span(certificate.near_target)} near the reference; {text}"
@@ -273,6 +273,40 @@ WHOLE: dict[str, Callable[[], str]] = {
 
 PARTS: dict[str, Callable[[], str]] = {"proof": proof}
 """The generated part of decision.md that needs certificates."""
+
+TO_SAMPLER = {
+    "exact in the loss": KLTerm("exact", placement="loss"),
+    "exact in the reward × ratio before": KLTerm("exact", correction="prefix_previous"),
+    "exact_forward in the loss": KLTerm("exact_forward", placement="loss"),
+    "exact_jsd in the loss": KLTerm("exact_jsd", placement="loss"),
+    "k1 in the reward × prefix ratio": KLTerm("k1", correction="prefix"),
+    "k3 in the loss × token ratio": KLTerm("k3", placement="loss", correction="token"),
+    "k3 in the loss × detached token ratio": KLTerm("k3", placement="loss", correction="token_detached"),
+    "k2 in the loss × detached token ratio": KLTerm("k2", placement="loss", correction="token_detached"),
+    "k2 in the loss (prime-rl's `kl_tau`, at twice the beta)": KLTerm("k2", placement="loss"),
+    "k3 in the loss": KLTerm("k3", placement="loss"),
+    "k1 in the reward, to go": KLTerm("k1"),
+    "k1 in the loss": KLTerm("k1", placement="loss"),
+}
+"""The rows of docs/references.md; each is taken with the sampler as its reference."""
+
+
+def to_the_sampler() -> str:
+    """What terms whose reference is the sampler optimize on stale samples, and the largest error of a target."""
+    rows = []
+    for name, to_reference in TO_SAMPLER.items():
+        term = dataclasses.replace(to_reference, reference="sampler")
+        (certificate,) = certify(name, (term,), regimes=("off_policy",), seed=0)
+        assert certificate.claim_holds, name
+        error = ""
+        optimizes = certificate.untargeted
+        if certificate.target is not None:
+            optimizes = code_span(certificate.target)
+            error = f"{certificate.worst_error:.0e}"
+        bias = percent(certificate.relative_bias[certificate.stated])
+        rows.append((name, optimizes, error, f"{bias}, {noise(certificate)}"))
+    return table(("term", "optimizes", "largest error", "off `sequence_sampler_reverse`, noise"), rows)
+
 
 PLACEMENTS: dict[str, Callable[[], str]] = {"placements": placements, "inside advantages": inside_advantages}
 """Generated parts of loss_or_reward.md."""

@@ -55,9 +55,6 @@ def _row(reading: Reading, heading: str) -> tuple[str, str, str, str, str]:
 
     label = " + ".join(code_span(term.label()) for term in reading.terms)
     certificates = reading.certificates()
-    # On-policy, sampler and policy are the same: the KL between them, and its gradient, are zero.
-    if all(term.reference == "sampler" for term in reading.terms):
-        return reading.system, flags, label, "zero", "towards the sampler"
     return reading.system, flags, label, outcome(certificates["on_policy"]), outcome(certificates["off_policy"])
 
 

@@ -16,7 +16,7 @@ import typer
 from kl_comedy.cli.certify_output import cosine_text
 from kl_comedy.cli.common import Plugins, TableOrJson, load_plugins
 from kl_comedy.errors import UserError, bad_value, error_prefix, shown
-from kl_comedy.kl.claims import target_words, targets_of
+from kl_comedy.kl.claims import targets_of
 from kl_comedy.kl.oracle.certificate_record import BATTERY_WORDS
 from kl_comedy.redaction import one_line
 
@@ -428,15 +428,13 @@ def _print_numbers(certificates: Sequence[Certificate]) -> None:
 
 
 def _numbers(certificate: Certificate) -> tuple[str, ...]:
-    from kl_comedy.cli.first_answer import nearest_in_words
+    from kl_comedy.cli.first_answer import hit_in_words, nearest_in_words
 
     row = _dashed(certificate.regime)
     target = certificate.target or certificate.near_target
-    follows = f"{certificate.untargeted}; {nearest_in_words(certificate)}"
-    if target is not None:
-        follows = target_words(target)
-        if certificate.target is None:
-            follows += ", while no bound acts"
+    follows = hit_in_words(certificate)
+    if not follows:
+        follows = f"{certificate.untargeted}; {nearest_in_words(certificate)}"
     meant = _meant(certificate, target)
     cosine = cosine_text(certificate.cosine[meant])
     return (row, follows, f"{certificate.relative_bias[meant]:.0%}", cosine, _noise(certificate))

@@ -158,8 +158,18 @@ def _short(reading: Reading, name: str) -> str:
 
 
 def terms_in_words(terms: Sequence[KLTerm]) -> str:
-    """As ``k3 in the loss, clamped (log-ratio at 20, value at 10), beta 0.001``."""
+    """As ``k3 to the initial policy, in the loss, clamped (log-ratio at 20, value at 10), beta 0.001``."""
     return " + ".join(_term_in_words(term) for term in terms)
+
+
+REFERENCE_WORDS = {
+    "initial": "the initial policy",
+    "ema": "a moving average of the policy",
+    "periodic": "a periodic copy of the policy",
+    "old": "the policy before the batch",
+    "sampler": "the sampler",
+    "teacher": "the teacher",
+}
 
 
 def _term_in_words(term: KLTerm) -> str:
@@ -168,7 +178,8 @@ def _term_in_words(term: KLTerm) -> str:
         place = {"total": "the reward, whole completion", "to_go": "the reward, to go", "own": "each token's reward"}[
             str(term.credit)
         ]
-    parts = [f"{term.estimator} in {place}"]
+    # The reference first: what a KL does is said of nothing else.
+    parts = [f"{term.estimator} to {REFERENCE_WORDS[term.reference]}, in {place}"]
     if term.gradient == "k2":
         parts.append("with the gradient of k2")
     if term.correction == "none":
@@ -185,8 +196,6 @@ def _term_in_words(term: KLTerm) -> str:
         clamps.append(f"value at {term.output_clamp:g}")
     if clamps:
         parts.append(f"clamped ({', '.join(clamps)})")
-    if term.reference != "initial":
-        parts.append(f"reference: {term.reference}")
     beta = f"{term.beta:g}" if isinstance(term.beta, int | float) else str(term.beta)
     parts.append(f"beta {beta}")
     return ", ".join(parts)
@@ -222,17 +231,25 @@ def _follows(regime: str, certificates: Mapping[str, Certificate], reading: Read
 
 def _follows_in_words(certificate: Certificate) -> str:
     """The direction of the expected gradient. Its noise is a column of the table behind ``--full``."""
+    hit = hit_in_words(certificate)
+    if hit:
+        return hit
+    text = certificate.untargeted
+    # A function that has a name needs no neighbour.
+    if certificate.kind is None or not certificate.kind.function:
+        text += f"; {nearest_in_words(certificate)}"
+    return text
+
+
+def hit_in_words(certificate: Certificate) -> str:
+    """The divergence whose gradient is hit, if only while no bound acts; empty where none is."""
     from kl_comedy.kl.oracle.certificate_record import pulls_to_sampler
 
     target = certificate.target or certificate.near_target
+    if target is None:
+        return ""
     if target == "zero" and pulls_to_sampler(certificate.terms) and certificate.regime == "on_policy":
         return SELF_WORDS
-    if target is None:
-        text = certificate.untargeted
-        # A function that has a name needs no neighbour.
-        if certificate.kind is None or not certificate.kind.function:
-            text += f"; {nearest_in_words(certificate)}"
-        return text
     text = target_words(target)
     if certificate.target is None:
         text += ", while no bound acts"
