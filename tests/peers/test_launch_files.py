@@ -588,5 +588,5 @@ def test_dashes_of_a_flag_are_underscores_of_a_key():
 def test_fields_of_an_authors_own_class_are_no_hint_of_a_system(tmp_path):
     """A trainer of one's own has options of the same names."""
     fields = "class Config(Base):\n    init_kl_coef: float = 0.0\n    use_kl_loss: bool = True\n"
-    with pytest.raises(UserError, match="no system of"):
+    with pytest.raises(UserError, match="no system recognised"):
         read_launch_file(write(tmp_path, "a.py", f"{fields}    n_samples_per_prompt: int = 8\n"))
