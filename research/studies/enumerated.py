@@ -61,7 +61,7 @@ def numbers(claim: EnumeratedClaim) -> list[tuple[str, float]]:
     rows = []
     # From the stored file and not from a new run of the study, so that the page and the file cannot differ.
     for label, file, where, column, aggregate in claim.numbers:
-        frame = pd.read_csv(RESULTS / file)
+        frame = pd.read_parquet(RESULTS / file)
         for name, value in where.items():
             frame = frame[frame[name] == value]
         rows.append((label, float(frame[column].agg(aggregate))))
