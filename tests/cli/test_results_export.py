@@ -141,10 +141,11 @@ def test_frames_curves_and_completions_are_the_stores(exported_once, without_mlf
         ({"experiment": "stdy"}, "--experiment: got 'stdy'"),
         ({"where": "sed = 1"}, "did you mean 'seed'"),
         ({"where": "seed == 1"}, "cannot read 'seed == 1'; "),
-        ({"where": "seed > '1'"}, "cannot read"),
-        ({"where": "seed = 0 seed = 1"}, "cannot read"),
+        ({"where": "seed > '1'"}, "cannot read .*seed > "),
+        ({"where": "seed = 0 seed = 1"}, "cannot read 'seed = 0 seed = 1'; "),
+        ({"where": "advantage = rloo"}, "cannot read 'advantage = rloo'; "),
     ],
-    ids=["experiment", "name", "operator", "type", "no and"],
+    ids=["experiment", "name", "operator", "type", "no and", "no quotes"],
 )
 def test_a_mistaken_question_to_an_export_is_refused(exported_once, without_mlflow, question, message):
     with pytest.raises(UserError, match=message):

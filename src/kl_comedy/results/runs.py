@@ -26,7 +26,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kl_comedy.errors import UserError, alternatives, bad_value, meant
+from kl_comedy.errors import UserError, alternatives, bad_value, meant, shown
 from kl_comedy.results import database
 from kl_comedy.results.database import StoredRun
 from kl_comedy.tracking import store
@@ -694,12 +694,14 @@ def matching(frame: pd.DataFrame, where: str) -> list[bool]:
     [False, True, False]
     """
     text, _ = translate(where, frame.columns)
+    # As it was typed: in the translation a number beside a param has quotes.
+    unreadable = f"--where: cannot read {shown(where)}; {WHERE_EXAMPLE} (texts have quotes)"
     matches = [True] * len(frame)
     position = 0
     while position < len(text.rstrip()):
         match = _CONDITION.match(text, position)
         if match is None:
-            raise _cannot_read(text[position:])
+            raise UserError(unreadable)
         position = match.end()
         key = match["key"].strip("`")
         if match["entity"] != "attributes":
@@ -715,17 +717,11 @@ def matching(frame: pd.DataFrame, where: str) -> list[bool]:
                 quoted = re.findall(r"'[^']*'|\"[^\"]*\"", value)
                 condition = _condition(sign, [word[1:-1] for word in quoted])
         except (ValueError, IndexError, KeyError):
-            raise _cannot_read(match[0]) from None
+            raise UserError(unreadable) from None
         matches = [
             matches_so_far and condition(value) for matches_so_far, value in zip(matches, frame[column], strict=True)
         ]
     return matches
-
-
-def _cannot_read(text: str) -> UserError:
-    """Of a part of the translated filter, with its names as they were typed."""
-    typed = re.sub(r"(?:params|tags|metrics)\.`([^`]*)`", r"\1", text.strip())
-    return UserError(f"--where: cannot read {typed!r}; {WHERE_EXAMPLE} (texts have quotes)")
 
 
 def _condition(sign: str, given: float | list[str]) -> Callable[[Any], bool]:
