@@ -1,7 +1,8 @@
 """The answers of the form 'which flag?': what each system's flags optimize, computed before: the page has no server.
 
 Every combination of the values that the form offers is read by the rules of `kl-comedy explain` and certified by
-enumeration. Equal answers are stored once, as numbers of lines that are stored once too.
+enumeration. Equal answers are stored once, as numbers of lines that are stored once too. The way to an answer is a
+table for each flag: most flags change little, and equal rows stand in it once.
 """
 
 from __future__ import annotations
@@ -83,15 +84,34 @@ def answers() -> dict[str, Any]:
     for name in NAMES:
         system = SYSTEMS[name]
         flags = offered(system)
-        # The first flag changes slowest: the page computes the place in the list in the same order.
+        # The first flag changes slowest, as steps_to expects.
         combinations = itertools.product(*[options_of(flag) for flag in flags])
         numbers = []
         for values in combinations:
             given = {flag.name: value for flag, value in zip(flags, values, strict=True)}
             answer = tuple(lines.setdefault(line, len(lines)) for line in _answer(system, given))
             numbers.append(texts.setdefault(answer, len(texts)))
-        systems[name] = {**described(system), "answers": numbers}
+        options = [len(options_of(flag)) for flag in flags]
+        systems[name] = {**described(system), "steps": steps_to(numbers, options)}
     return {"systems": systems, "answers": list(texts), "lines": list(lines)}
+
+
+def steps_to(numbers: Sequence[int], options: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """A table for each flag, which leads from its row and the option chosen to the row of the next flag's table.
+
+    The first table has one row, and the last one leads to ``numbers``: those of all combinations of ``options`` values,
+    the first flag changing slowest.
+
+    >>> steps_to([7, 7, 7, 8], [2, 2])
+    [[(0, 1)], [(7, 7), (7, 8)]]
+    """
+    tables = []
+    for count in reversed(options):
+        rows: dict[tuple[int, ...], int] = {}
+        choices = [tuple(numbers[start : start + count]) for start in range(0, len(numbers), count)]
+        numbers = [rows.setdefault(choice, len(rows)) for choice in choices]
+        tables.append(list(rows))
+    return tables[::-1]
 
 
 def described(system: System) -> dict[str, Any]:

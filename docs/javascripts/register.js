@@ -237,15 +237,13 @@
 
     const showAnswer = () => {
       const chosen = data.systems[system.value];
-      // The first flag changes slowest, as in the list of answers.
+      // Each flag's table leads to a row of the next one's, and the last table to an answer; no choice leads nowhere.
       let place = 0;
-      chosen.flags.forEach((flag, number) => {
-        place = place * flag.options.length + controls[number].selectedIndex;
+      chosen.steps.forEach((rows, number) => {
+        place = rows[place]?.[controls[number].selectedIndex];
       });
-      const numbers = data.answers[chosen.answers[place]];
-      // A control without a choice has the place of another answer.
-      const isOpen = controls.some((control) => control.selectedIndex < 0);
-      if (isOpen || !numbers) {
+      const numbers = data.answers[place];
+      if (!numbers) {
         answer.replaceChildren(make("p", {}, "No answer was computed for this choice."));
         return;
       }

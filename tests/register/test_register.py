@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import math
 import subprocess
@@ -133,18 +134,28 @@ def test_the_page_is_that_of_the_data(rows):
     assert between.strip() == generated(rows, by_hand).strip()
 
 
+def answers_of(system):
+    """The numbers of all answers of a system, the first flag changing slowest, found as the page's script finds one."""
+    numbers = []
+    for choices in itertools.product(*[range(len(flag["options"])) for flag in system["flags"]]):
+        place = 0
+        for rows, choice in zip(system["steps"], choices, strict=True):
+            place = rows[place][choice]
+        numbers.append(place)
+    return numbers
+
+
 def test_the_form_has_an_answer_for_every_choice():
     data = json.loads((STORED / "which_flag.json").read_text())
     assert len(data["systems"]) >= 25
     for name, system in data["systems"].items():
-        combinations = math.prod(len(flag["options"]) for flag in system["flags"])
-        assert len(system["answers"]) == combinations, name
-        assert max(system["answers"]) < len(data["answers"])
+        for flag, rows in zip(system["flags"], system["steps"], strict=True):
+            assert {len(row) for row in rows} == {len(flag["options"])}, name
+        assert max(answers_of(system)) < len(data["answers"]), name
     assert max(number for answer in data["answers"] for number in answer) < len(data["lines"])
 
 
 def test_the_form_gives_the_answer_of_explain():
-    """The place of an answer, computed as the page's script does: the first flag changes slowest."""
     from register.which_flag import _answer, offered, options_of
 
     from kl_comedy.peers.systems import SYSTEMS
@@ -158,7 +169,7 @@ def test_the_form_gives_the_answer_of_explain():
             options = options_of(flag)
             given[flag.name] = options[place % len(options)]
             place //= len(options)
-        stored = data["answers"][data["systems"][name]["answers"][wanted]]
+        stored = data["answers"][answers_of(data["systems"][name])[wanted]]
         assert [data["lines"][number] for number in stored] == _answer(system, given)
 
 
@@ -186,7 +197,8 @@ def test_stored_figures_have_four_digits_and_no_rounding_of_zero():
 def test_the_form_has_every_combination_up_to_its_bound():
     data = json.loads((STORED / "which_flag.json").read_text())
     combinations = sizes()
-    assert {name: len(system["answers"]) for name, system in data["systems"].items()} == combinations
+    options = {name: [len(flag["options"]) for flag in system["flags"]] for name, system in data["systems"].items()}
+    assert {name: math.prod(counts) for name, counts in options.items()} == combinations
     assert max(combinations.values()) <= 30_000
 
 
@@ -200,7 +212,7 @@ def test_the_form_of_the_smallest_system_is_the_stored_one(monkeypatch):
     stored = json.loads((STORED / "which_flag.json").read_text())
 
     def texts(data):
-        answers = [data["answers"][number] for number in data["systems"][smallest]["answers"]]
+        answers = [data["answers"][number] for number in answers_of(data["systems"][smallest])]
         return [[data["lines"][number] for number in answer] for answer in answers]
 
     made = json.loads(json.dumps(made))
