@@ -1,8 +1,7 @@
-"""Write the results as JSON, CSV and Markdown."""
+"""Write the results as JSON and Markdown."""
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# The keys of the stored JSON file, in the order of the CSV file's columns.
+# The keys of a row of the stored JSON file.
 COLUMNS = (
     "system",
     "version",
@@ -55,21 +54,12 @@ random rows. Off-policy, `old_log_probs` are the stale sampler's."""
 
 
 def write(folder: Path, rows: Sequence[Row], skipped: Sequence[Row]) -> None:
-    """Write ``peers.json``, ``peers.csv`` and ``peers.md``; the same wheels give identical files."""
+    """Write ``peers.json`` and ``peers.md``; the same wheels give identical files."""
     folder.mkdir(parents=True, exist_ok=True)
     # Rounded before anything is written: the page is made of the stored numbers, and can be made again from them.
     plain = [{name: _round(row.get(name)) for name in COLUMNS} for row in rows]
     data = {"rows": plain, "skipped": list(skipped)}
     (folder / "peers.json").write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    with (folder / "peers.csv").open("w", newline="", encoding="utf-8") as file:
-        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        table.writeheader()
-        for row in plain:
-            # The one list among the columns; CSV has no lists.
-            stand_ins = row["stand_ins"]
-            if isinstance(stand_ins, list):
-                row = {**row, "stand_ins": " ".join(stand_ins)}
-            table.writerow(row)
     (folder / "peers.md").write_text(markdown(plain, skipped), encoding="utf-8")
 
 
