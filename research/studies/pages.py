@@ -172,14 +172,14 @@ def two_digits(value: float) -> str:
 
 
 def save_frame(frame: pd.DataFrame, path: Path) -> None:
-    """Write a study's data as Parquet: six digits, which single precision holds.
-
-    More would differ between CPUs. What is below 1e-38 becomes 0.
-    """
+    """Write a study's data as Parquet: six digits (more differ between CPUs), in single precision where it has them."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    numbers = frame.select_dtypes("float64").columns
-    single = _six_digits(frame, numbers).astype(dict.fromkeys(numbers, "float32"))
-    single.to_parquet(path, index=False, compression="zstd")
+    rounded = _six_digits(frame, frame.select_dtypes("float64").columns)
+    single = rounded.astype(dict.fromkeys(rounded.select_dtypes("float64").columns, "float32"))
+    # A probability of 1e-300 is 0 in single precision.
+    read_back = _six_digits(single, single.select_dtypes("float32").columns)
+    held = [name for name in frame.columns if read_back[name].equals(rounded[name])]
+    rounded.assign(**{name: single[name] for name in held}).to_parquet(path, index=False, compression="zstd")
 
 
 def read_frame(path: Path) -> pd.DataFrame:
