@@ -21,6 +21,9 @@ COMPLETION_TOKENS = (20, 90)
 MICROBATCH_TOKENS = 200
 """One group, so that the first three ranks have one micro-batch each, and the last passes a row of another rank."""
 
+REPLY = slice(8, 14)
+"""The tokens of each completion of a dialogue that an environment wrote."""
+
 TINY_WORDS = {"<unk>": 0, "<eos>": 1, "<pad>": 2, "a": 3}
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -88,15 +91,44 @@ CONFIG = [
 """What all cases have beside the defaults of the configuration."""
 
 
-CASES = {
-    "full": [],
+SETTINGS = {
     "lora": ["model.lora={rank: 32, alpha: 64}"],
     "varlen": ["model.attention=varlen"],
     "exact": ["kl=[{estimator: exact, placement: loss, beta: 0.05}]"],
     "value": ["algorithm.advantage=gae"],
     "checkpointing": ["model.gradient_checkpointing=true"],
+    "hsdp": ["train.nodes=2", "train.devices=2", "train.shards=node"],
+    "teacher": [
+        "kl=[{estimator: exact, placement: loss, reference: teacher, beta: 0.05}]",
+        "reference.teacher.source=MODEL",
+    ],
+    "ddp": ["train.strategy=ddp"],
+    # Past policies are not kept in shards.
+    "past": ["kl=[{estimator: exact, placement: loss, reference: sampler, beta: 0.05}]", "train.strategy=ddp"],
+    "dialogue": [],
 }
-"""The settings of each case beside :data:`CONFIG`. After the update, what a publication gathers is traced."""
+"""The settings of each part of a case's name beside :data:`CONFIG`; a ``dialogue`` has other rows."""
+
+CASES = [
+    "full",
+    "lora varlen checkpointing",
+    "value exact hsdp",
+    "teacher dialogue checkpointing",
+    "past dialogue varlen",
+]
+"""Each part once, with others; after the update, what a publication gathers is traced."""
+
+SINGLE_CASES = list(SETTINGS)
+"""Each part alone."""
+
+
+def settings_of(name: str, model: Path) -> list[str]:
+    """The settings of a case, which is ``full`` or names its parts."""
+    settings = list(CONFIG)
+    for part in name.split():
+        if part != "full":
+            settings += [setting.replace("MODEL", str(model)) for setting in SETTINGS[part]]
+    return settings
 
 
 def write_model(folder: Path, shape: str, layers: int | None) -> Path:
@@ -115,9 +147,12 @@ def write_model(folder: Path, shape: str, layers: int | None) -> Path:
     return folder
 
 
-def drawn_rows():
-    """Scored completions of random tokens and lengths; the same on every rank."""
-    from kl_comedy.records import Problem, Prompt, Reward, Rollout, Scored
+def drawn_rows(dialogue: bool):
+    """Scored completions of random tokens and lengths; the same on every rank.
+
+    Of a ``dialogue`` an environment wrote some of the tokens, and one completion of each group has a second row.
+    """
+    from kl_comedy.records import FOREIGN_VERSION, Problem, Prompt, Reward, Rollout, Scored
 
     generator = random.Random(0)
 
@@ -129,14 +164,22 @@ def drawn_rows():
         prompt = Prompt(problem=Problem(id=str(group), text="", answer=""), text="", token_ids=tokens(PROMPT_TOKENS))
         for member in range(GROUP):
             ids = tokens(COMPLETION_TOKENS)
+            trained = [True] * len(ids)
+            restarts = []
+            if dialogue:
+                trained[REPLY] = [False] * len(trained[REPLY])
+                if member == 0:
+                    restarts.append((REPLY.stop, tokens(PROMPT_TOKENS)))
             rollout = Rollout(
                 prompt=prompt,
                 group_id=group,
                 completion_ids=ids,
-                logps=(-0.5,) * len(ids),
-                versions=(1,) * len(ids),
+                logps=tuple(-0.5 if drawn else 0.0 for drawn in trained),
+                versions=tuple(1 if drawn else FOREIGN_VERSION for drawn in trained),
                 stop_reason="eos",
                 text="",
+                trained=tuple(trained) if dialogue else (),
+                restarts=tuple(restarts),
             )
             rows.append(Scored(rollout=rollout, reward=Reward(value=float(member))))
     return tuple(rows)
@@ -148,8 +191,9 @@ class Exchanges:
     ``of_rank_zero`` are the items that rank 0 gave, in order, and None on rank 0 itself, whose item stands for all.
     """
 
-    def __init__(self, rank: int, of_rank_zero) -> None:
+    def __init__(self, rank: int, rows, of_rank_zero) -> None:
         self._rank = rank
+        self._rows = rows
         self._of_rank_zero = of_rank_zero
         self.items = []
 
@@ -159,7 +203,7 @@ class Exchanges:
             other = self._of_rank_zero[len(self.items)]
         self.items.append(_storable(item))
         if _is_by_position(other):
-            other = _old_policy_of_all_rows()
+            other = _old_policy_of_all_rows(self._rows)
         gathered = [other] * ranks.size
         gathered[self._rank] = item
         return gathered
@@ -173,12 +217,12 @@ def _is_by_position(item) -> bool:
     return isinstance(item, dict) and len(item) > 0 and all(isinstance(key, int) for key in item)
 
 
-def _old_policy_of_all_rows():
+def _old_policy_of_all_rows(rows):
     """Log-probs and values before the first update, as the other ranks record them; of zeros."""
     import torch
 
     recorded = {}
-    for position, row in enumerate(drawn_rows()):
+    for position, row in enumerate(rows):
         zeros_T = torch.zeros(len(row.rollout.completion_ids))
         recorded[position] = {"logp": zeros_T, "value": zeros_T, "last": 0.0}
     return recorded
@@ -203,7 +247,7 @@ def _patch_product(exchanges: Exchanges) -> None:
     """Replace what needs values of weights or other processes, for the rest of this process."""
     from tests.shapes.trace import without_modes
 
-    from kl_comedy.models import sharding
+    from kl_comedy.models import load, sharding
     from kl_comedy.training.distributed import Ranks
 
     Ranks.gather = lambda ranks, item: exchanges.gather(ranks, item)
@@ -213,6 +257,19 @@ def _patch_product(exchanges: Exchanges) -> None:
     # they have no memory, and buffers become fake when they move to the device.
     sharding.skeleton = without_modes(sharding.skeleton)
     sharding.add_lora = without_modes(sharding.add_lora)
+    load.load_base = _base_on_the_device
+    load.place = lambda model, device: None
+
+
+def _base_on_the_device(config):
+    """The model that one process loads whole, with memory that nothing filled."""
+    from kl_comedy.models import load, sharding
+
+    model = sharding.skeleton(config)
+    sharding._allocate(model, load.pick_device(config.device))
+    if model.config.tie_word_embeddings:
+        model.tie_weights()
+    return model
 
 
 class Unpublished:
@@ -255,14 +312,15 @@ def loaded_case(name: str, *, shape: str, layers: int | None, rank: int, folder:
 
     model = write_model(folder / f"{shape}-{layers}", shape, layers)
     patch_torch_cuda(rank)
-    config = load_config(None, [f"model.source={model}", "tracking.uri=none", *CONFIG, *CASES[name]])
-    exchanges = Exchanges(rank, of_rank_zero)
+    config = load_config(None, [f"model.source={model}", "tracking.uri=none", *settings_of(name, model)])
+    rows = drawn_rows(dialogue="dialogue" in name.split())
+    exchanges = Exchanges(rank, rows, of_rank_zero)
     _patch_product(exchanges)
     with tracing(rank, RANKS) as trace:
         torch.use_deterministic_algorithms(config.train.deterministic)
         leave_memory_unfilled()
         module = _module(config)
-        module.load(Ranks(rank=rank, size=RANKS, sharded=True))
+        module.load(Ranks(rank=rank, size=RANKS, sharded=config.train.strategy == "fsdp"))
         module.backend = Unpublished()
         made = module.configure_optimizers()
         module.optimizer = made["optimizer"]
@@ -270,16 +328,20 @@ def loaded_case(name: str, *, shape: str, layers: int | None, rank: int, folder:
         module.log_dict = lambda *args, **kwargs: None
         load = _counts(trace)
         _step_on_zeros(module)
-        yield LoadedCase(trace, module, exchanges, load)
+        module.version = 1  # the first update checks and measures what others do not
+        for reference in module.moving_references.values():
+            reference.update(module.policy, module.version)
+        yield LoadedCase(trace, module, rows, exchanges, load)
 
 
 class LoadedCase:
     """A loaded policy and its trace. ``exchanges`` has the objects that this rank gave to others."""
 
-    def __init__(self, trace, module, exchanges: Exchanges, load: dict[str, Any]) -> None:
+    def __init__(self, trace, module, rows, exchanges: Exchanges, load: dict[str, Any]) -> None:
         self.exchanges = exchanges
         self._trace = trace
         self._module = module
+        self._rows = rows
         self._load = load
 
     def update(self) -> dict[str, Any]:
@@ -290,9 +352,7 @@ class LoadedCase:
 
         self._trace.restart()
         before = self._trace.bytes
-        rows = drawn_rows()
-        self._module.version = 1  # the first update checks and measures what others do not
-        batch = UpdateBatch(rows=rows, batch=rows, offset=0, iteration=1, first=True, metrics={})
+        batch = UpdateBatch(rows=self._rows, batch=self._rows, offset=0, iteration=1, first=True, metrics={})
         without_gradient = _watch_gradients(self._module)
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             self._module.training_step(batch, 0)

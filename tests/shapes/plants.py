@@ -1,14 +1,28 @@
 """Bugs that the checks must find. Each replaces a function of the product after the case was loaded, in its process."""
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 PLANTS = {}
 
 
-def plant(function):
-    """Register a bug under its name with spaces; it is called with the rank."""
-    PLANTS[function.__name__.replace("_", " ")] = function
-    return function
+@dataclasses.dataclass(frozen=True)
+class Plant:
+    """A bug: ``install`` is called with the rank; ``sign`` is a part of what the checks say about it."""
+
+    install: Callable[[int], None]
+    sign: str
+
+
+def plant(sign):
+    """Register a bug under its name with spaces."""
+
+    def register(install):
+        PLANTS[install.__name__.replace("_", " ")] = Plant(install, sign)
+        return install
+
+    return register
 
 
 def _wrap(owner, name, wrapper) -> None:
@@ -16,7 +30,7 @@ def _wrap(owner, name, wrapper) -> None:
     setattr(owner, name, functools.partial(wrapper, getattr(owner, name)))
 
 
-@plant
+@plant(sign="to be on the same device")
 def a_mask_is_made_on_the_cpu(rank):
     import torch
 
@@ -29,7 +43,7 @@ def a_mask_is_made_on_the_cpu(rank):
     _wrap(loss, "weighted_sum", weighted_sum)
 
 
-@plant
+@plant(sign="mm of torch.bfloat16 and torch.float32")
 def one_factor_of_the_head_is_rounded(rank):
     import torch
 
@@ -41,7 +55,7 @@ def one_factor_of_the_head_is_rounded(rank):
     _wrap(head, "product", product)
 
 
-@plant
+@plant(sign="update: waits models/attention.py")
 def every_layer_logs_its_largest_value(rank):
     from kl_comedy.models import attention
 
@@ -53,7 +67,7 @@ def every_layer_logs_its_largest_value(rank):
     _wrap(attention, "attend_rows", attend_rows)
 
 
-@plant
+@plant(sign="update: collective")
 def rank_0_alone_sums_a_metric(rank):
     import torch
     import torch.distributed as dist
@@ -68,14 +82,14 @@ def rank_0_alone_sums_a_metric(rank):
     _wrap(module, "accumulate_micro_batch", accumulate)
 
 
-@plant
+@plant(sign="list index out of range")
 def a_rank_without_rows_makes_no_pass(rank):
     from kl_comedy.training.distributed import Ranks
 
     Ranks.split = lambda ranks, items: list(items[ranks.rank :: ranks.size])
 
 
-@plant
+@plant(sign="bytes of an update are left")
 def logits_are_kept(rank):
     from kl_comedy.models import head
 
@@ -89,7 +103,7 @@ def logits_are_kept(rank):
     _wrap(head, "log_softmax", log_softmax)
 
 
-@plant
+@plant(sign="cumsum has no deterministic kernel")
 def floats_are_summed_by_cumsum(rank):
     from kl_comedy.training import module
 
@@ -100,14 +114,14 @@ def floats_are_summed_by_cumsum(rank):
     _wrap(module, "accumulate_micro_batch", accumulate)
 
 
-@plant
+@plant(sign="has no gradient")
 def hidden_states_are_detached(rank):
     from kl_comedy.models import logprobs
 
     _wrap(logprobs, "completion_hidden", lambda original, *args, **kwargs: original(*args, **kwargs).detach())
 
 
-@plant
+@plant(sign="update: collectives")
 def whole_gradients_are_gathered_to_clip_them(rank):
     from kl_comedy.training import module
 
@@ -120,7 +134,7 @@ def whole_gradients_are_gathered_to_clip_them(rank):
     _wrap(module, "clip_gradients", clip)
 
 
-@plant
+@plant(sign="update: flop float32")
 def the_head_is_computed_twice(rank):
     from kl_comedy.models import head
 
@@ -131,7 +145,7 @@ def the_head_is_computed_twice(rank):
     _wrap(head, "log_softmax", log_softmax)
 
 
-@plant
+@plant(sign="update: flop bfloat16")
 def the_reference_pass_is_made_twice(rank):
     from kl_comedy.models.reference import Reference
 
@@ -144,8 +158,31 @@ def the_reference_pass_is_made_twice(rank):
     Reference.forward_pass = twice
 
 
-@plant
+@plant(sign="publication: wire_bytes float32")
 def weights_are_published_in_float32(rank):
     from kl_comedy.models import weights
 
     weights._cast = lambda tensor, dtype: tensor
+
+
+TOGETHER = {
+    0: [
+        ["a mask is made on the cpu"],
+        [
+            "one factor of the head is rounded",
+            "every layer logs its largest value",
+            "floats are summed by cumsum",
+            "hidden states are detached",
+            "the head is computed twice",
+            "weights are published in float32",
+        ],
+        [
+            "logits are kept",
+            "whole gradients are gathered to clip them",
+            "the reference pass is made twice",
+        ],
+        ["rank 0 alone sums a metric"],
+    ],
+    3: [["a rank without rows makes no pass"]],
+}
+"""By rank: bugs that can be in one update, because the sign of each is there for no other of them."""

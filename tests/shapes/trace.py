@@ -336,6 +336,10 @@ def _patch_torch(trace: Trace) -> None:
 
     def tolist_of_value(tensor):
         value = trace.value(tensor)
+        if value is None and tensor.is_floating_point():
+            # Not 0: these are sums of metrics, and a mean over 0 tokens would be missing.
+            with _disable_current_modes():
+                value = torch.ones(tensor.shape)
         if value is None:
             return tolist(tensor)
         trace.wait(tensor)
@@ -352,6 +356,7 @@ def _patch_torch(trace: Trace) -> None:
     mesh_module = torch.distributed.device_mesh
     mesh_module.init_device_mesh = without_modes(mesh_module.init_device_mesh)
     dist.init_device_mesh = mesh_module.init_device_mesh
+    mesh_module.DeviceMesh.__getitem__ = without_modes(mesh_module.DeviceMesh.__getitem__)
 
 
 def _ignoring(trace, function):

@@ -17,17 +17,18 @@ from tests.shapes.fake_cuda import load_guard
 
 
 def _answer(request: dict, folder: Path) -> dict:
-    """Counts by planted bug, and without one by the empty name; ``error`` in the place of counts where it was raised.
+    """Counts without a bug and with each of the ``plants``, which are lists of bugs that are there together.
 
-    A fork loads the case, and a fork of that one runs the update with each of the ``plants``.
+    By the names of the bugs, joined; ``error`` in the place of counts where it was raised. A fork loads the case, and a
+    fork of that one runs each update.
     """
     in_fork(lambda: _load_and_update(request, folder))
     counts = {}
-    for plant in ["", *request["plants"]]:
-        file = folder / f"counts-{plant}.json"
-        counts[plant] = {"error": "the process ended without counts"}
+    for number, names in enumerate([[], *request["plants"]]):
+        file = folder / f"counts-{number}.json"
+        counts["+".join(names)] = {"error": "the process ended without counts"}
         if file.exists():
-            counts[plant] = json.loads(file.read_text())
+            counts["+".join(names)] = json.loads(file.read_text())
             file.unlink()
     return counts
 
@@ -61,19 +62,19 @@ def _load_and_update(request: dict, folder: Path) -> None:
         of_rank_zero = pickle.loads(exchanged.read_bytes())
     with loaded_case(**case, folder=folder, of_rank_zero=of_rank_zero) as loaded:
 
-        def update(plant: str) -> None:
-            if plant:
-                PLANTS[plant](case["rank"])
+        def update(number: int, names: list[str]) -> None:
+            for name in names:
+                PLANTS[name].install(case["rank"])
             try:
                 counts = loaded.update()
             except Exception as error:  # whatever a bug raises
                 counts = {"error": f"{type(error).__name__}: {error}", "where": traceback.format_exc(limit=-8)}
-            (folder / f"counts-{plant}.json").write_text(json.dumps(counts))
-            if case["rank"] == 0 and not plant:
+            (folder / f"counts-{number}.json").write_text(json.dumps(counts))
+            if case["rank"] == 0 and not names:
                 exchanged.write_bytes(pickle.dumps(loaded.exchanges.items))
 
-        for plant in ["", *request["plants"]]:
-            in_fork(functools.partial(update, plant))
+        for number, names in enumerate([[], *request["plants"]]):
+            in_fork(functools.partial(update, number, names))
 
 
 def main(folder: Path) -> None:
@@ -88,8 +89,10 @@ def main(folder: Path) -> None:
     import kl_comedy.models.sharding
     import kl_comedy.training.module
 
-    # Counts must not depend on when it runs: what only a collector frees counts as held.
+    # Counts must not depend on when it runs: what only a collector frees counts as held. What is imported is not looked
+    # at when it does run.
     gc.disable()
+    gc.freeze()
     _ = kl_comedy.training.module
     # Whatever libraries print would be read as an answer.
     answers = os.fdopen(os.dup(1), "w")
