@@ -1,19 +1,22 @@
 """A policy loaded in shards is the policy that one process loads: weights, values, references, streams."""
 
 import copy
+import hashlib
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from kl_comedy.config.schema import Config, ModelConfig, ReferenceConfig, RolloutConfig
 from kl_comedy.models import load_model, weights_hash
-from kl_comedy.models.lora import merge_adapter
+from kl_comedy.models import weights as model_weights
+from kl_comedy.models.lora import base_name, merge_adapter
 from kl_comedy.models.reference import Reference, build_reference
 from kl_comedy.models.sharding import decoder_layers
 from kl_comedy.models.types import PassOptions
-from kl_comedy.models.weights import copy_into, full_tensor, stream_weights, weight_bytes
+from kl_comedy.models.weights import copy_into, full_tensor, full_weights, gathered, stream_weights, weight_bytes
 from passes import token_pass
 from ranks import spawn
 from sharded_models import OPTIONS, batch, config_of, save_tied
@@ -84,6 +87,36 @@ def layers_whole_at_once(model):
 BUCKET_BYTES = 2**15
 
 
+def sent(model):
+    """SHA-256 of every weight that a publication gathers, by name, and the number of its collectives."""
+    gathers = []
+
+    def gather(*arguments, original=DTensor.full_tensor, **settings):
+        gathers.append(arguments)
+        return original(*arguments, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_weights, "BUCKET_BYTES", BUCKET_BYTES)
+        patch.setattr(DTensor, "full_tensor", gather)
+        hashes = {name: bfloat16_hash(tensor) for name, tensor in full_weights(model, torch.bfloat16)}
+    return hashes, len(gathers)
+
+
+def bfloat16_hash(tensor):
+    rounded = tensor.detach().to(torch.bfloat16).contiguous()
+    return hashlib.sha256(rounded.view(torch.int16).numpy().tobytes()).hexdigest()
+
+
+def rows_that_two_ranks_cannot_share_equally():
+    """Whether tensors of five rows and of one, of which the second rank has none, are gathered as they were."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 1))
+    expected = copy.deepcopy(module).state_dict()
+    fully_shard(module)
+    whole = dict(gathered(list(module.state_dict().items())))
+    return all(torch.equal(tensor, expected[name]) for name, tensor in whole.items())
+
+
 def sharded_results(rank, world, folder, kind):
     """What each rank measures of a policy that is loaded in shards."""
     from kl_comedy.models.sharding import load_sharded
@@ -97,6 +130,8 @@ def sharded_results(rank, world, folder, kind):
         "share": own_elements / all_elements,
         "at once": layers_whole_at_once(loaded.model),
         "bytes": weight_bytes(loaded.model),
+        "sent": sent(loaded.model),
+        "uneven": rows_that_two_ranks_cannot_share_equally(),
         "values": values(loaded),
         "end": weights_hash(loaded.model),
     }
@@ -124,6 +159,8 @@ def test_a_sharded_policy_equals_that_of_one_process(tmp_path, kind, end_ids):
     start = weights_hash(alone.model)
     size = weight_bytes(alone.model)
     assert alone.causal.generation_config.eos_token_id == end_ids
+    state = alone.causal.state_dict()
+    sent_hashes = {base_name(name): bfloat16_hash(weight) for name, weight in state.items() if "lora_" not in name}
     expected = values(alone)
     for results in spawn(sharded_results, tmp_path, kind):
         assert results["start"] == start
@@ -131,6 +168,12 @@ def test_a_sharded_policy_equals_that_of_one_process(tmp_path, kind, end_ids):
         assert results["share"] < 0.6, "each of two ranks holds half of the weights"
         assert results["at once"] == 1
         assert results["bytes"] == size
+        hashes, gathers = results["sent"]
+        # A fresh adapter changes nothing.
+        assert hashes == sent_hashes
+        # Of two buckets in a row one would not have had room for the other.
+        assert gathers <= 1 + 2 * size // BUCKET_BYTES, "one for each bucket"
+        assert results["uneven"]
         assert results["largest bucket"] <= BUCKET_BYTES
         assert results["replica"] == results["end"], "the streamed weights are those of the policy"
         for name, numbers in expected.items():

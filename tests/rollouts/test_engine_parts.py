@@ -18,7 +18,7 @@ from kl_comedy.models.weights import Checksums, full_weights
 from kl_comedy.rollouts import Sampling, build_vllm
 from kl_comedy.rollouts.decoding import Completion
 from kl_comedy.rollouts.engines import options as options_module
-from kl_comedy.rollouts.engines import weights
+from kl_comedy.rollouts.engines import transports, weights
 from kl_comedy.rollouts.engines.client import SEED_BITS, EngineOutput, prompt_seed, sampling_fields
 from kl_comedy.rollouts.engines.options import InProcessOptions, VLLMServerOptions, engine_options
 from kl_comedy.rollouts.engines.transports import _host_copies
@@ -28,8 +28,10 @@ from kl_comedy.rollouts.engines.weights import ProbeLimit, make_probe
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
-def test_staged_weights_are_copies_that_the_next_update_does_not_change(tied, dtype):
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20], ids=["one by one", "together"])
+def test_staged_weights_are_copies_that_the_next_update_does_not_change(monkeypatch, bucket_bytes, tied, dtype):
     """The learner goes on while engines load: on a CPU too, where moving to host memory alone copies nothing."""
+    monkeypatch.setattr(transports, "BUCKET_BYTES", bucket_bytes)
     model = llama(tied=tied).to(dtype)
     before = {name: tensor.clone() for name, tensor in full_weights(model)}
     staged = dict(_host_copies(full_weights(model)))

@@ -165,6 +165,20 @@ def weights_are_published_in_float32(rank):
     weights._cast = lambda tensor, dtype: tensor
 
 
+@plant(sign="publication: collectives")
+def weights_are_gathered_one_by_one(rank):
+    from kl_comedy.models import weights
+
+    weights.BUCKET_BYTES = 1
+
+
+@plant(sign="publication: waits")
+def weights_are_copied_to_the_host_one_by_one(rank):
+    from kl_comedy.rollouts.engines import transports
+
+    transports.BUCKET_BYTES = 1
+
+
 TOGETHER = {
     0: [
         ["a mask is made on the cpu"],
@@ -175,11 +189,13 @@ TOGETHER = {
             "hidden states are detached",
             "the head is computed twice",
             "weights are published in float32",
+            "weights are copied to the host one by one",
         ],
         [
             "logits are kept",
             "whole gradients are gathered to clip them",
             "the reference pass is made twice",
+            "weights are gathered one by one",
         ],
         ["rank 0 alone sums a metric"],
     ],

@@ -1,10 +1,11 @@
 """Weights of a model, sharded or not: their hash, streams of whole tensors, copying.
 
     sharded model -> (gather a bucket, pass it on, drop it) -> replica, file
-    sharded model -> (cast a shard, gather the tensor, pass it on) -> inference engine
+    sharded model -> (cast shards, gather a bucket, pass it on) -> inference engine
 
-Beside its own shards a process has at most one bucket in memory. Gathering is a collective: where the model is sharded,
-every process must consume a stream to its end, in step, or the others wait for it forever.
+Beside its own shards a process has a few buckets in memory. The shards of a bucket are gathered together, as one flat
+tensor. Gathering is a collective: where the model is sharded, every process must consume a stream to its end, in step,
+or the others wait for it forever.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ FUSED = {
 }
 """Linear layers that vLLM stores as parts of one, and the name of that one."""
 
-DEFAULT_BUCKET_BYTES = 256 * 2**20
-"""Large enough that a collective's start costs little beside its transfer, small beside a model."""
+BUCKET_BYTES = 384 * 2**20
+"""Large enough that a collective's start costs little beside its transfer, small beside a model.
+
+The layers of a 7B model have matrices of 130 MiB in bfloat16: of 256 MiB a bucket could hold only one of them."""
 
 Bucket = list[tuple[str, Tensor]]
 
@@ -55,8 +58,7 @@ def weights_hash(model_or_state: nn.Module | Mapping[str, Tensor], *, base_only:
         tensors = {base_name(name): tensor for name, tensor in tensors.items() if not is_lora_factor(name)}
     digest = hashlib.sha256()
     # Sorted: the order of a state dict is that of construction, which another version of transformers may change.
-    for name, tensor in sorted(tensors.items()):
-        full = full_tensor(tensor)
+    for name, full in _whole(sorted(tensors.items())):
         digest.update(f"{name}|{full.dtype}|{tuple(full.shape)}|".encode())
         _hash_bytes(digest, full)
     return digest.hexdigest()
@@ -112,18 +114,17 @@ def full_weights(
     tied = _further_names(causal)
     # They come right after the weight that they are tied to, and not at their own places.
     repeated = set(itertools.chain.from_iterable(tied.values()))
-    weights: Iterable[tuple[str, Tensor]] = (
-        (name, tensor) for name, tensor in causal.state_dict().items() if name not in repeated
-    )
+    parts = [(name, tensor) for name, tensor in causal.state_dict().items() if name not in repeated]
+    weights: Iterator[tuple[str, Tensor]]
     if is_peft(model) and adapter:
         # Merged from whole weights in their own dtype, and cast afterwards, so that the sum is rounded once.
-        whole_weights = ((name, full_tensor(tensor)) for name, tensor in weights)
-        weights = merge_adapter(whole_weights, peft_scaling(model))
-    for name, tensor in weights:
-        if is_lora_factor(name):
-            continue
-        # A shard is cast before it is gathered: half the traffic for 16 bits.
-        whole = full_tensor(_cast(tensor, dtype))
+        merged = merge_adapter(_whole(parts), peft_scaling(model))
+        weights = ((name, _cast(tensor, dtype)) for name, tensor in merged)
+    else:
+        # Shards are cast before they are gathered: half the traffic for 16 bits.
+        base_parts = ((name, _cast(tensor, dtype)) for name, tensor in parts if not is_lora_factor(name))
+        weights = _whole(base_parts)
+    for name, whole in weights:
         yield base_name(name), whole
         for tied_name in tied.get(base_name(name), ()):
             yield tied_name, whole
@@ -144,12 +145,10 @@ def adapter_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Itera
     B is multiplied by the scaling before it is cast, so that it is rounded once. Every process must consume the whole
     stream, in step, where the model is sharded.
     """
-    for name, tensor in unwrap(model).state_dict().items():
-        if not is_lora_factor(name):
-            continue
+    factors = [(name, tensor) for name, tensor in unwrap(model).state_dict().items() if is_lora_factor(name)]
+    for name, factor in _whole(factors):
         # PEFT calls the only adapter of a policy "default".
         name = name.removesuffix(".default.weight")
-        factor = full_tensor(tensor)
         if name.endswith(".lora_B"):
             factor = peft_scaling(model) * factor
         yield name, _cast(factor, dtype)
@@ -162,7 +161,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype)
 
 
-def stream_weights(model: nn.Module, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Iterator[Bucket]:
+def stream_weights(model: nn.Module, bucket_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
     """The weights of ``model`` under their names, whole and detached, at most ``bucket_bytes`` at a time.
 
     A larger tensor is a bucket of its own. Tied weights come once. A bucket may share memory with the model. Every
@@ -174,16 +173,96 @@ def stream_weights(model: nn.Module, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
+    for bucket in in_buckets(named_weights(model), bucket_bytes):
+        yield gathered(bucket)
+
+
+def in_buckets(weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """Consecutive weights of one dtype and layout, at most ``bucket_bytes`` together; a larger one is alone.
+
+    Further names of a weight, which follow it, are in its bucket and take no bytes.
+
+    >>> weight, bias, step = torch.zeros(2), torch.zeros(1), torch.tensor(0)
+    >>> weights = [("head", weight), ("embed", weight), ("bias", bias), ("step", step)]
+    >>> [[name for name, _ in bucket] for bucket in in_buckets(weights, 12)]
+    [['head', 'embed', 'bias'], ['step']]
+    >>> [[name for name, _ in bucket] for bucket in in_buckets(weights, 8)]
+    [['head', 'embed'], ['bias'], ['step']]
+    """
     bucket: Bucket = []
-    for name, tensor in named_weights(model):
-        filled_bytes = sum(whole.nbytes for _, whole in bucket)
+    filled_bytes = 0
+    for name, tensor in weights:
+        if bucket and bucket[-1][1] is tensor:
+            bucket.append((name, tensor))
+            continue
         # A sharded tensor has the bytes of the whole one, so that this is known before it is gathered.
-        if bucket and filled_bytes + tensor.nbytes > bucket_bytes:
+        is_full = filled_bytes + tensor.nbytes > bucket_bytes
+        if bucket and (is_full or _layout(tensor) != _layout(bucket[0][1])):
             yield bucket
             bucket = []
-        bucket.append((name, full_tensor(tensor)))
+            filled_bytes = 0
+        bucket.append((name, tensor))
+        filled_bytes += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    """What tensors must have in common to be parts of one flat tensor."""
+    # Of a sharded tensor: the processes that it is sharded over, and how.
+    mesh = getattr(tensor, "device_mesh", None)
+    placements = getattr(tensor, "placements", None)
+    return tensor.dtype, tensor.device, mesh, placements
+
+
+def _whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """``weights`` whole and detached. Every process must consume the whole stream, in step, where they are sharded."""
+    # No bucket has a name here: it would be kept until the next one is whole.
+    return itertools.chain.from_iterable(map(gathered, in_buckets(weights, BUCKET_BYTES)))
+
+
+@torch.no_grad()
+def gathered(bucket: Bucket) -> Bucket:
+    """The tensors of a bucket whole and detached, by one collective where they are sharded: every process must call.
+
+    Those that are not sharded share memory with the given ones. Raises :class:`ValueError` for tensors that are not
+    sharded as FSDP2 does it: along their first dimension, over one axis of their mesh.
+    """
+    first: Any = bucket[0][1]
+    if not hasattr(first, "device_mesh"):
+        return [(name, tensor.detach()) for name, tensor in bucket]
+    from torch.distributed.tensor import DTensor
+
+    axes = [axis for axis, placement in enumerate(first.placements) if not placement.is_replicate()]
+    if len(axes) != 1 or not first.placements[axes[0]].is_shard(0):
+        raise ValueError(f"{bucket[0][0]} is sharded as {first.placements}, not along its first dimension alone")
+    shards = first.device_mesh.size(axes[0])
+    flat_shards = [_padded_shard(tensor, shards) for _, tensor in bucket]
+    flat: Any = DTensor.from_local(torch.cat(flat_shards), first.device_mesh, first.placements, run_check=False)
+    all_parts = flat.full_tensor().view(shards, -1)
+    whole: Bucket = []
+    start = 0
+    for (name, tensor), flat_shard in zip(bucket, flat_shards, strict=True):
+        end = start + flat_shard.numel()
+        rows = all_parts[:, start:end].reshape(-1)[: tensor.numel()]
+        whole.append((name, rows.view(tensor.shape)))
+        start = end
+    return whole
+
+
+def _padded_shard(tensor: Any, shards: int) -> Tensor:
+    """This process's shard of ``tensor``, flat, with as many elements as the largest shard.
+
+    All shards but the last ones have the same number of rows. So what is padded stands behind the whole tensor, once
+    the shards are joined.
+    """
+    shard: Tensor = tensor.to_local()
+    rows = -(-tensor.shape[0] // shards)
+    missing_rows = rows - shard.shape[0]
+    if missing_rows > 0:
+        padding = shard.new_empty(missing_rows, *shard.shape[1:])
+        shard = torch.cat([shard, padding])
+    return shard.reshape(-1)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

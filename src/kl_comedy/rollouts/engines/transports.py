@@ -11,6 +11,7 @@ import base64
 import contextlib
 import copy
 import hmac
+import itertools
 import json
 import os
 import pickle
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from kl_comedy.cuda import shareable_memory
 from kl_comedy.models import LoadedModel
 from kl_comedy.models.lora import is_lora_factor
-from kl_comedy.models.weights import Checksums, adapter_weights, full_weights
+from kl_comedy.models.weights import BUCKET_BYTES, Bucket, Checksums, adapter_weights, full_weights, in_buckets
 from kl_comedy.rollouts.engines.weights import (
     Probe,
     StagedWeights,
@@ -447,14 +448,27 @@ def stage(
 
 def _host_copies(weights: Weights) -> Weights:
     """Copies in host memory. Tied weights, which follow each other, get one copy."""
-    previous = None
-    copied = None
-    for name, tensor in weights:
-        if copied is None or tensor is not previous:
-            previous = tensor
-            # A copy also on a CPU: the learner changes its own in place while these are sent.
-            copied = tensor.to("cpu", copy=True).contiguous()
-        yield name, copied
+    # No bucket has a name here: it would be kept on the GPU until the next one is gathered.
+    return itertools.chain.from_iterable(map(_copied_together, in_buckets(weights, BUCKET_BYTES)))
+
+
+def _copied_together(bucket: Bucket) -> Bucket:
+    """Copies of a bucket's tensors in host memory, by one copy, for which the host waits once.
+
+    Copies on a CPU too: the learner changes its weights in place while these are sent.
+    """
+    distinct, aliases = untied(dict(bucket))
+    flat_tensors = [tensor.reshape(-1) for tensor in distinct.values()]
+    if len(flat_tensors) == 1:
+        # Not joined: that would be a second copy of an embedding on the GPU, of a GiB or more.
+        flat = flat_tensors[0].to("cpu", copy=True)
+    else:
+        flat = torch.cat(flat_tensors).cpu()
+    sizes = [tensor.numel() for tensor in flat_tensors]
+    copies = {}
+    for (name, tensor), flat_copy in zip(distinct.items(), flat.split_with_sizes(sizes), strict=True):
+        copies[name] = flat_copy.view(tensor.shape)
+    return [(name, copies[aliases.get(name, name)]) for name, _ in bucket]
 
 
 def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
