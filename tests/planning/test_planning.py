@@ -463,9 +463,14 @@ def test_transfer_depends_on_the_transport(vllm_plan):
     assert "adapter" not in seconds, "there is none"
 
 
-def test_engines_with_gpus_of_their_own_are_sent_weights_by_nccl(vllm_plan):
-    timing = vllm_plan.timing
-    assert timing.publish_s + timing.load_s == timing.transfer_s["nccl"]
+@pytest.mark.parametrize(("servers", "transport"), [(1, "nccl"), (2, "gloo"), (4, "gloo")])
+def test_a_run_takes_the_fastest_transport_to_engines_with_gpus_of_their_own(servers, transport):
+    plan = plan_with("rollout.backend=vllm_server", f"rollout.options.servers={servers}")
+    assert plan.transport == transport
+    # Not ipc, which reaches rank 0's GPU alone.
+    possible = {name: seconds for name, seconds in plan.timing.transfer_s.items() if name != "ipc"}
+    assert set(possible) == {"folder", "gloo", "nccl"}
+    assert possible[transport] == min(possible.values())
 
 
 @pytest.mark.parametrize(

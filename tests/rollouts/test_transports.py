@@ -54,7 +54,8 @@ CHOICES = [
     (VLLMServerOptions(), False, ["0"], "ipc"),
     (VLLMServerOptions(gpus=("1",)), False, ["0", "1"], "nccl"),
     (VLLMServerOptions(servers=2), False, ["0", "1"], "gloo"),
-    (VLLMServerOptions(servers=2, gpus=("2,3", "4,5"), tensor_parallel_size=2), False, list("012345"), "nccl"),
+    (VLLMServerOptions(gpus=("2,3",), tensor_parallel_size=2), False, list("0123"), "nccl"),
+    (VLLMServerOptions(servers=2, gpus=("2,3", "4,5"), tensor_parallel_size=2), False, list("012345"), "gloo"),
 ]
 # Options, the GPUs of the machine, and what the refusal says.
 REFUSED = [

@@ -257,7 +257,8 @@ def _automatic_transport(place: Placement) -> str:
         return "folder"
     if place.is_vllm and place.all_beside_rank_0:
         return "ipc"
-    if place.is_vllm and place.all_on_other_gpus:
+    # Several servers are sent to one after the other over nccl, and at the same time over gloo.
+    if place.is_vllm and place.all_on_other_gpus and len(place.servers) == 1:
         return "nccl"
     # A run has one transport: where only some servers share rank 0's GPU, neither ipc nor nccl reaches all of them.
     return "gloo"
