@@ -394,16 +394,12 @@ def learned_in_shards(rank, world, folder, kind):
 
 @pytest.mark.parametrize("kind", ["plain checkpointing", "lora"])
 def test_gathers_in_bf16_change_no_number(tmp_path, kind):
-    """Autocast rounds the same weights, so one process, float32 gathers and bf16 gathers have the same log-probs.
-
-    A gradient may differ in its last digit, where it is summed over the places that use a weight in another order.
-    """
+    """Autocast rounds the same weights: one process, float32 and bf16 gathers have the same log-probs and gradients."""
     alone = learned(load_model(config_of(kind)).model)
     for results in spawn(learned_in_shards, tmp_path, kind):
         for name, result in results.items():
             assert result["logp"] == alone["logp"], name
-            for gradient, expected in zip(result["gradients"], alone["gradients"], strict=True):
-                assert gradient == pytest.approx(expected, rel=0, abs=1e-6 * max(map(abs, expected))), name
+            assert result["gradients"] == alone["gradients"], name
 
         dtypes_in_bf16 = results["bf16"]["dtypes"]
         assert len(dtypes_in_bf16) >= 9

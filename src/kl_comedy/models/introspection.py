@@ -128,6 +128,9 @@ def run_inside_fsdp_forward(model: nn.Module, run: Callable[[], tuple[Tensor, ..
     if "_kl_comedy_forward" not in vars(sharded):
         sharded._kl_comedy_forward = types.MethodType(lambda self, inner: inner(), sharded)
         register_fsdp_forward_method(sharded, "_kl_comedy_forward")
+    # The root (embedding, norms, head) is needed first in a backward pass, which follows at once: it is not gathered
+    # again for that. A pass without gradient leaves nothing behind.
+    sharded.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)
     result: tuple[Tensor, ...] = sharded._kl_comedy_forward(run)
     return result
 

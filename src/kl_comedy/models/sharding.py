@@ -7,8 +7,9 @@ the model's own names (a conversion on loading), rank 0 loads the whole model in
 FSDP unit contains embedding, final norm and head, so tied weights stay tied.
 
 Under ``train.precision=bf16`` the matrices of the decoder layers are gathered as bfloat16, at half the traffic.
-Autocast would round the gathered weights in the same way, so the numbers are those of float32 gathers. Norms, embedding
-and head are gathered in float32, and gradients are summed over the ranks in float32.
+Autocast would round the gathered weights in the same way, so the numbers are those of float32 gathers. A unit has one
+dtype: the norms of the layers are parts of the root, which is gathered in float32. Gradients are summed over the ranks
+in float32.
 """
 
 from __future__ import annotations
@@ -148,22 +149,19 @@ def _sharded_skeleton(config: ModelConfig, mesh: DeviceMesh, device: torch.devic
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = MixedPrecisionPolicy()
     layers = decoder_layers(model)
+    of_layers: set[nn.Parameter] = set()
     if bf16:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        rounded = set(rounded_parameters(model))
-        # Norms become units of their own, which are gathered in float32. All are found before one is sharded, because
-        # sharding a module replaces its parameters.
-        norms = []
-        for layer in layers:
-            for module in layer.modules():
-                if not rounded.issuperset(module.parameters(recurse=False)):
-                    norms.append(module)
-        for norm in norms:
-            fully_shard(norm, mesh=mesh, reshard_after_forward=True)
+        of_layers.update(rounded_parameters(model))
         compute_in_bf16(model, device)
+    else:
+        for layer in layers:
+            of_layers.update(layer.parameters())
+    # The root before the layers: of a layer that is a unit already it would not take the norms.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=of_layers)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        of_root = set(layer.parameters()) - of_layers
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=of_root)
     _allocate(model, device)
     if unwrap(model).config.tie_word_embeddings:
         unwrap(model).tie_weights()  # on the meta device tied weights are built apart
