@@ -58,7 +58,7 @@ class Run:
         self.now = 0.0
         self.console = Console(file=io.StringIO(), width=width, force_terminal=terminal)
         self.progress = ConsoleProgress(self.console, steps, clock=lambda: self.now)
-        metrics = METRICS | {"time/tokens_per_second": 12345.0}
+        metrics = METRICS | {"time/tokens_per_second": 12345.0, "time/flop_utilization": 0.25}
         self.module = SimpleNamespace(version=0, last_metrics=metrics)
         self.progress.on_fit_start(None, self.module)
 
@@ -114,7 +114,7 @@ def test_a_terminal_of_80_columns_holds_the_bar_the_phase_and_the_numbers():
     bar, memory, numbers = run.end()[-3:]
     assert "250/1000" in bar
     assert "left" in bar
-    assert "GiB" in memory
+    assert memory.endswith("GiB  FLOP utilization 25%")
     assert "learning" not in memory, "nothing is under way after the end"
     assert numbers.endswith("12345 tok/s")
 

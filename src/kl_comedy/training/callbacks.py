@@ -475,6 +475,8 @@ class ConsoleProgress(ProgressBar):
             return
         numbers = status_line(pl_module.last_metrics)
         memory = memory_text()
+        if "time/flop_utilization" in pl_module.last_metrics:
+            memory += f"  FLOP utilization {pl_module.last_metrics['time/flop_utilization']:.0%}"
         self._bar.memory = memory
         self._bar.numbers = numbers
         self._bar.update(self._task, completed=version)

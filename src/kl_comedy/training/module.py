@@ -40,6 +40,7 @@ from kl_comedy.records import Scored
 from kl_comedy.rollouts import RolloutBackend
 from kl_comedy.tracking.tokens import TokenNumbers
 from kl_comedy.training.build import Run, build_run
+from kl_comedy.training.costs import Machine, cost_metrics, peak_memory
 from kl_comedy.training.distributed import SINGLE_PROCESS, Ranks
 from kl_comedy.training.experience import UpdateBatch, derive_seed
 from kl_comedy.training.loss import (
@@ -150,6 +151,7 @@ class PolicyModule(lightning.LightningModule):
         self.replaced_at: dict[int, float] = {}  # when each version of the weights was replaced by the next
         self.last_metrics: dict[str, float] = {}
         self.last_batch: UpdateBatch | None = None
+        self.machine: Machine | None = None  # measured where training starts
         self.last_tokens: dict[int, TokenNumbers] = {}
         self.old_policy: list[OldPolicyRow] | None = None
         self._log_probs_are_finite = True  # of this rank's micro-batches of the current update
@@ -199,6 +201,7 @@ class PolicyModule(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         """The weights of a resumed run are restored by now; they were not when its checkpoint was read."""
+        self.machine = Machine.of(self.config, self.loaded, self.run.sampler, self.ranks)
         if self.version != self.backend.version:
             self.backend.update_weights(self.version)
 
@@ -256,7 +259,7 @@ class PolicyModule(lightning.LightningModule):
             **ages,
             **micro_batches[0].notes,
             "train/lr": rate,
-            **time_metrics(batch.rows, batch.metrics, time.perf_counter() - start),
+            **self._costs(batch, time.perf_counter() - start),
         }
         if step == 0:
             self._check_kl_at_start()
@@ -267,6 +270,14 @@ class PolicyModule(lightning.LightningModule):
         # For the callbacks that monitor a metric. MetricsCallback writes them to the loggers.
         self.log_dict(self.last_metrics, logger=False)
         return {"loss": torch.tensor(self.last_metrics["train/loss"])}
+
+    def _costs(self, batch: UpdateBatch, learn_s: float) -> dict[str, float]:
+        """The times of an update, and what follows from them."""
+        times = time_metrics(batch.rows, batch.metrics, learn_s)
+        times["time/peak_memory"] = peak_memory(self.loaded.device)
+        if self.machine is not None:
+            times |= cost_metrics(batch.rows, self.machine, step_s=times["time/step"], learn_s=learn_s)
+        return times
 
     def _differentiate(
         self, batch: UpdateBatch, metrics: MetricAccumulator, betas: Mapping[str, float]
@@ -411,14 +422,15 @@ class PolicyModule(lightning.LightningModule):
     def _publish(self, measured: Mapping[str, float]) -> dict[str, float]:
         """Publish the new weights to the sampler under the next version; moving references follow the policy.
 
-        Returns ``reference/NAME/moved`` for each of these: 1.0 where it moved.
+        Returns ``time/transfer``, and ``reference/NAME/moved`` for each of these: 1.0 where it moved.
         """
         self.replaced_at[self.version] = time.monotonic()
         self.replaced_at.pop(self.version - VERSIONS_REMEMBERED, None)
         self.version += 1
         phase("publishing the weights")
+        start = time.perf_counter()
         self.backend.update_weights(self.version)
-        moved = {}
+        moved = {"time/transfer": time.perf_counter() - start}
         for name, reference in self.moving_references.items():
             has_moved = reference.update(self.policy, self.version, measured_kl(measured, name, "token"))
             moved[f"reference/{name}/moved"] = float(has_moved)
